@@ -1,0 +1,39 @@
+"""Fastensor: PyTorch checkpoints at the speed of the disk, atomic, durable and verified, in standard files."""
+
+from fastensor.checkpoint.load import load, load_with_report
+from fastensor.checkpoint.report import Fallback, LoadReport, SaveReport
+from fastensor.checkpoint.save import save
+from fastensor.errors import (
+    BackendUnavailableError,
+    CheckpointReadError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    FastensorError,
+    LayoutError,
+    UnknownBackendError,
+    UnsafeCheckpointError,
+    UnverifiedCheckpointWarning,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # saving and loading
+    "save",
+    "load",
+    "load_with_report",
+    "SaveReport",
+    "LoadReport",
+    "Fallback",
+    # errors
+    "FastensorError",
+    "CheckpointWriteError",
+    "CheckpointReadError",
+    "CorruptCheckpointError",
+    "UnsafeCheckpointError",
+    "UnknownBackendError",
+    "BackendUnavailableError",
+    "LayoutError",
+    "UnverifiedCheckpointWarning",
+    "__version__",
+]

@@ -1,0 +1,94 @@
+"""What a backend is: the seam between the layout of a file and the ways of moving it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastensor.stitch.torch_zip import TorchZip
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can work on this machine, and if not, why."""
+
+    available: bool
+    reason: str = ""
+    """Empty if available; otherwise what is missing, in a sentence that can be shown to a user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, for whoever chooses between backends."""
+
+    bypasses_page_cache: bool
+    """Written files do not evict other data from the page cache, and resident files are not read from it."""
+    extra_nbytes: int
+    """The most memory, beyond the state itself, that one transfer holds."""
+    staged_devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    """Device types whose storages are copied in bounded pieces; those of other devices are copied whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A part of a file: ``[begin, end)`` in bytes."""
+
+    begin: int
+    end: int
+
+
+class Reader(Protocol):
+    """Random access to one file, fast if the order that was announced is kept. Used by one thread."""
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        """Fill ``buffer`` from ``offset`` and return the CRC32 of its bytes (0 without ``checksum``).
+
+        The buffer is the caller's; when this returns or raises, nothing writes to it any more.
+
+        Raises:
+            OSError: the file cannot be read there, or ends before the buffer is full (``errno.ENODATA``).
+        """
+
+    def close(self) -> None:
+        """Stop reading ahead and give back memory. The file stays open. Calling it again does nothing."""
+
+
+class Backend(Protocol):
+    """A way of moving images. Stateless between calls; every method may be called from several threads at once."""
+
+    @property
+    def name(self) -> str:
+        """What users pass as ``backend=``."""
+
+    def availability(self) -> Availability:
+        """Whether the backend can work here at all. A single file may still be refused."""
+
+    def capabilities(self) -> Capabilities:
+        """What the backend can do."""
+
+    def write(self, source: TorchZip, fd: int) -> None:
+        """Write the whole image to an open, empty, seekable file.
+
+        Afterwards the file has exactly the image's bytes; they need not be durable yet, that is the caller's
+        business. ``fd`` stays open and has the flags that it came with. Storages are only read. The file may have
+        space preallocated beyond its final size.
+
+        Raises:
+            BackendUnavailableError: this file cannot be written this way; another backend may start over on ``fd``.
+            OSError: a write failed; what the file holds is undefined.
+            RuntimeError: the state changed while it was being saved.
+        """
+
+    def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
+        """Prepare to read a file of ``nbytes`` bytes.
+
+        Args:
+            fd: open for reading; stays open and is used until the reader is closed.
+            nbytes: the file's size.
+            order: the extents that will be asked for, in the order in which they will be asked for, as far as that
+                can be foretold. Reading them ahead may not begin before the first one is asked for.
+
+        Raises:
+            BackendUnavailableError: this file cannot be read this way.
+        """

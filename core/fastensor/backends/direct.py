@@ -1,0 +1,251 @@
+"""The ``direct`` backend: O_DIRECT through a ring of reused buffers, several transfers in flight.
+
+Saving: the calling thread stages windows of the image in order, and writer threads put them on the disk. Loading:
+reader threads run ahead through the file in the order that was announced, and the calling thread copies from the ring
+to where the bytes belong. Neither leaves anything in the page cache. Memory beyond the state is the ring: 64 MiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from fastensor.backends import posix
+from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Buffer, borrowed_ring
+from fastensor.backends.numpy import BufferedReader, copy_with_checksum
+from fastensor.backends.staging import Stager, Window
+from fastensor.errors import BackendUnavailableError
+from fastensor.stitch.torch_zip import TorchZip
+
+TRANSFERS_IN_FLIGHT = 4
+_MIN_TRANSFER_NBYTES = 1 << 20
+_GAP_NBYTES = 64 << 10
+"""Extents that lie closer together than this are read in one go."""
+
+
+class DirectBackend:
+    """See :class:`fastensor.backends.base.Backend`."""
+
+    name = "direct"
+
+    def availability(self) -> Availability:
+        if not hasattr(os, "O_DIRECT"):
+            return Availability(False, "this operating system has no O_DIRECT")
+        return Availability(True)
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES)
+
+    def write(self, source: TorchZip, fd: int) -> None:
+        limits = _limits(fd)
+        try:
+            with _direct_mode(fd):
+                _write(source, fd, limits)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise BackendUnavailableError("the filesystem refused an O_DIRECT transfer (EINVAL)") from error
+            raise
+        posix.truncate(fd, source.image.nbytes)
+
+    def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
+        limits = _limits(fd)
+        try:
+            direct_fd = posix.reopen_direct(fd)
+        except OSError as error:
+            raise BackendUnavailableError(f"the file cannot be opened with O_DIRECT: {error.strerror}") from error
+        return _DirectReader(fd, direct_fd, plan_transfers(order, nbytes, limits.offset_alignment))
+
+
+def transfer_nbytes(total: int) -> int:
+    """The size of single transfers: large, but so many that several are in flight.
+
+    >>> transfer_nbytes(1 << 30) >> 20, transfer_nbytes(20 << 20) >> 20, transfer_nbytes(100) >> 20
+    (8, 3, 1)
+    """
+    eighth = -(-total // BUFFER_COUNT)
+    rounded = -(-eighth // _MIN_TRANSFER_NBYTES) * _MIN_TRANSFER_NBYTES
+    return min(max(rounded, _MIN_TRANSFER_NBYTES), BUFFER_NBYTES)
+
+
+def plan_transfers(order: Sequence[Extent], file_nbytes: int, alignment: int) -> list[Extent]:
+    """Cut the extents into aligned transfers, in the same order; extents that lie close together share transfers.
+
+    >>> plan_transfers([Extent(10, 5000), Extent(5010, 6000), Extent(3 << 20, (3 << 20) + 5)], 4 << 20, 512)
+    [Extent(begin=0, end=6144), Extent(begin=3145728, end=3146240)]
+    """
+    size = transfer_nbytes(sum(extent.end - extent.begin for extent in order))
+    transfers: list[Extent] = []
+    for begin, end in _runs(order):
+        begin = begin // alignment * alignment
+        end = min(-(-end // alignment) * alignment, -(-file_nbytes // alignment) * alignment)
+        transfers += [Extent(at, min(at + size, end)) for at in range(begin, end, size)]
+    return transfers
+
+
+def _runs(order: Sequence[Extent]) -> Iterator[tuple[int, int]]:
+    run: tuple[int, int] | None = None
+    for extent in order:
+        if run and run[1] <= extent.begin <= run[1] + _GAP_NBYTES:
+            run = (run[0], extent.end)
+        else:
+            if run:
+                yield run
+            run = (extent.begin, extent.end)
+    if run:
+        yield run
+
+
+def _limits(fd: int) -> posix.DirectLimits:
+    if (name := posix.memory_filesystem(fd)) is not None:
+        raise BackendUnavailableError(f"{name} lives in memory and has no direct I/O")
+    limits = posix.direct_limits(fd)
+    if limits is None:
+        raise BackendUnavailableError("the filesystem says that this file has no direct I/O")
+    if BUFFER_NBYTES % limits.offset_alignment or limits.memory_alignment > posix.ASSUMED_ALIGNMENT:
+        raise BackendUnavailableError(f"the filesystem asks for an alignment that the buffers lack: {limits}")
+    return limits
+
+
+@contextmanager
+def _direct_mode(fd: int) -> Iterator[None]:
+    posix.set_direct(fd, True)
+    try:
+        yield
+    finally:
+        posix.set_direct(fd, False)
+
+
+def _write(source: TorchZip, fd: int, limits: posix.DirectLimits) -> None:
+    image = source.image
+    stager = Stager(image, source.storages)
+    size = transfer_nbytes(image.nbytes)
+    begun: Window | None = None
+    with borrowed_ring() as ring, _Writers(fd, limits.offset_alignment) as writers:
+        for number, offset in enumerate(range(0, image.nbytes, size)):
+            if number >= BUFFER_COUNT:
+                writers.wait_for_oldest()
+            buffer = ring.buffer(number % BUFFER_COUNT, pinned=stager.asynchronous)
+            window = stager.begin(buffer, offset, min(size, image.nbytes - offset))
+            if not stager.asynchronous:
+                writers.submit(window, stager.finish(window))
+                continue
+            # The device copies the next window while this one is checksummed and written.
+            if begun is not None:
+                writers.submit(begun, stager.finish(begun))
+            begun = window
+        if begun is not None:
+            writers.submit(begun, stager.finish(begun))
+        writers.wait_for_all()
+
+
+class _Writers:
+    """Threads that write windows. Left only when none of them is writing any more."""
+
+    def __init__(self, fd: int, alignment: int) -> None:
+        self._fd = fd
+        self._alignment = alignment
+        self._pool = ThreadPoolExecutor(TRANSFERS_IN_FLIGHT, "fastensor-write")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> _Writers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, window: Window, data: memoryview) -> None:
+        """Write a finished window; its tail is padded to a whole block, which truncation takes away again."""
+        nbytes = -(-data.nbytes // self._alignment) * self._alignment
+        window.buffer.array[data.nbytes : nbytes] = 0
+        view = window.buffer.view[:nbytes]
+        self._pending.append(self._pool.submit(posix.write_fully, self._fd, view, window.offset))
+
+    def wait_for_oldest(self) -> None:
+        self._pending.popleft().result()
+
+    def wait_for_all(self) -> None:
+        while self._pending:
+            self.wait_for_oldest()
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One transfer in flight or done: the file's bytes from ``begin`` are, or will be, in ``buffer``."""
+
+    begin: int
+    buffer: Buffer
+    filled: Future[int]
+
+
+class _DirectReader:
+    """Reads ahead through planned transfers; what is asked for out of order is read on the spot, buffered."""
+
+    def __init__(self, fd: int, direct_fd: int, transfers: list[Extent]) -> None:
+        self._resources = ExitStack()
+        self._resources.callback(os.close, direct_fd)
+        self._direct_fd = direct_fd
+        self._elsewhere = BufferedReader(fd)
+        self._resources.callback(self._elsewhere.close)
+        self._transfers = transfers
+        self._by_offset = sorted(range(len(transfers)), key=lambda number: transfers[number].begin)
+        self._begins = [transfers[number].begin for number in self._by_offset]
+        self._free: list[Buffer] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._current = 0
+        """The transfer that is being consumed; all earlier ones are done with."""
+        self._fetches: deque[_Fetch] = deque()
+        """Those in flight or filled: ``_current`` and the ones behind it."""
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        crc32 = 0
+        while buffer.nbytes:
+            number = self._transfer_of(offset)
+            if number is None or number < self._current:
+                return self._elsewhere.readinto(offset, buffer, checksum=checksum, crc32=crc32)
+            fetch = self._fetched(number)
+            begin = offset - fetch.begin
+            count = min(fetch.filled.result() - begin, buffer.nbytes)
+            if count <= 0:
+                raise OSError(errno.ENODATA, f"the file ends before offset {offset + buffer.nbytes}")
+            crc32 = copy_with_checksum(buffer[:count], fetch.buffer.view[begin : begin + count], crc32, checksum)
+            offset += count
+            buffer = buffer[count:]
+        return crc32
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._resources.close()
+
+    def _transfer_of(self, offset: int) -> int | None:
+        at = bisect_right(self._begins, offset) - 1
+        if at < 0:
+            return None
+        number = self._by_offset[at]
+        return number if offset < self._transfers[number].end else None
+
+    def _fetched(self, number: int) -> _Fetch:
+        """Make ``number`` the current transfer, dropping those before it, and keep the ring busy behind it."""
+        if self._pool is None:
+            ring = self._resources.enter_context(borrowed_ring())
+            self._free = [ring.buffer(i) for i in range(min(BUFFER_COUNT, len(self._transfers)))]
+            self._pool = ThreadPoolExecutor(TRANSFERS_IN_FLIGHT, "fastensor-read")
+        while self._fetches and self._current < number:
+            dropped = self._fetches.popleft()
+            dropped.filled.exception()  # nobody wants its bytes, but its buffer is busy until it is done
+            self._free.append(dropped.buffer)
+            self._current += 1
+        self._current = number
+        while self._free and (following := number + len(self._fetches)) < len(self._transfers):
+            buffer, transfer = self._free.pop(), self._transfers[following]
+            view = buffer.view[: transfer.end - transfer.begin]
+            filled = self._pool.submit(posix.read_fully, self._direct_fd, view, transfer.begin)
+            self._fetches.append(_Fetch(transfer.begin, buffer, filled))
+        return self._fetches[0]

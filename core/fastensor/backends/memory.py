@@ -1,0 +1,132 @@
+"""Memory that transfers go through: a ring of page-aligned buffers, touched once and reused between transfers.
+
+First touches of memory cost more than the copy that follows, and pinning costs more still, so one ring is kept for
+the next transfer. Concurrent transfers get rings of their own, which go away with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+BUFFER_NBYTES = 8 << 20
+BUFFER_COUNT = 8
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+class Buffer:
+    """A page-aligned piece of memory. Belongs to one thread at a time: whoever fills it hands it on."""
+
+    __slots__ = ("_pinned", "_touched", "address", "array", "memory", "view")
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)
+        self.view = memoryview(self.memory)
+        self.address = int(self.array.ctypes.data)
+        self._touched = False
+        self._pinned = False
+
+    def touch(self) -> None:
+        """Back every page with memory, so that no transfer waits for it."""
+        if self._touched:
+            return
+        try:
+            self.memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError:  # an older kernel
+            self.array[:: mmap.PAGESIZE] = 0
+        self._touched = True
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, so that device copies into it are asynchronous and at full speed."""
+        if not self._pinned:
+            torch.cuda.check_error(int(_cudart().cudaHostRegister(self.address, len(self.memory), 0)))
+            self._pinned = True
+
+    def as_tensor(self) -> torch.Tensor:
+        """A uint8 tensor over the same memory."""
+        return torch.from_numpy(self.array)
+
+    def release(self) -> None:
+        """Undo :meth:`pin`; the memory itself goes with the last reference to it."""
+        if self._pinned:
+            torch.cuda.check_error(int(_cudart().cudaHostUnregister(self.address)))
+            self._pinned = False
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+class Ring:
+    """The buffers of one transfer: at most ``BUFFER_COUNT`` of ``BUFFER_NBYTES`` each, made when first needed."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Buffer] = []
+
+    def buffer(self, index: int, *, pinned: bool = False) -> Buffer:
+        """Buffer number ``index``, touched, and pinned if asked."""
+        while len(self._buffers) <= index:
+            self._buffers.append(Buffer(BUFFER_NBYTES))
+        buffer = self._buffers[index]
+        buffer.touch()
+        if pinned:
+            buffer.pin()
+        return buffer
+
+    def release(self) -> None:
+        for buffer in self._buffers:
+            buffer.release()
+
+
+class _Shelf:
+    """Keeps one idle ring for the next transfer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: Ring | None = None
+
+    def take(self) -> Ring:
+        with self._lock:
+            ring, self._idle = self._idle, None
+        return ring or Ring()
+
+    def put(self, ring: Ring) -> None:
+        with self._lock:
+            if self._idle is None:
+                self._idle = ring
+                return
+        ring.release()
+
+    def forget(self) -> None:
+        self.__init__()  # type: ignore[misc]  # a forked child shares neither the lock's holder nor pinned pages
+
+
+_shelf = _Shelf()
+os.register_at_fork(after_in_child=_shelf.forget)
+
+
+@contextmanager
+def borrowed_ring() -> Iterator[Ring]:
+    """A ring for the length of one transfer. No buffer may be in use any more when the block is left."""
+    ring = _shelf.take()
+    try:
+        yield ring
+    finally:
+        _shelf.put(ring)
+
+
+def copy_memory(target: int, source: int, nbytes: int) -> None:
+    """``memmove`` between two addresses, without the GIL."""
+    ctypes.memmove(target, source, nbytes)

@@ -1,0 +1,108 @@
+"""The ``numpy`` backend: buffered POSIX I/O on views of memory, through the page cache.
+
+For small files, and for reading what is in the page cache already: resident bytes arrive at the speed of memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from isal import isal_zlib
+
+from fastensor.backends import posix
+from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring, copy_memory
+from fastensor.backends.staging import Stager
+from fastensor.stitch.torch_zip import TorchZip
+
+_WINDOW_NBYTES = 1 << 20
+"""Staged and written at a time: small enough to stay in the processor's cache between the two."""
+_BLOCK_NBYTES = 512 << 10
+_PARALLEL_NBYTES = 4 << 20
+"""Reads from this size on are shared by several threads."""
+_MAX_THREADS = 4
+
+
+class NumpyBackend:
+    """See :class:`fastensor.backends.base.Backend`."""
+
+    name = "numpy"
+
+    def availability(self) -> Availability:
+        return Availability(True)
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(bypasses_page_cache=False, extra_nbytes=BUFFER_NBYTES)
+
+    def write(self, source: TorchZip, fd: int) -> None:
+        stager = Stager(source.image, source.storages)
+        total = source.image.nbytes
+        with borrowed_ring() as ring:
+            buffer = ring.buffer(0, pinned=stager.asynchronous)
+            for offset in range(0, total, _WINDOW_NBYTES):
+                window = stager.begin(buffer, offset, min(_WINDOW_NBYTES, total - offset))
+                posix.write_fully(fd, stager.finish(window), offset)
+        posix.truncate(fd, total)
+
+    def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
+        return BufferedReader(fd)
+
+
+class BufferedReader:
+    """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.Reader`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool: ThreadPoolExecutor | None = None
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool, crc32: int = 0) -> int:
+        """As in the protocol; ``crc32`` is that of bytes which came before, to be continued."""
+        if buffer.nbytes < _PARALLEL_NBYTES or self._threads == 1:
+            return _read_with_checksum(self._fd, offset, buffer, crc32, checksum)
+        posix.advise_huge_pages(np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "fastensor-read")
+        share = -(-buffer.nbytes // self._threads // _BLOCK_NBYTES) * _BLOCK_NBYTES
+        parts = [(at, buffer[at : at + share]) for at in range(0, buffer.nbytes, share)]
+        futures = [
+            self._pool.submit(_read_with_checksum, self._fd, offset + at, part, 0, checksum) for at, part in parts
+        ]
+        failures = [future.exception() for future in futures]  # all of them are done before anyone leaves
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        for (_, part), future in zip(parts, futures, strict=True):
+            crc32 = isal_zlib.crc32_combine(crc32, future.result(), part.nbytes)
+        return crc32 if checksum else 0
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+
+def _read_with_checksum(fd: int, offset: int, buffer: memoryview, crc32: int, checksum: bool) -> int:
+    for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
+        block = buffer[at : at + _BLOCK_NBYTES]
+        if posix.read_fully(fd, block, offset + at) != block.nbytes:
+            raise OSError(errno.ENODATA, f"the file ends before offset {offset + at + block.nbytes}")
+        if checksum:
+            crc32 = isal_zlib.crc32(block, crc32)
+    return crc32
+
+
+def copy_with_checksum(target: memoryview, source: memoryview, crc32: int, checksum: bool) -> int:
+    """Copy between two pieces of memory of equal size and continue a CRC32 over them."""
+    to = np.frombuffer(target, np.uint8).ctypes.data
+    from_ = np.frombuffer(source, np.uint8).ctypes.data
+    posix.advise_huge_pages(to, target.nbytes)
+    for at in range(0, target.nbytes, _BLOCK_NBYTES):
+        count = min(_BLOCK_NBYTES, target.nbytes - at)
+        copy_memory(to + at, from_ + at, count)
+        if checksum:
+            crc32 = isal_zlib.crc32(target[at : at + count], crc32)
+    return crc32

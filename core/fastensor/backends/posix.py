@@ -1,0 +1,173 @@
+"""The system calls that move and publish bytes, one thin function each, and what Linux tells about a file.
+
+Every read, write and sync of a checkpoint goes through this module, so that faults can be injected in one place.
+All offsets and sizes are in bytes. Functions raise ``OSError`` and retry neither errors nor, beyond what Python does
+for EINTR, interrupted calls. All of them release the GIL while they wait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+ASSUMED_ALIGNMENT = 4096
+"""Used where the kernel does not say: no block device in use needs more."""
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_NBYTES = 256
+_STATX_DIO_OFFSET = 0x98  # stx_dio_mem_align and stx_dio_offset_align, two u32 (linux/stat.h)
+_STATFS_NBYTES = 256
+_MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20
+_RESIDENCY_SAMPLES = 64
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLimits:
+    """What a file demands of O_DIRECT transfers."""
+
+    memory_alignment: int
+    offset_alignment: int
+    """Offsets and lengths are multiples of this."""
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    function = getattr(_libc(), name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, f"the C library has no {name}")
+    if function(*arguments) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def write_fully(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, however many calls it takes."""
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, "the file accepts no more bytes")
+        data = data[written:]
+        offset += written
+
+
+def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
+    filled = 0
+    while filled < buffer.nbytes:
+        count = os.preadv(fd, [buffer[filled:]], offset + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def sync_file(fd: int) -> None:
+    """``fsync``: contents and metadata of the file are on stable storage when this returns."""
+    os.fsync(fd)
+
+
+def preallocate(fd: int, nbytes: int) -> bool:
+    """Reserve space for ``nbytes`` bytes; False if the filesystem cannot.
+
+    Raises:
+        OSError: there is no space (ENOSPC, EDQUOT), or the file may not be that large (EFBIG).
+    """
+    try:
+        _call("fallocate64", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return False
+        raise
+    return True
+
+
+def truncate(fd: int, nbytes: int) -> None:
+    """Make the file exactly ``nbytes`` long."""
+    os.ftruncate(fd, nbytes)
+
+
+def set_direct(fd: int, enabled: bool) -> None:
+    """Switch O_DIRECT on an open file; EINVAL where the filesystem does not have it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if enabled else flags & ~os.O_DIRECT)
+
+
+def reopen_direct(fd: int) -> int:
+    """A second descriptor of the same file, for reading with O_DIRECT. The caller closes it."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def memory_filesystem(fd: int) -> str | None:
+    """The name of the filesystem if it lives in memory, where direct I/O gains nothing."""
+    buffer = ctypes.create_string_buffer(_STATFS_NBYTES)
+    _call("fstatfs64", fd, buffer)
+    return _MEMORY_FILESYSTEMS.get(struct.unpack_from("@l", buffer)[0] & 0xFFFFFFFF)
+
+
+def direct_limits(fd: int) -> DirectLimits | None:
+    """What the file demands of direct I/O (``statx``, STATX_DIOALIGN; Linux 6.1); None if it has no direct I/O.
+
+    Where the kernel or the filesystem does not say, 4096 is assumed, and the first transfer finds out.
+    """
+    buffer = ctypes.create_string_buffer(_STATX_NBYTES)
+    try:
+        _call("statx", fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return DirectLimits(ASSUMED_ALIGNMENT, ASSUMED_ALIGNMENT)
+    if not struct.unpack_from("=I", buffer)[0] & _STATX_DIOALIGN:
+        return DirectLimits(ASSUMED_ALIGNMENT, ASSUMED_ALIGNMENT)
+    memory, offset = struct.unpack_from("=2I", buffer, _STATX_DIO_OFFSET)
+    return DirectLimits(memory, offset) if memory and offset else None
+
+
+def resident_fraction(fd: int, nbytes: int) -> float:
+    """How much of the file is in the page cache, from 64 samples spread over it (``preadv2``, RWF_NOWAIT).
+
+    Unlike ``mincore`` it needs no write permission to tell the truth. The samples do not start read-ahead on ``fd``'s
+    own account: it is told to expect random access while they are taken.
+    """
+    if nbytes == 0:
+        return 1.0
+    samples = min(_RESIDENCY_SAMPLES, -(-nbytes // ASSUMED_ALIGNMENT))
+    byte = bytearray(1)
+    hits = 0
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        for sample in range(samples):
+            try:
+                hits += os.preadv(fd, [byte], (2 * sample + 1) * nbytes // (2 * samples), os.RWF_NOWAIT)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                return 1.0  # the filesystem cannot tell; such ones (9p, some FUSE) have no direct I/O either
+    finally:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+    return hits / samples
+
+
+def advise_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages behind memory that is about to be filled: first touches get about five times cheaper.
+
+    Only whole huge pages inside the range are touched. Advice: where the kernel refuses, nothing changes.
+    """
+    begin = -(-address // _HUGE_PAGE) * _HUGE_PAGE
+    end = (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    if begin < end:
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

@@ -1,0 +1,1 @@
+"""Saving and loading whole checkpoints: atomic, durable, verified."""

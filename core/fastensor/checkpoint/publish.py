@@ -1,0 +1,177 @@
+"""Replacing a file atomically and durably, and cleaning up after processes that died while doing so.
+
+New contents go to a temporary file in the target's directory, which is synced and renamed over the target; then the
+directory is synced. A crash at any instant leaves the old file or the new one, whole. The writer holds a ``flock`` on
+its temporary, which the kernel drops when the process dies: that tells a leftover from a file that is being written,
+also between containers that do not see each other's processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fastensor.backends import posix
+from fastensor.errors import CheckpointWriteError
+
+TEMPORARY_SUFFIX = ".fastensor-tmp"
+_TOKEN_NBYTES = 6
+_NAME_MAX = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a save ends up."""
+
+    path: str
+    """The file that is replaced: the path given, with symlinks followed."""
+    previous: os.stat_result | None
+    """What was there before."""
+
+    @property
+    def directory(self) -> str:
+        return os.path.dirname(self.path)
+
+
+def resolve_target(path: str | os.PathLike[str]) -> Target:
+    """Find out which file a save to ``path`` replaces, and refuse what must not be replaced.
+
+    Raises:
+        CheckpointWriteError: the path is a directory, a device or a pipe, a symlink loop, or its directory is missing.
+    """
+    given = os.fspath(path)
+    if not isinstance(given, str):
+        raise TypeError(f"expected a path of type str or os.PathLike[str], found {type(given).__name__}")
+    real = os.path.realpath(given)
+    try:
+        previous = os.stat(real, follow_symlinks=False)
+    except FileNotFoundError:
+        previous = None
+    except OSError as error:
+        raise _failure(error, "cannot look at the target", given) from error
+    if previous is not None and not stat.S_ISREG(previous.st_mode):
+        kind = "a directory" if stat.S_ISDIR(previous.st_mode) else "not a regular file"
+        code = errno.EISDIR if stat.S_ISDIR(previous.st_mode) else errno.EINVAL
+        raise CheckpointWriteError(code, f"cannot save: the target is {kind}; give the path of a file", given)
+    if not os.path.isdir(os.path.dirname(real)):
+        raise CheckpointWriteError(errno.ENOENT, "cannot save: its directory does not exist; create it first", given)
+    return Target(real, previous)
+
+
+@contextmanager
+def temporary_for(target: Target) -> Iterator[tuple[int, str]]:
+    """A locked, empty file beside the target: its descriptor and name. Gone afterwards unless it was renamed.
+
+    Raises:
+        CheckpointWriteError: the directory does not let files be created.
+    """
+    _remove_leftovers(target)
+    try:
+        fd, name = _create_temporary(target)
+    except OSError as error:
+        raise _failure(error, "cannot create a temporary file in the target's directory", target.path) from error
+    try:
+        _copy_ownership(fd, target.previous)
+        yield fd, name
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it has been renamed
+            os.unlink(name)
+        os.close(fd)
+
+
+def publish(name: str, target: Target, *, durable: bool) -> None:
+    """Rename a finished, synced temporary over the target and make the name durable."""
+    os.rename(name, target.path)
+    if durable:
+        sync_directory(target.directory)
+
+
+def sync_directory(path: str) -> None:
+    """``fsync`` a directory: names that were created, replaced or removed in it are on stable storage."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        posix.sync_file(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems sync names at once
+            raise
+    finally:
+        os.close(fd)
+
+
+def make_directories(path: str | os.PathLike[str]) -> None:
+    """Create a directory and its missing parents, durably."""
+    missing = []
+    current = os.path.abspath(path)
+    while not os.path.isdir(current):
+        missing.append(current)
+        current = os.path.dirname(current)
+    for directory in reversed(missing):
+        os.makedirs(directory, exist_ok=True)
+        sync_directory(os.path.dirname(directory))
+
+
+def _stem(target: Target) -> str:
+    """What all temporaries of a target begin with: its name, shortened if the filesystem would not take it."""
+    name = os.path.basename(target.path)
+    room = _NAME_MAX - len(TEMPORARY_SUFFIX) - 2 * _TOKEN_NBYTES - 2
+    if len(os.fsencode(name)) > room:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return os.path.join(target.directory, f".{name}.")
+
+
+def _create_temporary(target: Target) -> tuple[int, str]:
+    while True:
+        name = _stem(target) + secrets.token_hex(_TOKEN_NBYTES) + TEMPORARY_SUFFIX
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return fd, name
+        except BlockingIOError:
+            pass  # another save took it for a leftover in the instant before it was locked: try another name
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                os.close(fd)
+                os.unlink(name)
+                raise
+            return fd, name  # no locks here; leftovers are then left alone, too
+        os.close(fd)
+
+
+def _remove_leftovers(target: Target) -> None:
+    """Remove temporaries of this target whose writers are dead."""
+    for name in glob.glob(glob.escape(_stem(target)) + "*" + TEMPORARY_SUFFIX):
+        token = name[len(_stem(target)) : -len(TEMPORARY_SUFFIX)]
+        if len(token) != 2 * _TOKEN_NBYTES or set(token) - set("0123456789abcdef"):
+            continue
+        with contextlib.suppress(OSError):  # in use, somebody else's, or gone: not ours to remove
+            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name)
+            finally:
+                os.close(fd)
+
+
+def _copy_ownership(fd: int, previous: os.stat_result | None) -> None:
+    """Give the new file the mode, and where allowed the owner, of the one that it replaces."""
+    if previous is None:
+        return
+    current = os.fstat(fd)
+    if (current.st_uid, current.st_gid) != (previous.st_uid, previous.st_gid):
+        with contextlib.suppress(PermissionError):
+            os.fchown(fd, previous.st_uid, previous.st_gid)
+    os.fchmod(fd, stat.S_IMODE(previous.st_mode))
+
+
+def _failure(error: OSError, what: str, path: str) -> CheckpointWriteError:
+    return CheckpointWriteError(error.errno, f"{what}: {error.strerror}", path)

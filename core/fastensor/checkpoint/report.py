@@ -1,0 +1,76 @@
+"""What a save or a load tells about itself, and how fallbacks are announced."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+logger = logging.getLogger("fastensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A way that was tried or chosen first, and why another one was taken."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one save did."""
+
+    path: str
+    """The file that was written: symlinks followed."""
+    nbytes: int
+    """Size of the file."""
+    backend: str
+    """Which backend moved the bytes."""
+    durable: bool
+    """Whether file and name were on stable storage when the save returned."""
+    plan_seconds: float
+    """Pickling the object and laying out the file."""
+    write_seconds: float
+    """Copying, checksumming and writing."""
+    sync_seconds: float
+    """``fsync`` of the file; 0 if not durable."""
+    publish_seconds: float
+    """Rename, and ``fsync`` of the directory if durable."""
+    seconds: float
+    """All of it, from call to return."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """Ways that were not possible, in the order in which they were given up."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Size over whole duration."""
+        return self.nbytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one load did."""
+
+    path: str
+    nbytes: int
+    """Size of the file."""
+    backend: str
+    """Which backend brought the bytes; ``torch`` also where ``torch.load`` was given the whole file."""
+    verified: bool
+    """Whether every byte that was loaded matched a CRC32 in the file."""
+    resident_fraction: float
+    """How much of the file was in the page cache beforehand, estimated."""
+    seconds: float
+    fallbacks: tuple[Fallback, ...] = ()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Size over whole duration."""
+        return self.nbytes / self.seconds
+
+
+@cache
+def announce(backend: str, reason: str) -> None:
+    """Log a fallback, once per process for the same backend and reason."""
+    logger.warning("%s is not used: %s", backend, reason)

@@ -1,0 +1,59 @@
+"""The exceptions and warnings that Fastensor raises.
+
+Every exception is a :class:`FastensorError` and also the built-in that fits, so code that handles what
+``torch.save`` and ``torch.load`` raise (``OSError``, ``RuntimeError``, ``pickle.UnpicklingError``) keeps working.
+A missing file is the built-in ``FileNotFoundError``.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+
+class FastensorError(Exception):
+    """Base of everything that Fastensor raises on purpose."""
+
+
+class CheckpointWriteError(FastensorError, OSError):
+    """A save failed and the file that was there before, if any, is untouched.
+
+    Raised by :func:`fastensor.save` with ``errno`` and ``filename`` of the failing call; the cause is chained.
+    """
+
+
+class CheckpointReadError(FastensorError, OSError):
+    """The operating system failed to deliver bytes of a checkpoint; ``errno`` and ``filename`` say which."""
+
+
+class CorruptCheckpointError(FastensorError, RuntimeError):
+    """A file is not the container it claims to be, or its bytes do not match their CRC32.
+
+    ``torch.load`` raises ``RuntimeError`` for the defects that it notices, so this is one too.
+    """
+
+
+class UnsafeCheckpointError(FastensorError, pickle.UnpicklingError):
+    """``weights_only=True`` met a global that is not allow-listed; the message names it and the ways out."""
+
+
+class UnknownBackendError(FastensorError, ValueError):
+    """A backend name that is not registered; the message lists those that are."""
+
+
+class BackendUnavailableError(FastensorError, RuntimeError):
+    """A backend cannot work on this file or machine; the message is the reason.
+
+    Raised by a backend before it has moved a byte or after a failed first transfer; whoever chose the backend
+    falls back to another one and reports the reason.
+    """
+
+
+class LayoutError(FastensorError, RuntimeError):
+    """torch laid out a file in a way that the planner does not understand (an unknown torch version, say).
+
+    :func:`fastensor.save` then lets ``torch.save`` write the file and reports the reason.
+    """
+
+
+class UnverifiedCheckpointWarning(UserWarning):
+    """A file carries no checksums, so what was loaded from it could not be verified."""

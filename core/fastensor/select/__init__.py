@@ -1,0 +1,1 @@
+"""Where it is decided how bytes move."""

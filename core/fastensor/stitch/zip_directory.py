@@ -1,0 +1,198 @@
+"""Reading the directory of a zip archive as torch writes them (PKWARE APPNOTE 6.3, sections 4.3 to 4.5).
+
+Only what the directory states is read, and all of it is checked against the file's size before anyone acts on it:
+nothing here allocates more than the file holds. Multi-disk archives and encryption are refused, compressed records
+are described but not decoded (torch never writes them).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fastensor.errors import CorruptCheckpointError
+
+LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+LOCAL_SIGNATURE = b"PK\x03\x04"
+DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+DESCRIPTOR_CRC_OFFSET = 4
+_END = struct.Struct("<4s4H2LH")
+_END_SIGNATURE = b"PK\x05\x06"
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64_LOCATOR_SIGNATURE = b"PK\x06\x07"
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_END64_SIGNATURE = b"PK\x06\x06"
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_ENTRY_SIGNATURE = b"PK\x01\x02"
+_ENTRY_CRC_OFFSET = 16
+_ZIP64_EXTRA = 0x0001
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_MAX_COMMENT = 0xFFFF
+
+ReadAt = Callable[[int, int], bytes]
+"""``read(offset, nbytes)``: exactly that many bytes from that offset, or an exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry of the central directory."""
+
+    name: str
+    """Full name inside the archive, such as ``archive/data/0``."""
+    nbytes: int
+    """Uncompressed size."""
+    stored_nbytes: int
+    """Size in the file; equal to ``nbytes`` unless compressed."""
+    crc32: int
+    header_offset: int
+    """Where the local header begins."""
+    crc_offset: int
+    """Where this entry's CRC32 stands in the file."""
+    compressed: bool
+
+    @property
+    def earliest_data_offset(self) -> int:
+        """The data cannot begin before this: local header and name come first, an extra field may follow."""
+        return self.header_offset + LOCAL_HEADER.size + len(self.name.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ZipDirectory:
+    """The central directory of an archive."""
+
+    records: tuple[Record, ...]
+    """In the order of the directory."""
+    offset: int
+    """Where the central directory begins; every record's bytes end at or before it."""
+
+    def named(self, name: str) -> Record | None:
+        """The record with that full name, if there is one."""
+        return next((record for record in self.records if record.name == name), None)
+
+
+def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
+    """Read the central directory of a zip archive of ``nbytes`` bytes.
+
+    Args:
+        read: random access to the file.
+        nbytes: size of the file.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpointError: the directory is missing, cut off, contradicts itself or points outside the file.
+    """
+    count, size, offset = _find_directory(read, nbytes, where)
+    data = read(offset, size)
+    records = []
+    position = 0
+    for number in range(count):
+        record, position = _parse_entry(data, position, offset, where, number)
+        if record.earliest_data_offset + record.stored_nbytes > offset:
+            raise CorruptCheckpointError(
+                f"{where}: record {record.name!r} claims {record.stored_nbytes} bytes from offset "
+                f"{record.header_offset}, past the directory at {offset}; the file is damaged or was cut off"
+            )
+        records.append(record)
+    _check_disjoint(records, where)
+    return ZipDirectory(tuple(records), offset)
+
+
+def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, int]:
+    """Number of entries, size and offset of the central directory."""
+    tail_nbytes = min(nbytes, _END.size + _MAX_COMMENT)
+    tail = read(nbytes - tail_nbytes, tail_nbytes)
+    at = tail.rfind(_END_SIGNATURE, 0, len(tail) - _END.size + len(_END_SIGNATURE))
+    if at < 0:
+        raise CorruptCheckpointError(
+            f"{where}: no zip end-of-directory record in the last {tail_nbytes} bytes; the file was cut off "
+            f"(an interrupted copy, say) or is not a checkpoint"
+        )
+    end = nbytes - tail_nbytes + at
+    _, disk, start_disk, here, count, size, offset, _ = _END.unpack_from(tail, at)
+    limit = end
+    if _MAX16 in (here, count) or _MAX32 in (size, offset):
+        limit, disk, start_disk, here, count, size, offset = _read_end64(read, end, where)
+    if disk or start_disk or here != count:
+        raise CorruptCheckpointError(f"{where}: an archive in several parts; expected one whole file")
+    if offset + size > limit or count * _ENTRY.size > size:
+        raise CorruptCheckpointError(
+            f"{where}: the directory claims {count} entries in {size} bytes from offset {offset}, "
+            f"but it must end before {limit}"
+        )
+    return count, size, offset
+
+
+def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int, int, int, int]:
+    at = end - _END64_LOCATOR.size
+    locator = _END64_LOCATOR.unpack(read(at, _END64_LOCATOR.size)) if at >= 0 else (b"", 0, 0, 0)
+    if locator[0] != _END64_LOCATOR_SIGNATURE:
+        raise CorruptCheckpointError(f"{where}: a zip64 archive without its locator at offset {at}")
+    offset64 = locator[2]
+    if offset64 + _END64.size > at:
+        raise CorruptCheckpointError(f"{where}: the zip64 locator points to {offset64}, outside the file")
+    signature, _, _, _, disk, start_disk, here, count, size, offset = _END64.unpack(read(offset64, _END64.size))
+    if signature != _END64_SIGNATURE:
+        raise CorruptCheckpointError(f"{where}: no zip64 end-of-directory record at offset {offset64}")
+    return offset64, disk, start_disk, here, count, size, offset
+
+
+def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[Record, int]:
+    here = f"{where}: directory entry {number} at offset {base + at}"
+    if at + _ENTRY.size > len(data):
+        raise CorruptCheckpointError(f"{here}: cut off")
+    fields = _ENTRY.unpack_from(data, at)
+    signature, flags, method, crc32, stored, nbytes = *fields[:1], *fields[3:5], *fields[7:10]
+    name_nbytes, extra_nbytes, comment_nbytes, header_offset = *fields[10:13], fields[16]
+    if signature != _ENTRY_SIGNATURE:
+        raise CorruptCheckpointError(f"{here}: found {signature!r}, expected {_ENTRY_SIGNATURE!r}")
+    if flags & 1:
+        raise CorruptCheckpointError(f"{here}: encrypted, which no checkpoint is")
+    name_at = at + _ENTRY.size
+    extra_at = name_at + name_nbytes
+    stop = extra_at + extra_nbytes + comment_nbytes
+    if stop > len(data):
+        raise CorruptCheckpointError(f"{here}: cut off")
+    try:
+        name = data[name_at:extra_at].decode()
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"{here}: its name is not UTF-8") from error
+    extra = data[extra_at : extra_at + extra_nbytes]
+    nbytes, stored, header_offset = _apply_zip64(extra, nbytes, stored, header_offset, here)
+    if method == 0 and stored != nbytes:
+        raise CorruptCheckpointError(f"{here}: {name!r} is not compressed, yet {nbytes} bytes take {stored}")
+    record = Record(name, nbytes, stored, crc32, header_offset, base + at + _ENTRY_CRC_OFFSET, method != 0)
+    return record, stop
+
+
+def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int, here: str) -> tuple[int, int, int]:
+    """Replace the fields that are saturated by those of the zip64 extra field (APPNOTE 4.5.3)."""
+    values = [nbytes, stored, offset]
+    saturated = [i for i, value in enumerate(values) if value == _MAX32]
+    if not saturated:
+        return nbytes, stored, offset
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        body = extra[at + 4 : at + 4 + length]
+        if kind == _ZIP64_EXTRA and len(body) >= 8 * len(saturated):
+            for i, value in zip(saturated, struct.unpack_from(f"<{len(saturated)}Q", body), strict=True):
+                values[i] = value
+            return values[0], values[1], values[2]
+        at += 4 + length
+    raise CorruptCheckpointError(f"{here}: sizes are said to be in a zip64 field, which is missing")
+
+
+def _check_disjoint(records: list[Record], where: str) -> None:
+    seen: set[str] = set()
+    for record in records:
+        if record.name in seen:
+            raise CorruptCheckpointError(f"{where}: two records are named {record.name!r}")
+        seen.add(record.name)
+    ordered = sorted(records, key=lambda record: record.header_offset)
+    for before, after in pairwise(ordered):
+        if before.earliest_data_offset + before.stored_nbytes > after.header_offset:
+            raise CorruptCheckpointError(
+                f"{where}: records {before.name!r} and {after.name!r} overlap at offset {after.header_offset}"
+            )
