@@ -53,7 +53,8 @@ def _gpt2() -> list[tuple[str, list[int]]]:
     block = {
         "ln_1.weight": [d], "ln_1.bias": [d], "attn.c_attn.weight": [d, 3 * d], "attn.c_attn.bias": [3 * d],
         "attn.c_proj.weight": [d, d], "attn.c_proj.bias": [d], "ln_2.weight": [d], "ln_2.bias": [d],
-        "mlp.c_fc.weight": [d, 4 * d], "mlp.c_fc.bias": [4 * d], "mlp.c_proj.weight": [4 * d, d], "mlp.c_proj.bias": [d],
+        "mlp.c_fc.weight": [d, 4 * d], "mlp.c_fc.bias": [4 * d],
+        "mlp.c_proj.weight": [4 * d, d], "mlp.c_proj.bias": [d],
     }  # fmt: skip
     blocks = [(f"h.{i}.{name}", shape) for i in range(12) for name, shape in block.items()]
     return [("wte.weight", [50257, d]), ("wpe.weight", [1024, d]), *blocks, ("ln_f.weight", [d]), ("ln_f.bias", [d])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import fastensor
-from fastensor.checkpoint.publish import make_directories
+from fastensor.checkpoint.publish import make_directories, remove_file
 from fastensor.checkpoint.report import announce
 from fastensor_lightning.frameworks import load_classes
 
@@ -132,7 +132,7 @@ class FastensorCheckpointIO(CheckpointIO):
         elif os.path.isdir(local) and not os.path.islink(local):
             shutil.rmtree(local)
         elif os.path.lexists(local):
-            os.unlink(local)
+            remove_file(local)
 
     def teardown(self) -> None:
         """Nothing is pending between calls, so there is nothing to do; the plugin can be used again."""

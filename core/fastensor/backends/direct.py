@@ -2,7 +2,7 @@
 
 Saving: the calling thread stages windows of the image in order, and writer threads put them on the disk. Loading:
 reader threads run ahead through the file in the order that was announced, and the calling thread copies from the ring
-to where the bytes belong. Neither leaves anything in the page cache. Memory beyond the state is the ring: 64 MiB.
+to where the bytes belong. Neither leaves anything in the page cache. Memory beyond the state is the ring: 32 MiB.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip
 
 TRANSFERS_IN_FLIGHT = 4
-_MIN_TRANSFER_NBYTES = 1 << 20
+_MIN_TRANSFER_NBYTES = 2 << 20
+_TRANSFERS_PER_FILE = 128
 _GAP_NBYTES = 64 << 10
 """Extents that lie closer together than this are read in one go."""
 
@@ -64,13 +65,13 @@ class DirectBackend:
 
 
 def transfer_nbytes(total: int) -> int:
-    """The size of single transfers: large, but so many that several are in flight.
+    """The size of single transfers: large, but so small that filling and draining the pipeline takes little time.
 
-    >>> transfer_nbytes(1 << 30) >> 20, transfer_nbytes(20 << 20) >> 20, transfer_nbytes(100) >> 20
-    (8, 3, 1)
+    >>> transfer_nbytes(1 << 30) >> 20, transfer_nbytes(200 << 20) >> 20, transfer_nbytes(100) >> 20
+    (4, 2, 2)
     """
-    eighth = -(-total // BUFFER_COUNT)
-    rounded = -(-eighth // _MIN_TRANSFER_NBYTES) * _MIN_TRANSFER_NBYTES
+    share = -(-total // _TRANSFERS_PER_FILE)
+    rounded = -(-share // _MIN_TRANSFER_NBYTES) * _MIN_TRANSFER_NBYTES
     return min(max(rounded, _MIN_TRANSFER_NBYTES), BUFFER_NBYTES)
 
 

@@ -18,22 +18,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-BUFFER_NBYTES = 8 << 20
+BUFFER_NBYTES = 4 << 20
 BUFFER_COUNT = 8
+_HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class Buffer:
-    """A page-aligned piece of memory. Belongs to one thread at a time: whoever fills it hands it on."""
+    """A page-aligned piece of a ring's memory. Belongs to one thread at a time: whoever fills it hands it on."""
 
-    __slots__ = ("_pinned", "_touched", "address", "array", "memory", "view")
+    __slots__ = ("_begin", "_memory", "_pinned", "_touched", "address", "array", "nbytes", "view")
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)
-        self.view = memoryview(self.memory)
+    def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
+        self._memory = memory
+        self._begin = begin
+        self.nbytes = nbytes
+        self.view = memoryview(memory)[begin : begin + nbytes]
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self.view, dtype=np.uint8)
         self.address = int(self.array.ctypes.data)
         self._touched = False
         self._pinned = False
@@ -43,7 +44,7 @@ class Buffer:
         if self._touched:
             return
         try:
-            self.memory.madvise(_MADV_POPULATE_WRITE)
+            self._memory.madvise(_MADV_POPULATE_WRITE, self._begin, self.nbytes)
         except OSError:  # an older kernel
             self.array[:: mmap.PAGESIZE] = 0
         self._touched = True
@@ -51,7 +52,7 @@ class Buffer:
     def pin(self) -> None:
         """Register the memory with CUDA, so that device copies into it are asynchronous and at full speed."""
         if not self._pinned:
-            torch.cuda.check_error(int(_cudart().cudaHostRegister(self.address, len(self.memory), 0)))
+            torch.cuda.check_error(int(_cudart().cudaHostRegister(self.address, self.nbytes, 0)))
             self._pinned = True
 
     def as_tensor(self) -> torch.Tensor:
@@ -70,15 +71,21 @@ def _cudart() -> Any:
 
 
 class Ring:
-    """The buffers of one transfer: at most ``BUFFER_COUNT`` of ``BUFFER_NBYTES`` each, made when first needed."""
+    """The buffers of one transfer, in one private mapping whose huge pages are used whole."""
 
     def __init__(self) -> None:
-        self._buffers: list[Buffer] = []
+        nbytes = BUFFER_COUNT * BUFFER_NBYTES
+        memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+        begin = -address % _HUGE_PAGE
+        self._buffers = [
+            Buffer(memory, begin + number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(BUFFER_COUNT)
+        ]
 
     def buffer(self, index: int, *, pinned: bool = False) -> Buffer:
         """Buffer number ``index``, touched, and pinned if asked."""
-        while len(self._buffers) <= index:
-            self._buffers.append(Buffer(BUFFER_NBYTES))
         buffer = self._buffers[index]
         buffer.touch()
         if pinned:

@@ -56,47 +56,54 @@ class Stager:
 
         Raises:
             RuntimeError: a storage has another size than when the image was planned.
+            ValueError: the buffer is smaller than that.
         """
+        if nbytes > buffer.nbytes:
+            raise ValueError(f"a window of {nbytes} bytes does not fit into a buffer of {buffer.nbytes}")
         window = Window(buffer, offset, nbytes)
         for piece in self._image.pieces(offset, offset + nbytes):
-            match piece.segment:
-                case Header(data=data):
-                    buffer.view[piece.position : piece.position + piece.nbytes] = data[
-                        piece.begin : piece.begin + piece.nbytes
-                    ]
-                case Payload():
-                    self._begin_payload(window, piece, piece.segment)
-                case Checksum():
-                    window.late.append(piece)
+            segment, begin, count, at = piece
+            if isinstance(segment, Header):
+                buffer.view[at : at + count] = segment.data[begin : begin + count]
+            elif isinstance(segment, Payload):
+                self._check_size(segment)
+                if self._addresses[segment.index]:
+                    self._copy_from_host(window, piece, segment.index)
+                else:
+                    self._copy_from_device(window, piece, self._storages[segment.index])
+            elif self.asynchronous:
+                window.late.append(piece)
+            else:
+                self._fill_in_checksum(window, piece, segment.index)
         for device, stream in self._streams.items():
             with torch.cuda.device(device):
                 window.events.append(stream.record_event())
         return window
 
     def finish(self, window: Window) -> memoryview:
-        """Wait for the copies, fill in the checksums and return the window's bytes. In the order of the windows."""
+        """Wait for the copies, fill in what depends on them and return the window's bytes. In order of windows."""
         for event in window.events:
             event.synchronize()
         for piece in window.late:
-            at = piece.position
             if isinstance(piece.segment, Checksum):
-                crc32 = self._checksums[piece.segment.index].to_bytes(CHECKSUM_NBYTES, "little")
-                window.buffer.view[at : at + piece.nbytes] = crc32[piece.begin : piece.begin + piece.nbytes]
+                self._fill_in_checksum(window, piece, piece.segment.index)
             elif isinstance(piece.segment, Payload):
-                self._add_to_checksum(piece.segment.index, window.buffer.view[at : at + piece.nbytes])
+                data = window.buffer.view[piece.position : piece.position + piece.nbytes]
+                self._add_to_checksum(piece.segment.index, data)
         return window.buffer.view[: window.nbytes]
 
-    def _begin_payload(self, window: Window, piece: Piece, payload: Payload) -> None:
-        storage = self._storages[payload.index]
-        if storage.nbytes() != payload.nbytes:
+    def _check_size(self, payload: Payload) -> None:
+        nbytes = self._storages[payload.index].nbytes()
+        if nbytes != payload.nbytes:
             raise RuntimeError(
-                f"a storage of {payload.nbytes} bytes was resized to {storage.nbytes()} while it was being saved; "
+                f"a storage of {payload.nbytes} bytes was resized to {nbytes} while it was being saved; "
                 f"keep the state unchanged until save returns"
             )
-        if storage.device.type == "cpu":
-            self._copy_from_host(window, piece, payload.index)
-        else:
-            self._copy_from_device(window, piece, storage)
+
+    def _fill_in_checksum(self, window: Window, piece: Piece, index: int) -> None:
+        crc32 = self._checksums[index].to_bytes(CHECKSUM_NBYTES, "little")
+        at = piece.position
+        window.buffer.view[at : at + piece.nbytes] = crc32[piece.begin : piece.begin + piece.nbytes]
 
     def _copy_from_host(self, window: Window, piece: Piece, index: int) -> None:
         source = self._addresses[index] + piece.begin

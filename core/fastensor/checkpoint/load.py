@@ -78,7 +78,7 @@ def load(
         UnsafeCheckpointError: ``weights_only=True`` met a global that is not allow-listed.
         CheckpointReadError: the operating system failed to deliver the bytes.
 
-    Memory beyond the object: at most 64 MiB. The page cache is used if most of the file is in it, else left alone.
+    Memory beyond the object: at most 32 MiB. The page cache is used if most of the file is in it, else left alone.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastensor.backends import posix, registry
-from fastensor.checkpoint.publish import publish, resolve_target, temporary_for
+from fastensor.checkpoint.publish import publish, resolve_target, temporary_for, wait_for_space
 from fastensor.checkpoint.report import Fallback, SaveReport, announce
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, LayoutError
 from fastensor.select.rule import choose_writer
@@ -76,16 +76,16 @@ def save(
     fallbacks: list[Fallback] = []
     with stages.timed("plan"):
         source = _plan(obj, pickle_module, pickle_protocol, fallbacks)
-    with temporary_for(target) as (fd, name):
-        with _reported(target.path, "write"), stages.timed("write"):
+    with _explained(target.path), temporary_for(target) as (fd, name):
+        with stages.timed("write"):
             if isinstance(source, TorchZip):
                 used, nbytes = _write(source, fd, backend, fallbacks), source.image.nbytes
             else:
                 used, nbytes = "torch", _write_unplanned(source, fd)
         if durable:
-            with _reported(target.path, "sync"), stages.timed("sync"):
+            with stages.timed("sync"):
                 posix.sync_file(fd)
-        with _reported(target.path, "publish"), stages.timed("publish"):
+        with stages.timed("publish"):
             publish(name, target, durable=durable)
     return SaveReport(
         path=target.path,
@@ -113,14 +113,14 @@ class _Stages:
 
 
 @contextmanager
-def _reported(path: str, stage: str) -> Iterator[None]:
+def _explained(path: str) -> Iterator[None]:
     try:
         yield
+    except CheckpointWriteError:
+        raise
     except OSError as error:
         raise CheckpointWriteError(
-            error.errno,
-            f"the save failed at stage {stage!r} ({error.strerror}); the previous file is kept",
-            path,
+            error.errno, f"the save failed ({error.strerror}); what was there before is kept", path
         ) from error
 
 
@@ -144,6 +144,7 @@ def _plan(obj: object, pickle_module: Any, pickle_protocol: int, fallbacks: list
 def _write(source: TorchZip, fd: int, backend: str, fallbacks: list[Fallback]) -> str:
     """Move the image with the wanted backend or else with the next one that can; returns its name."""
     nbytes = source.image.nbytes
+    wait_for_space()
     posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
     wanted = choose_writer(nbytes) if backend == registry.AUTO else registry.get(backend).name
     for name in dict.fromkeys((wanted, "numpy", "torch")):

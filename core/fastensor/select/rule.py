@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DIRECT_WRITE_NBYTES = 16 << 20
+DIRECT_WRITE_NBYTES = 4 << 20
 """Files from this size on are written around the page cache."""
 DIRECT_READ_NBYTES = 4 << 20
 """Files from this size on are read around the page cache, unless they are in it."""

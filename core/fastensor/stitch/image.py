@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
+from itertools import islice, pairwise
+from typing import NamedTuple, TypeAlias
 
 CHECKSUM_NBYTES = 4
 
@@ -53,9 +53,11 @@ class Checksum:
 Segment: TypeAlias = Header | Payload | Checksum
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a segment that falls into a window of the file."""
+class Piece(NamedTuple):
+    """The part of a segment that falls into a window of the file.
+
+    A tuple, because a small checkpoint has thousands of pieces and is to be saved in milliseconds.
+    """
 
     segment: Segment
     begin: int
@@ -93,13 +95,15 @@ class Image:
         [('Header', 2, 2, 0), ('Payload', 0, 4, 2)]
         """
         first = max(bisect_right(self._offsets, begin) - 1, 0)
-        for segment in self.segments[first:]:
-            start = max(begin, segment.offset)
-            stop = min(end, segment.offset + segment.nbytes)
-            if segment.offset >= end:
+        for segment in islice(self.segments, first, None):
+            offset, nbytes = segment.offset, segment.nbytes
+            if offset >= end:
                 return
-            if start < stop:
-                yield Piece(segment, start - segment.offset, stop - start, start - begin)
+            if begin <= offset and offset + nbytes <= end:
+                yield Piece(segment, 0, nbytes, offset - begin)
+            elif offset + nbytes > begin:
+                start = max(begin, offset)
+                yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
 
 
 def _check_tiling(segments: Sequence[Segment]) -> None:

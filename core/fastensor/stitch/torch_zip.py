@@ -1,12 +1,14 @@
 """Planning the image of a torch checkpoint: the file that ``torch.save`` would have written, without its payload.
 
-torch itself produces every byte but the storages', in two passes over public interfaces:
+torch itself produces every byte but the storages', through public interfaces:
 
-1. ``torch.save`` pickles the object once through a pickle module of ours, which records the pickle's bytes and, from
-   what torch's ``persistent_id`` returns, which storage has which key. Recording tensors instead gives silent wrong
-   values (a DTensor adds a storage that is not in the file, raw storages go unseen).
-2. ``torch.save`` runs again at the alignment that was chosen, replaying the recorded pickle, under
-   ``torch.serialization.skip_data``, into a sink that keeps the headers and notes the holes.
+1. ``torch.save`` pickles the object through a pickle module of ours, which records the pickle's bytes and, from what
+   torch's ``persistent_id`` returns, which storage has which key. Recording tensors instead gives silent wrong values
+   (a DTensor adds a storage that is not in the file, raw storages go unseen).
+2. Once the object is pickled, ``torch.serialization.skip_data`` makes torch leave holes for the storages, and the file
+   is a sink that keeps the headers and notes the holes.
+3. If the sizes, known now, ask for another alignment than torch used, ``torch.save`` runs again, replaying the recorded
+   pickle.
 
 The object is pickled exactly once. ``skip_data`` is never active while user code runs: an object whose ``__reduce__``
 calls ``torch.save`` would come back as zeros.
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import io
 import threading
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import CorruptCheckpointError, LayoutError
-from fastensor.stitch.image import Checksum, Header, Image, Payload, Segment
+from fastensor.stitch.image import CHECKSUM_NBYTES, Checksum, Header, Image, Payload, Segment
 from fastensor.stitch.zip_directory import (
     DESCRIPTOR_CRC_OFFSET,
     DESCRIPTOR_SIGNATURE,
@@ -95,16 +96,19 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
         LayoutError: torch wrote something that this module does not understand.
         Exception: whatever pickling the object raises, as from ``torch.save``.
     """
-    recording = _Recorder(pickle_module).record(obj, pickle_protocol)
+    skeleton = _Skeleton()
+    options = torch.serialization.get_crc32_options(), torch_config.save.storage_alignment
+    recording = _Recorder(pickle_module).record(obj, pickle_protocol, skeleton)
     storages = recording.storages
     for storage in storages:
         if storage.device.type == "meta" and storage.nbytes():
             raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
     sizes = tuple(storage.nbytes() for storage in storages)
     alignment = choose_alignment(sizes)
-    skeleton = _Skeleton()
-    with _saving_options(alignment), torch.serialization.skip_data():
-        torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
+    if options != (True, alignment):
+        skeleton = _Skeleton()
+        with _saving_options(alignment), torch.serialization.skip_data():
+            torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
     return TorchZip(_to_image(skeleton, recording.keys, sizes), storages, recording, alignment)
 
 
@@ -172,11 +176,9 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def record(self, obj: object, pickle_protocol: int) -> Recording:
-        # torch goes on to write a file, which nobody wants: it cannot be stopped without leaving its closures,
-        # and with them every storage, to the garbage collector.
+    def record(self, obj: object, pickle_protocol: int, skeleton: _Skeleton) -> Recording:
         with self._skipping:
-            torch.save(obj, cast(BinaryIO, _Discard()), pickle_module=self, pickle_protocol=pickle_protocol)
+            torch.save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
         data, references = self._data, tuple(self._references.values())
         self._data, self._references = None, {}
         if data is None:
@@ -205,19 +207,6 @@ class _Replay:
         self.__name__ = "fastensor_replay"
 
 
-class _Discard:
-    """A file that forgets what is written to it."""
-
-    def write(self, data: memoryview) -> int:
-        return data.nbytes
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return 0
-
-    def flush(self) -> None:
-        pass
-
-
 class _Skeleton:
     """A file that keeps what is written to it and notes the holes that are seeked over."""
 
@@ -243,73 +232,79 @@ class _Skeleton:
     def flush(self) -> None:
         pass
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``.
-
-        Raises:
-            LayoutError: they are not all in one written part.
-        """
-        start, data = self.runs[bisect_right(self.runs, offset, key=lambda run: run[0]) - 1]
-        found = bytes(data[offset - start : offset - start + nbytes])
-        if len(found) != nbytes:
-            raise LayoutError(f"expected {nbytes} header bytes at offset {offset}, found {len(found)}")
-        return found
-
 
 def _to_image(skeleton: _Skeleton, keys: Sequence[str], sizes: Sequence[int]) -> Image:
-    directory = _read_directory(skeleton)
-    holes: list[Payload] = []
-    checksums: list[Checksum] = []
-    by_name = {record.name: record for record in directory.records}
-    for index, (key, nbytes) in enumerate(zip(keys, sizes, strict=True)):
-        record = by_name.get(f"{_ARCHIVE}/data/{key}")
-        if record is None or record.nbytes != nbytes or record.compressed:
-            raise LayoutError(f"no record of {nbytes} bytes for storage {key!r}: found {record!r}")
-        if nbytes:
-            begin = _data_offset(skeleton, record)
-            holes.append(Payload(begin, nbytes, index))
-            checksums.append(Checksum(_descriptor_crc_offset(skeleton, begin + nbytes, key), index))
-            checksums.append(Checksum(record.crc_offset, index))
-    expected = [(start + len(data)) for start, data in skeleton.runs[:-1]]
-    if [hole.offset for hole in holes] != expected:
-        raise LayoutError("the holes that torch left do not lie where its directory says the storages are")
-    return Image(_tile(skeleton, sorted([*holes, *checksums], key=lambda segment: segment.offset)))
+    """Put storages into the holes, and their checksums behind them and into the directory.
 
-
-def _tile(skeleton: _Skeleton, variable: Sequence[Segment]) -> list[Segment]:
-    """Fill the spaces between the variable segments with header bytes."""
+    Raises:
+        LayoutError: a hole is not where the directory says that the storage is.
+    """
+    filled = [index for index, nbytes in enumerate(sizes) if nbytes]
+    if len(skeleton.runs) != len(filled) + 1:
+        raise LayoutError(f"torch left {len(skeleton.runs) - 1} holes for {len(filled)} storages")
+    records = {record.name: record for record in _read_directory(skeleton).records}
     segments: list[Segment] = []
-    position = 0
-    for segment in [*variable, Header(skeleton.nbytes, b"")]:
-        if segment.offset > position:
-            segments.append(Header(position, skeleton.read(position, segment.offset - position)))
-        if segment.nbytes:
-            segments.append(segment)
-        position = segment.offset + segment.nbytes
-    return segments
+    entries: list[Checksum] = []
+    for number, index in enumerate(filled):
+        run, (end, _) = skeleton.runs[number], skeleton.runs[number + 1]
+        record = records.get(f"{_ARCHIVE}/data/{keys[index]}")
+        hole = Payload(run[0] + len(run[1]), sizes[index], index)
+        if record is None or record.nbytes != hole.nbytes or _data_offset(run, record) != hole.offset:
+            raise LayoutError(f"storage {keys[index]!r} is not at offset {hole.offset}: its record is {record}")
+        if hole.offset + hole.nbytes != end:
+            raise LayoutError(f"the hole for storage {keys[index]!r} ends at {end}, not after {hole.nbytes} bytes")
+        segments += [*_with_descriptor(run, filled[number - 1] if number else None), hole]
+        entries.append(Checksum(record.crc_offset, index))
+    last = _with_descriptor(skeleton.runs[-1], filled[-1] if filled else None)
+    return Image([*segments, *last[:-1], *_with_checksums(last[-1], entries)])
+
+
+def _with_descriptor(run: tuple[int, bytearray], index: int | None) -> list[Segment]:
+    """The header bytes behind storage ``index``, which begin with its data descriptor."""
+    start, data = run
+    if index is None:
+        return [Header(start, bytes(data))]
+    if not data.startswith(DESCRIPTOR_SIGNATURE):
+        raise LayoutError(f"no data descriptor behind a storage, at offset {start}")
+    behind = DESCRIPTOR_CRC_OFFSET + CHECKSUM_NBYTES
+    return [
+        Header(start, bytes(data[:DESCRIPTOR_CRC_OFFSET])),
+        Checksum(start + DESCRIPTOR_CRC_OFFSET, index),
+        Header(start + behind, bytes(data[behind:])),
+    ]
+
+
+def _with_checksums(header: Segment, checksums: Sequence[Checksum]) -> Iterator[Segment]:
+    """Header bytes with checksums in the place of some of them, in the order of their offsets."""
+    if not isinstance(header, Header):
+        raise LayoutError(f"the file does not end with header bytes but with {header}")
+    position = header.offset
+    for checksum in sorted(checksums, key=lambda checksum: checksum.offset):
+        yield Header(position, header.data[position - header.offset : checksum.offset - header.offset])
+        yield checksum
+        position = checksum.offset + CHECKSUM_NBYTES
+    yield Header(position, header.data[position - header.offset :])
+
+
+def _data_offset(run: tuple[int, bytearray], record: Record) -> int:
+    """Where the data of a record begins whose local header ends the run."""
+    start, data = run
+    at = record.header_offset - start
+    if at < 0 or not data.startswith(LOCAL_SIGNATURE, at):
+        raise LayoutError(f"no local header of {record.name!r} at offset {record.header_offset}")
+    name_nbytes, extra_nbytes = LOCAL_HEADER.unpack_from(data, at)[-2:]
+    return int(record.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes)
 
 
 def _read_directory(skeleton: _Skeleton) -> ZipDirectory:
+    start, data = skeleton.runs[-1]
+
     def read(offset: int, nbytes: int) -> bytes:
-        start, _ = skeleton.runs[-1]
-        missing = max(start - offset, 0)  # the search for the end record may reach back over a storage
-        return bytes(min(missing, nbytes)) + skeleton.read(offset + missing, nbytes - min(missing, nbytes))
+        before = min(max(start - offset, 0), nbytes)  # the search for the directory's end may reach into a storage
+        at = offset + before - start
+        return bytes(before) + bytes(data[at : at + nbytes - before])
 
     try:
         return parse_directory(read, skeleton.nbytes, where="the planned file")
     except CorruptCheckpointError as error:
         raise LayoutError(str(error)) from error
-
-
-def _data_offset(skeleton: _Skeleton, record: Record) -> int:
-    fields = LOCAL_HEADER.unpack(skeleton.read(record.header_offset, LOCAL_HEADER.size))
-    signature, name_nbytes, extra_nbytes = fields[0], fields[-2], fields[-1]
-    if signature != LOCAL_SIGNATURE:
-        raise LayoutError(f"no local header of {record.name!r} at offset {record.header_offset}")
-    return int(record.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes)
-
-
-def _descriptor_crc_offset(skeleton: _Skeleton, offset: int, key: str) -> int:
-    if skeleton.read(offset, len(DESCRIPTOR_SIGNATURE)) != DESCRIPTOR_SIGNATURE:
-        raise LayoutError(f"no data descriptor behind storage {key!r}, at offset {offset}")
-    return offset + DESCRIPTOR_CRC_OFFSET
