@@ -150,7 +150,10 @@ SAVING_ONLY = ("dcp, 2 threads",)
 
 
 def fio_seconds(path: Path, nbytes: int, *, write: bool) -> float | None:
-    """How long fio takes to move that many bytes directly and, when writing, to sync them; None without fio."""
+    """How long fio takes to move that many bytes directly and, when writing, to sync them; None without fio.
+
+    fio counts whole milliseconds: None, too, for files that take less.
+    """
     if shutil.which("fio") is None:
         return None
     block = 8 << 20
@@ -161,4 +164,5 @@ def fio_seconds(path: Path, nbytes: int, *, write: bool) -> float | None:
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(result.stdout[result.stdout.index("{") :])["jobs"][0]
-    return float(job["write" if write else "read"]["io_bytes"]) and float(job["job_runtime"]) / 1000
+    milliseconds = int(job["job_runtime"])
+    return milliseconds / 1000 or None

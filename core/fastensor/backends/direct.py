@@ -12,14 +12,16 @@ import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+from isal import isal_zlib
 
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Buffer, borrowed_ring
-from fastensor.backends.numpy import BufferedReader, copy_with_checksum
+from fastensor.backends.numpy import BufferedReader, copy_with_checksum, usable_cores
 from fastensor.backends.staging import Stager, Window
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip
@@ -27,6 +29,8 @@ from fastensor.stitch.torch_zip import TorchZip
 TRANSFERS_IN_FLIGHT = 4
 _MIN_TRANSFER_NBYTES = 2 << 20
 _TRANSFERS_PER_FILE = 128
+_PARALLEL_COPY_NBYTES = 512 << 10
+"""Copies from this size on are worth handing to another thread."""
 _GAP_NBYTES = 64 << 10
 """Extents that lie closer together than this are read in one go."""
 
@@ -61,7 +65,7 @@ class DirectBackend:
             direct_fd = posix.reopen_direct(fd)
         except OSError as error:
             raise BackendUnavailableError(f"the file cannot be opened with O_DIRECT: {error.strerror}") from error
-        return _DirectReader(fd, direct_fd, plan_transfers(order, nbytes, limits.offset_alignment))
+        return _DirectReader(fd, direct_fd, plan_transfers(order, limits.offset_alignment))
 
 
 def transfer_nbytes(total: int) -> int:
@@ -75,18 +79,28 @@ def transfer_nbytes(total: int) -> int:
     return min(max(rounded, _MIN_TRANSFER_NBYTES), BUFFER_NBYTES)
 
 
-def plan_transfers(order: Sequence[Extent], file_nbytes: int, alignment: int) -> list[Extent]:
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One aligned read of ``[begin, end)``, for the sake of the bytes in ``wanted``."""
+
+    begin: int
+    end: int
+    wanted: Extent
+
+
+def plan_transfers(order: Sequence[Extent], alignment: int) -> list[Transfer]:
     """Cut the extents into aligned transfers, in the same order; extents that lie close together share transfers.
 
-    >>> plan_transfers([Extent(10, 5000), Extent(5010, 6000), Extent(3 << 20, (3 << 20) + 5)], 4 << 20, 512)
-    [Extent(begin=0, end=6144), Extent(begin=3145728, end=3146240)]
+    >>> plan_transfers([Extent(10, 5000), Extent(5010, 6000)], 512)
+    [Transfer(begin=0, end=6144, wanted=Extent(begin=10, end=6000))]
     """
     size = transfer_nbytes(sum(extent.end - extent.begin for extent in order))
-    transfers: list[Extent] = []
+    transfers: list[Transfer] = []
     for begin, end in _runs(order):
-        begin = begin // alignment * alignment
-        end = min(-(-end // alignment) * alignment, -(-file_nbytes // alignment) * alignment)
-        transfers += [Extent(at, min(at + size, end)) for at in range(begin, end, size)]
+        aligned_end = -(-end // alignment) * alignment
+        for at in range(begin // alignment * alignment, aligned_end, size):
+            stop = min(at + size, aligned_end)
+            transfers.append(Transfer(at, stop, Extent(max(at, begin), min(stop, end))))
     return transfers
 
 
@@ -178,17 +192,31 @@ class _Writers:
 
 @dataclass(slots=True)
 class _Fetch:
-    """One transfer in flight or done: the file's bytes from ``begin`` are, or will be, in ``buffer``."""
+    """One transfer: the file's bytes from ``begin`` are, or will be, in ``buffer``, and are copied out of it."""
 
     begin: int
     buffer: Buffer
     filled: Future[int]
+    copies: list[Future[int]]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing reads or writes the buffer any more."""
+        return self.filled.done() and all(copy.done() for copy in self.copies)
+
+    def wait(self) -> None:
+        """Return when it is idle."""
+        wait([self.filled, *self.copies])
 
 
 class _DirectReader:
-    """Reads ahead through planned transfers; what is asked for out of order is read on the spot, buffered."""
+    """Reads ahead through planned transfers; what is asked for out of order is read on the spot, buffered.
 
-    def __init__(self, fd: int, direct_fd: int, transfers: list[Extent]) -> None:
+    Filling fresh memory is slower than the disk, because every page of it is touched for the first time: so large
+    reads are copied out of the ring by several threads.
+    """
+
+    def __init__(self, fd: int, direct_fd: int, transfers: list[Transfer]) -> None:
         self._resources = ExitStack()
         self._resources.callback(os.close, direct_fd)
         self._direct_fd = direct_fd
@@ -196,57 +224,88 @@ class _DirectReader:
         self._resources.callback(self._elsewhere.close)
         self._transfers = transfers
         self._by_offset = sorted(range(len(transfers)), key=lambda number: transfers[number].begin)
-        self._begins = [transfers[number].begin for number in self._by_offset]
+        self._begins = [transfers[number].wanted.begin for number in self._by_offset]
+        self._threads: _ReadThreads | None = None
         self._free: list[Buffer] = []
-        self._pool: ThreadPoolExecutor | None = None
         self._current = 0
         """The transfer that is being consumed; all earlier ones are done with."""
         self._fetches: deque[_Fetch] = deque()
         """Those in flight or filled: ``_current`` and the ones behind it."""
+        self._emptying: deque[_Fetch] = deque()
+        """Those done with, whose buffers are still being copied from."""
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        parts: list[tuple[int, Future[int] | int]] = []
+        try:
+            while buffer.nbytes:
+                number = self._transfer_of(offset)
+                if number is None or number < self._current:
+                    parts.append((buffer.nbytes, self._elsewhere.readinto(offset, buffer, checksum=checksum)))
+                    break
+                fetch = self._fetched(number)
+                begin = offset - fetch.begin
+                count = min(fetch.filled.result() - begin, buffer.nbytes)
+                if count <= 0:
+                    raise OSError(errno.ENODATA, f"the file ends before offset {offset + buffer.nbytes}")
+                parts.append((count, self._copy(fetch, begin, buffer[:count], checksum)))
+                offset += count
+                buffer = buffer[count:]
+        finally:
+            wait([part for _, part in parts if isinstance(part, Future)])
         crc32 = 0
-        while buffer.nbytes:
-            number = self._transfer_of(offset)
-            if number is None or number < self._current:
-                return self._elsewhere.readinto(offset, buffer, checksum=checksum, crc32=crc32)
-            fetch = self._fetched(number)
-            begin = offset - fetch.begin
-            count = min(fetch.filled.result() - begin, buffer.nbytes)
-            if count <= 0:
-                raise OSError(errno.ENODATA, f"the file ends before offset {offset + buffer.nbytes}")
-            crc32 = copy_with_checksum(buffer[:count], fetch.buffer.view[begin : begin + count], crc32, checksum)
-            offset += count
-            buffer = buffer[count:]
+        for count, part in parts:
+            crc32 = isal_zlib.crc32_combine(crc32, part.result() if isinstance(part, Future) else part, count)
         return crc32
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.close()
         self._resources.close()
+
+    def _copy(self, fetch: _Fetch, begin: int, target: memoryview, checksum: bool) -> Future[int] | int:
+        source = fetch.buffer.view[begin : begin + target.nbytes]
+        if target.nbytes < _PARALLEL_COPY_NBYTES or self._threads is None:
+            return copy_with_checksum(target, source, checksum)
+        copy = self._threads.copying.submit(copy_with_checksum, target, source, checksum)
+        fetch.copies.append(copy)
+        return copy
 
     def _transfer_of(self, offset: int) -> int | None:
         at = bisect_right(self._begins, offset) - 1
         if at < 0:
             return None
         number = self._by_offset[at]
-        return number if offset < self._transfers[number].end else None
+        return number if offset < self._transfers[number].wanted.end else None
 
     def _fetched(self, number: int) -> _Fetch:
         """Make ``number`` the current transfer, dropping those before it, and keep the ring busy behind it."""
-        if self._pool is None:
+        if self._threads is None:
             ring = self._resources.enter_context(borrowed_ring())
             self._free = [ring.buffer(i) for i in range(min(BUFFER_COUNT, len(self._transfers)))]
-            self._pool = ThreadPoolExecutor(TRANSFERS_IN_FLIGHT, "fastensor-read")
+            self._threads = _ReadThreads()
         while self._fetches and self._current < number:
-            dropped = self._fetches.popleft()
-            dropped.filled.exception()  # nobody wants its bytes, but its buffer is busy until it is done
-            self._free.append(dropped.buffer)
+            self._emptying.append(self._fetches.popleft())
             self._current += 1
         self._current = number
+        while self._emptying and (self._emptying[0].idle or not (self._free or self._fetches)):
+            emptied = self._emptying.popleft()
+            emptied.wait()
+            self._free.append(emptied.buffer)
         while self._free and (following := number + len(self._fetches)) < len(self._transfers):
             buffer, transfer = self._free.pop(), self._transfers[following]
             view = buffer.view[: transfer.end - transfer.begin]
-            filled = self._pool.submit(posix.read_fully, self._direct_fd, view, transfer.begin)
-            self._fetches.append(_Fetch(transfer.begin, buffer, filled))
+            filled = self._threads.reading.submit(posix.read_fully, self._direct_fd, view, transfer.begin)
+            self._fetches.append(_Fetch(transfer.begin, buffer, filled, []))
         return self._fetches[0]
+
+
+class _ReadThreads:
+    """Threads that wait for the disk, and threads that copy."""
+
+    def __init__(self) -> None:
+        self.reading = ThreadPoolExecutor(TRANSFERS_IN_FLIGHT, "fastensor-read")
+        self.copying = ThreadPoolExecutor(usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
+
+    def close(self) -> None:
+        self.reading.shutdown(wait=True, cancel_futures=True)
+        self.copying.shutdown(wait=True)

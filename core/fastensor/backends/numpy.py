@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 from isal import isal_zlib
@@ -21,8 +21,8 @@ from fastensor.stitch.torch_zip import TorchZip
 
 _WINDOW_NBYTES = 1 << 20
 """Staged and written at a time: small enough to stay in the processor's cache between the two."""
-_BLOCK_NBYTES = 512 << 10
-_PARALLEL_NBYTES = 4 << 20
+_BLOCK_NBYTES = 256 << 10
+_PARALLEL_NBYTES = 2 << 20
 """Reads from this size on are shared by several threads."""
 _MAX_THREADS = 4
 
@@ -57,35 +57,35 @@ class BufferedReader:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = usable_cores(_MAX_THREADS)
         self._pool: ThreadPoolExecutor | None = None
 
-    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool, crc32: int = 0) -> int:
-        """As in the protocol; ``crc32`` is that of bytes which came before, to be continued."""
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         if buffer.nbytes < _PARALLEL_NBYTES or self._threads == 1:
-            return _read_with_checksum(self._fd, offset, buffer, crc32, checksum)
-        posix.advise_huge_pages(np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes)
+            return _read_with_checksum(self._fd, offset, buffer, checksum)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "fastensor-read")
         share = -(-buffer.nbytes // self._threads // _BLOCK_NBYTES) * _BLOCK_NBYTES
         parts = [(at, buffer[at : at + share]) for at in range(0, buffer.nbytes, share)]
-        futures = [
-            self._pool.submit(_read_with_checksum, self._fd, offset + at, part, 0, checksum) for at, part in parts
-        ]
-        failures = [future.exception() for future in futures]  # all of them are done before anyone leaves
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        futures = [self._pool.submit(_read_with_checksum, self._fd, offset + at, part, checksum) for at, part in parts]
+        wait(futures)  # nobody writes to the buffer any more when its owner hears of a failure
+        crc32 = 0
         for (_, part), future in zip(parts, futures, strict=True):
             crc32 = isal_zlib.crc32_combine(crc32, future.result(), part.nbytes)
-        return crc32 if checksum else 0
+        return crc32
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
 
-def _read_with_checksum(fd: int, offset: int, buffer: memoryview, crc32: int, checksum: bool) -> int:
+def usable_cores(most: int) -> int:
+    """How many threads can compute at once, up to ``most``."""
+    return min(most, len(os.sched_getaffinity(0)))
+
+
+def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool) -> int:
+    crc32 = 0
     for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
         block = buffer[at : at + _BLOCK_NBYTES]
         if posix.read_fully(fd, block, offset + at) != block.nbytes:
@@ -95,14 +95,14 @@ def _read_with_checksum(fd: int, offset: int, buffer: memoryview, crc32: int, ch
     return crc32
 
 
-def copy_with_checksum(target: memoryview, source: memoryview, crc32: int, checksum: bool) -> int:
-    """Copy between two pieces of memory of equal size and continue a CRC32 over them."""
+def copy_with_checksum(target: memoryview, source: memoryview, checksum: bool) -> int:
+    """Copy between two pieces of memory of equal size; returns the CRC32 of the bytes, or 0 without ``checksum``."""
     to = np.frombuffer(target, np.uint8).ctypes.data
     from_ = np.frombuffer(source, np.uint8).ctypes.data
-    posix.advise_huge_pages(to, target.nbytes)
+    crc32 = 0
     for at in range(0, target.nbytes, _BLOCK_NBYTES):
         count = min(_BLOCK_NBYTES, target.nbytes - at)
         copy_memory(to + at, from_ + at, count)
         if checksum:
-            crc32 = isal_zlib.crc32(target[at : at + count], crc32)
+            crc32 = isal_zlib.crc32(source[at : at + count], crc32)
     return crc32

@@ -24,8 +24,6 @@ _STATX_NBYTES = 256
 _STATX_DIO_OFFSET = 0x98  # stx_dio_mem_align and stx_dio_offset_align, two u32 (linux/stat.h)
 _STATFS_NBYTES = 256
 _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
-_MADV_HUGEPAGE = 14
-_HUGE_PAGE = 2 << 20
 _RESIDENCY_SAMPLES = 64
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -160,14 +158,3 @@ def resident_fraction(fd: int, nbytes: int) -> float:
     finally:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / samples
-
-
-def advise_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages behind memory that is about to be filled: first touches get about five times cheaper.
-
-    Only whole huge pages inside the range are touched. Advice: where the kernel refuses, nothing changes.
-    """
-    begin = -(-address // _HUGE_PAGE) * _HUGE_PAGE
-    end = (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE
-    if begin < end:
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

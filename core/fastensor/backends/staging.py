@@ -12,7 +12,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.memory import Buffer, copy_memory
-from fastensor.stitch.image import CHECKSUM_NBYTES, Checksum, Header, Image, Payload, Piece
+from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload, Piece
 
 _BLOCK_NBYTES = 512 << 10
 """Copied and checksummed at a time, so that the second pass finds the bytes in the processor's cache."""
@@ -26,7 +26,7 @@ class Window:
     offset: int
     nbytes: int
     late: list[Piece] = field(default_factory=list)
-    """Pieces that need another look: checksums, and payload that comes from a device."""
+    """Pieces that need another look once the device has copied: its payload, and headers, whose blanks depend on it."""
     events: list[torch.cuda.Event] = field(default_factory=list)
 
 
@@ -64,17 +64,19 @@ class Stager:
         for piece in self._image.pieces(offset, offset + nbytes):
             segment, begin, count, at = piece
             if isinstance(segment, Header):
-                buffer.view[at : at + count] = segment.data[begin : begin + count]
-            elif isinstance(segment, Payload):
+                buffer.view[at : at + count] = (
+                    segment.data if count == len(segment.data) else segment.data[begin : begin + count]
+                )
+                if self.asynchronous:
+                    window.late.append(piece)
+                else:
+                    self._fill_in_blanks(window, segment, begin, count, at)
+            else:
                 self._check_size(segment)
                 if self._addresses[segment.index]:
                     self._copy_from_host(window, piece, segment.index)
                 else:
                     self._copy_from_device(window, piece, self._storages[segment.index])
-            elif self.asynchronous:
-                window.late.append(piece)
-            else:
-                self._fill_in_checksum(window, piece, segment.index)
         for device, stream in self._streams.items():
             with torch.cuda.device(device):
                 window.events.append(stream.record_event())
@@ -84,12 +86,11 @@ class Stager:
         """Wait for the copies, fill in what depends on them and return the window's bytes. In order of windows."""
         for event in window.events:
             event.synchronize()
-        for piece in window.late:
-            if isinstance(piece.segment, Checksum):
-                self._fill_in_checksum(window, piece, piece.segment.index)
-            elif isinstance(piece.segment, Payload):
-                data = window.buffer.view[piece.position : piece.position + piece.nbytes]
-                self._add_to_checksum(piece.segment.index, data)
+        for segment, begin, count, at in window.late:
+            if isinstance(segment, Header):
+                self._fill_in_blanks(window, segment, begin, count, at)
+            else:
+                self._add_to_checksum(segment.index, window.buffer.view[at : at + count])
         return window.buffer.view[: window.nbytes]
 
     def _check_size(self, payload: Payload) -> None:
@@ -100,10 +101,14 @@ class Stager:
                 f"keep the state unchanged until save returns"
             )
 
-    def _fill_in_checksum(self, window: Window, piece: Piece, index: int) -> None:
-        crc32 = self._checksums[index].to_bytes(CHECKSUM_NBYTES, "little")
-        at = piece.position
-        window.buffer.view[at : at + piece.nbytes] = crc32[piece.begin : piece.begin + piece.nbytes]
+    def _fill_in_blanks(self, window: Window, header: Header, begin: int, count: int, at: int) -> None:
+        """Write the checksums into a part of a header that stands at ``at``; a blank may be cut by its ends."""
+        for position, storage in header.blanks:
+            start, stop = max(position, begin), min(position + CHECKSUM_NBYTES, begin + count)
+            if start < stop:
+                crc32 = self._checksums[storage].to_bytes(CHECKSUM_NBYTES, "little")
+                target = at + start - begin
+                window.buffer.view[target : target + stop - start] = crc32[start - position : stop - position]
 
     def _copy_from_host(self, window: Window, piece: Piece, index: int) -> None:
         source = self._addresses[index] + piece.begin

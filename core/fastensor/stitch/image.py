@@ -1,8 +1,8 @@
 """The flat image of a file: what stands at which offset. Pure records, no I/O and no tensors.
 
-An image tiles ``[0, nbytes)`` with three kinds of segments: header bytes that are known, storages whose bytes are
-copied while the image is moved, and the CRC32s of those storages, known only once they have been copied. A checksum
-stands behind its storage, so one pass in file order can produce the whole image.
+An image tiles ``[0, nbytes)`` with two kinds of segments: header bytes, and storages whose bytes are copied while the
+image is moved. The CRC32s of the storages are known only then: headers have blanks for them, each behind its storage,
+so one pass in file order can produce the whole image.
 """
 
 from __future__ import annotations
@@ -10,18 +10,29 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 CHECKSUM_NBYTES = 4
 
 
+class Blank(NamedTuple):
+    """Four bytes of a header that are the CRC32 (IEEE 802.3, little endian) of a storage."""
+
+    position: int
+    """Counted from the header's start."""
+    storage: int
+    """Which one, as in :class:`Payload`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Bytes that are known when the image is planned."""
+    """Bytes that are known when the image is planned, but for the blanks."""
 
     offset: int
     data: bytes
+    blanks: tuple[Blank, ...] = ()
+    """In the order of their positions."""
 
     @property
     def nbytes(self) -> int:
@@ -38,19 +49,7 @@ class Payload:
     """Which storage: its position in the sequence that accompanies the image."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checksum:
-    """The CRC32 (IEEE 802.3, little endian, four bytes) of storage ``index``."""
-
-    offset: int
-    index: int
-
-    @property
-    def nbytes(self) -> int:
-        return CHECKSUM_NBYTES
-
-
-Segment: TypeAlias = Header | Payload | Checksum
+Segment: TypeAlias = Header | Payload
 
 
 class Piece(NamedTuple):
@@ -71,11 +70,11 @@ class Image:
     """The layout of one file.
 
     Args:
-        segments: in file order, without gaps or overlaps, the first at offset 0; each storage occurs once, and its
-            checksums stand behind it.
+        segments: in file order, without gaps or overlaps, the first at offset 0; each storage occurs once, and the
+            blanks for its checksum stand behind it.
 
     Raises:
-        ValueError: the segments do not tile the file, or a checksum precedes its storage.
+        ValueError: the segments do not tile the file, or a blank precedes its storage.
     """
 
     __slots__ = ("_offsets", "nbytes", "payload_nbytes", "segments")
@@ -90,7 +89,7 @@ class Image:
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """Yield what stands in ``[begin, end)`` of the file, in order.
 
-        >>> image = Image([Header(0, b"abcd"), Payload(4, 10, index=0), Checksum(14, index=0)])
+        >>> image = Image([Header(0, b"abcd"), Payload(4, 10, index=0), Header(14, bytes(4), (Blank(0, storage=0),))])
         >>> [(type(p.segment).__name__, p.begin, p.nbytes, p.position) for p in image.pieces(2, 8)]
         [('Header', 2, 2, 0), ('Payload', 0, 4, 2)]
         """
@@ -107,16 +106,18 @@ class Image:
 
 
 def _check_tiling(segments: Sequence[Segment]) -> None:
-    if segments and segments[0].offset != 0:
-        raise ValueError(f"the first segment stands at offset {segments[0].offset}, expected 0")
-    for before, after in pairwise(segments):
-        if before.offset + before.nbytes != after.offset:
-            raise ValueError(f"segments do not tile the file: {before!r} is followed by {after!r}")
+    position = 0
     copied: set[int] = set()
     for segment in segments:
+        if segment.offset != position:
+            raise ValueError(f"segments do not tile the file: {segment!r} stands at {segment.offset}, not {position}")
+        position += segment.nbytes
         if isinstance(segment, Payload):
             if segment.index in copied:
                 raise ValueError(f"storage {segment.index} occurs twice")
             copied.add(segment.index)
-        elif isinstance(segment, Checksum) and segment.index not in copied:
-            raise ValueError(f"the checksum of storage {segment.index} stands before the storage")
+        for blank in segment.blanks if isinstance(segment, Header) else ():
+            if blank.storage not in copied:
+                raise ValueError(f"a blank for the checksum of storage {blank.storage} stands before the storage")
+            if not 0 <= blank.position <= segment.nbytes - CHECKSUM_NBYTES:
+                raise ValueError(f"{blank} is not inside its header of {segment.nbytes} bytes")

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import io
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import CorruptCheckpointError, LayoutError
-from fastensor.stitch.image import CHECKSUM_NBYTES, Checksum, Header, Image, Payload, Segment
+from fastensor.stitch.image import Blank, Header, Image, Payload, Segment
 from fastensor.stitch.zip_directory import (
     DESCRIPTOR_CRC_OFFSET,
     DESCRIPTOR_SIGNATURE,
@@ -42,6 +44,12 @@ PAGE_ALIGNMENT = 4096
 TORCH_ALIGNMENT = 64
 _PADDING_LIMIT = 0.01
 _ARCHIVE = "archive"
+
+_NEVER_STORAGES = frozenset(
+    {str, int, float, bool, bytes, type(None), tuple, list, dict, OrderedDict, type, FunctionType, BuiltinFunctionType}
+)
+"""Nineteen in twenty of the objects in a state dict: torch need not be asked about them, which takes it a millisecond
+per thousand."""
 
 _config_lock = threading.RLock()
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
@@ -159,6 +167,8 @@ class _Recorder:
                 by_torch = cls.persistent_id
 
                 def persistent_id(self: Any, obj: Any) -> Any:
+                    if type(obj) in _NEVER_STORAGES:
+                        return None
                     pid = by_torch(self, obj)
                     if pid is not None:
                         recorder._references.setdefault(pid[2], (obj, pid))
@@ -234,7 +244,7 @@ class _Skeleton:
 
 
 def _to_image(skeleton: _Skeleton, keys: Sequence[str], sizes: Sequence[int]) -> Image:
-    """Put storages into the holes, and their checksums behind them and into the directory.
+    """Put storages into the holes, and blanks for their checksums behind them and into the directory.
 
     Raises:
         LayoutError: a hole is not where the directory says that the storage is.
@@ -244,46 +254,23 @@ def _to_image(skeleton: _Skeleton, keys: Sequence[str], sizes: Sequence[int]) ->
         raise LayoutError(f"torch left {len(skeleton.runs) - 1} holes for {len(filled)} storages")
     records = {record.name: record for record in _read_directory(skeleton).records}
     segments: list[Segment] = []
-    entries: list[Checksum] = []
-    for number, index in enumerate(filled):
-        run, (end, _) = skeleton.runs[number], skeleton.runs[number + 1]
+    entries: list[Blank] = []
+    blanks: tuple[Blank, ...] = ()
+    tail, _ = skeleton.runs[-1]
+    for index, run, (end, behind) in zip(filled, skeleton.runs, skeleton.runs[1:], strict=False):
+        start, data = run
         record = records.get(f"{_ARCHIVE}/data/{keys[index]}")
-        hole = Payload(run[0] + len(run[1]), sizes[index], index)
+        hole = Payload(start + len(data), sizes[index], index)
         if record is None or record.nbytes != hole.nbytes or _data_offset(run, record) != hole.offset:
             raise LayoutError(f"storage {keys[index]!r} is not at offset {hole.offset}: its record is {record}")
         if hole.offset + hole.nbytes != end:
             raise LayoutError(f"the hole for storage {keys[index]!r} ends at {end}, not after {hole.nbytes} bytes")
-        segments += [*_with_descriptor(run, filled[number - 1] if number else None), hole]
-        entries.append(Checksum(record.crc_offset, index))
-    last = _with_descriptor(skeleton.runs[-1], filled[-1] if filled else None)
-    return Image([*segments, *last[:-1], *_with_checksums(last[-1], entries)])
-
-
-def _with_descriptor(run: tuple[int, bytearray], index: int | None) -> list[Segment]:
-    """The header bytes behind storage ``index``, which begin with its data descriptor."""
-    start, data = run
-    if index is None:
-        return [Header(start, bytes(data))]
-    if not data.startswith(DESCRIPTOR_SIGNATURE):
-        raise LayoutError(f"no data descriptor behind a storage, at offset {start}")
-    behind = DESCRIPTOR_CRC_OFFSET + CHECKSUM_NBYTES
-    return [
-        Header(start, bytes(data[:DESCRIPTOR_CRC_OFFSET])),
-        Checksum(start + DESCRIPTOR_CRC_OFFSET, index),
-        Header(start + behind, bytes(data[behind:])),
-    ]
-
-
-def _with_checksums(header: Segment, checksums: Sequence[Checksum]) -> Iterator[Segment]:
-    """Header bytes with checksums in the place of some of them, in the order of their offsets."""
-    if not isinstance(header, Header):
-        raise LayoutError(f"the file does not end with header bytes but with {header}")
-    position = header.offset
-    for checksum in sorted(checksums, key=lambda checksum: checksum.offset):
-        yield Header(position, header.data[position - header.offset : checksum.offset - header.offset])
-        yield checksum
-        position = checksum.offset + CHECKSUM_NBYTES
-    yield Header(position, header.data[position - header.offset :])
+        if not behind.startswith(DESCRIPTOR_SIGNATURE):
+            raise LayoutError(f"no data descriptor behind storage {keys[index]!r}, at offset {end}")
+        segments += (Header(start, bytes(data), blanks), hole)
+        blanks = (Blank(DESCRIPTOR_CRC_OFFSET, index),)
+        entries.append(Blank(record.crc_offset - tail, index))
+    return Image([*segments, Header(tail, bytes(skeleton.runs[-1][1]), (*blanks, *sorted(entries)))])
 
 
 def _data_offset(run: tuple[int, bytearray], record: Record) -> int:

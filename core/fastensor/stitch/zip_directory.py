@@ -50,12 +50,9 @@ class Record:
     """Where the local header begins."""
     crc_offset: int
     """Where this entry's CRC32 stands in the file."""
+    earliest_data_offset: int
+    """The data cannot begin before this: local header and name come first, an extra field may follow."""
     compressed: bool
-
-    @property
-    def earliest_data_offset(self) -> int:
-        """The data cannot begin before this: local header and name come first, an extra field may follow."""
-        return self.header_offset + LOCAL_HEADER.size + len(self.name.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,16 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
     nbytes, stored, header_offset = _apply_zip64(extra, nbytes, stored, header_offset, here)
     if method == 0 and stored != nbytes:
         raise CorruptCheckpointError(f"{here}: {name!r} is not compressed, yet {nbytes} bytes take {stored}")
-    record = Record(name, nbytes, stored, crc32, header_offset, base + at + _ENTRY_CRC_OFFSET, method != 0)
+    record = Record(
+        name=name,
+        nbytes=nbytes,
+        stored_nbytes=stored,
+        crc32=crc32,
+        header_offset=header_offset,
+        crc_offset=base + at + _ENTRY_CRC_OFFSET,
+        earliest_data_offset=header_offset + LOCAL_HEADER.size + name_nbytes,
+        compressed=method != 0,
+    )
     return record, stop
 
 

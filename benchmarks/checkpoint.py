@@ -1,0 +1,252 @@
+"""Saving and loading checkpoints, against the tools that people use and against the limit of the disk.
+
+Every figure is the median of interleaved rounds; compare within one run only. Saves are durable and atomic for every
+contender. Loads run in a fresh process each, cold (page cache dropped) or warm (file in the page cache), to tensors
+in memory of their own. fio moves the same number of bytes with O_DIRECT beside them. Run by ``make bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import CONTENDERS, SAVING_ONLY, Contender, State, build_state, fio_seconds, model_names
+from report import judge, plot, table
+
+from fastensor.checkpoint.publish import wait_for_space
+
+LIMIT = "fio"
+SETTLE_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured save or load."""
+
+    model: str
+    nbytes: int
+    operation: str
+    contender: str
+    seconds: float
+    cpu_seconds: float | None = None
+    extra_nbytes: int | None = None
+    """Peak resident memory over that before the operation; for loads, less the tensors themselves."""
+
+
+def settle() -> None:
+    """Let the disk finish what earlier measurements left behind, freed space included."""
+    wait_for_space()
+    os.sync()
+    time.sleep(SETTLE_SECONDS)
+
+
+def measure_save(contender: Contender, state: State, path: Path) -> tuple[float, float, int]:
+    settle()
+    gc.collect()
+    with _peak_memory() as extra:
+        cpu = time.process_time()
+        started = time.perf_counter()
+        contender.save(state, path)
+        seconds = time.perf_counter() - started
+        cpu = time.process_time() - cpu
+    return seconds, cpu, extra()
+
+
+@contextmanager
+def _peak_memory() -> Iterator[Callable[[], int]]:
+    """How far resident memory rose in the block over what it was before (Linux: VmHWM, reset by clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    peaks: list[int] = []
+    yield lambda: peaks[0] - before
+    peaks.append(_status("VmHWM"))
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def measure_load(contender: Contender, path: Path, device: str, nbytes: int) -> tuple[float, float, int]:
+    """Load in a process that is forked from a small one: nothing but imports has happened in it."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_load_in_child, args=(contender.name, path, device, theirs))
+    process.start()
+    theirs.close()
+    seconds, cpu, extra, found = ours.recv()
+    process.join()
+    if found != nbytes:
+        raise RuntimeError(f"{contender.name} loaded {found} bytes of tensors, expected {nbytes}")
+    return seconds, cpu, extra - (nbytes if device == "cpu" else 0)
+
+
+def _load_in_child(name: str, path: Path, device: str, results: Any) -> None:
+    contender = next(c for c in CONTENDERS if c.name == name)
+    if device != "cpu":
+        torch.zeros(1, device=device)
+    with _peak_memory() as extra:
+        cpu = time.process_time()
+        started = time.perf_counter()
+        state = contender.load(path, device)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        cpu = time.process_time() - cpu
+    results.send((seconds, cpu, extra(), sum(tensor.nbytes for tensor in state.values())))
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Make the next load cold: drop all caches as root, else advise the kernel to forget these files."""
+    os.sync()
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        return
+    for file in files_of(path):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bring_into_page_cache(path: Path) -> None:
+    for file in files_of(path):
+        with file.open("rb") as opened:
+            while opened.read(8 << 20):
+                pass
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def run_model(model: str, device: str, rounds: int, folder: Path) -> list[Sample]:
+    state = build_state(model, device)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    samples: list[Sample] = []
+
+    def path_of(contender: Contender) -> Path:
+        return folder / f"{CONTENDERS.index(contender)}.ckpt"
+
+    def record(operation: str, name: str, measured: tuple[float, ...]) -> None:
+        samples.append(Sample(model, nbytes, operation, name, *measured))  # type: ignore[arg-type]
+
+    def limit(operation: str, path: Path) -> None:
+        settle()
+        if (seconds := fio_seconds(path, nbytes, write=operation == "save")) is not None:
+            record(operation, LIMIT, (seconds,))
+
+    for number in range(rounds + 1):
+        for contender in _rotated(number):
+            measured = measure_save(contender, state, path_of(contender))
+            if number:  # the first round pays for first touches of memory in all of them
+                record("save", contender.name, measured)
+        if number:
+            limit("save", folder / "limit.tmp")
+            (folder / "limit.tmp").exists() and (folder / "limit.tmp").rename(folder / "limit")
+    del state
+    loaders = [contender for contender in CONTENDERS if contender.name not in SAVING_ONLY]
+    for operation, prepare in (("cold load", drop_from_page_cache), ("warm load", bring_into_page_cache)):
+        for number in range(rounds):
+            for contender in _rotated(number, loaders):
+                prepare(path_of(contender))
+                record(operation, contender.name, measure_load(contender, path_of(contender), device, nbytes))
+            if operation == "cold load":
+                limit(operation, folder / "limit")
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return samples
+
+
+def _rotated(number: int, contenders: Any = CONTENDERS) -> list[Contender]:
+    """The contenders in another order each round, so that none always follows the same one."""
+    shuffled = list(contenders)
+    random.Random(number).shuffle(shuffled)
+    return shuffled
+
+
+def describe_machine(folder: Path, device: str) -> dict[str, str]:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    filesystem = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=True)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "cpu": f"{len(os.sched_getaffinity(0))} × {model.partition(':')[2].strip()}",
+        "kernel": platform.release().partition("-")[0],
+        "filesystem": filesystem.stdout.split()[-1],
+        "device": torch.cuda.get_device_name() if device == "cuda" else "none",
+        **{name: version(name) for name in ("torch", "safetensors", "fastensor")},
+    }
+
+
+def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
+    """One row per model, operation and contender: medians, and the range of the seconds."""
+    groups: dict[tuple[str, int, str, str], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.model, sample.nbytes, sample.operation, sample.contender), []).append(sample)
+    return [
+        {
+            "model": model,
+            "nbytes": nbytes,
+            "operation": operation,
+            "contender": contender,
+            "rounds": len(group),
+            "seconds": statistics.median(s.seconds for s in group),
+            "seconds_min": min(s.seconds for s in group),
+            "seconds_max": max(s.seconds for s in group),
+            "cpu_seconds": _median([s.cpu_seconds for s in group if s.cpu_seconds is not None]),
+            "extra_nbytes": max((s.extra_nbytes for s in group if s.extra_nbytes is not None), default=None),
+        }
+        for (model, nbytes, operation, contender), group in groups.items()
+    ]
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=model_names(), help="tiny, gpt2_adam or names of a shapes file")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/checkpoint"), help="without suffix")
+    options = parser.parse_args()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["contenders"])
+    options.folder.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    samples: list[Sample] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        machine = describe_machine(Path(folder), options.device)
+        for model in options.models:
+            print(f"measuring {model} ...", file=sys.stderr, flush=True)
+            samples += run_model(model, options.device, options.rounds, Path(folder))
+    rows = summarize(samples)
+    verdicts = judge(rows)
+    text = table(rows, machine, verdicts)
+    options.output.with_suffix(".md").write_text(text)
+    result = {"machine": machine, "rows": rows, "verdicts": verdicts, "samples": [asdict(s) for s in samples]}
+    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1))
+    plot(rows, options.output.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

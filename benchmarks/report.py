@@ -1,0 +1,120 @@
+"""Tables, a plot, and the comparison of what was measured with what was promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from contenders import OURS, REFERENCE
+
+LIMIT = "fio"
+LARGE_NBYTES = 256 << 20
+Row = dict[str, Any]
+
+
+def judge(rows: list[Row]) -> list[dict[str, Any]]:
+    """The promised ratios, model by model: what was measured, and whether it holds."""
+    verdicts: list[dict[str, Any]] = []
+
+    def promise(model: str, what: str, measured: float, bound: float, *, at_least: bool = False) -> None:
+        holds = measured >= bound if at_least else measured <= bound
+        sign = "≥" if at_least else "≤"
+        verdicts.append(
+            {"model": model, "promise": f"{what} {sign} {bound}", "measured": round(measured, 3), "holds": holds}
+        )
+
+    for model in dict.fromkeys(row["model"] for row in rows):
+        save, cold, warm = (_by_contender(rows, model, op) for op in ("save", "cold load", "warm load"))
+        ours = save[OURS]
+        large = ours["nbytes"] >= LARGE_NBYTES
+        if large and LIMIT in save:
+            promise(model, "durable save / fio", _ratio(save, LIMIT), 1.10)
+        peer = _fastest_peer(save)
+        promise(model, f"durable save / fastest peer ({peer})", _ratio(save, peer), 1.0 if large else 1.05)
+        if not large:
+            continue
+        peer = _fastest_peer(cold)
+        promise(model, f"cold load / fastest peer ({peer})", _ratio(cold, peer), 1.05)
+        promise(model, "torch / cold load", 1 / _ratio(cold, REFERENCE), 1.8, at_least=True)
+        promise(model, "warm load / torch", _ratio(warm, REFERENCE), 1.10)
+        promise(model, "extra MiB of a save", ours["extra_nbytes"] / 2**20, 128)
+        promise(model, "CPU seconds of a save / torch", ours["cpu_seconds"] / save[REFERENCE]["cpu_seconds"], 0.45)
+    return verdicts
+
+
+def _by_contender(rows: list[Row], model: str, operation: str) -> dict[str, Row]:
+    return {r["contender"]: r for r in rows if r["model"] == model and r["operation"] == operation}
+
+
+def _fastest_peer(by_contender: dict[str, Row]) -> str:
+    return min((name for name in by_contender if name not in (OURS, LIMIT)), key=lambda n: by_contender[n]["seconds"])
+
+
+def _ratio(by_contender: dict[str, Row], name: str) -> float:
+    return float(by_contender[OURS]["seconds"] / by_contender[name]["seconds"])
+
+
+def table(rows: list[Row], machine: dict[str, str], verdicts: list[dict[str, Any]]) -> str:
+    """Everything as Markdown."""
+    lines = ["# Checkpoints: durable saves, cold and warm loads", ""]
+    lines += [f"- {key}: {value}" for key, value in machine.items()]
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        lines += ["", f"## {operation}: median seconds (minimum to maximum)", ""]
+        names = list(dict.fromkeys(row["contender"] for row in rows if row["operation"] == operation))
+        lines += ["| model | MiB | " + " | ".join(names) + " |", "|---|---:|" + "---:|" * len(names)]
+        for model in dict.fromkeys(row["model"] for row in rows):
+            found = _by_contender(rows, model, operation)
+            cells = [_seconds(found.get(name)) for name in names]
+            lines.append(f"| {model} | {next(iter(found.values()))['nbytes'] / 2**20:.0f} | {' | '.join(cells)} |")
+    lines += ["", "## save: median CPU seconds, and most extra memory", ""]
+    names = list(dict.fromkeys(row["contender"] for row in rows if row["cpu_seconds"] is not None))
+    lines += ["| model | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = _by_contender(rows, model, "save")
+        lines.append(f"| {model} | {' | '.join(_effort(found.get(name)) for name in names)} |")
+    lines += ["", "## promises", "", "| model | promise | measured | holds |", "|---|---|---:|---|"]
+    lines += [
+        f"| {v['model']} | {v['promise']} | {v['measured']:.2f} | {'yes' if v['holds'] else '**no**'} |"
+        for v in verdicts
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(row: Row | None) -> str:
+    return f"{row['seconds']:.3f} ({row['seconds_min']:.3f}–{row['seconds_max']:.3f})" if row else "–"
+
+
+def _effort(row: Row | None) -> str:
+    return f"{row['cpu_seconds']:.3f} s, {row['extra_nbytes'] / 2**20:.0f} MiB" if row else "–"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Bandwidth of every contender, one panel per operation, models from small to large."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    figure, axes = plt.subplots(len(operations), 1, figsize=(12, 3.6 * len(operations)), squeeze=False)
+    for axis, operation in zip(axes[:, 0], operations, strict=True):
+        models = sorted({(row["nbytes"], row["model"]) for row in rows})
+        for position, name in enumerate(names):
+            found = {r["model"]: r for r in rows if r["operation"] == operation and r["contender"] == name}
+            bars = [(i, found[m]) for i, (_, m) in enumerate(models) if m in found]
+            width = 0.8 / len(names)
+            axis.bar(
+                [i + (position - len(names) / 2) * width for i, _ in bars],
+                [row["nbytes"] / row["seconds"] / 1e9 for _, row in bars],
+                width,
+                label=name,
+                color="black" if name == LIMIT else f"C{position}",
+            )
+        axis.set_title(f"{operation} (median)")
+        axis.set_ylabel("GB/s")
+        axis.set_xticks(range(len(models)), [f"{m}\n{n / 2**20:.0f} MiB" for n, m in models], fontsize=7)
+    axes[0, 0].legend(ncols=len(names), fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
