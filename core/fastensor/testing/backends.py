@@ -1,0 +1,221 @@
+"""The conformance suite that every backend passes.
+
+Subclass :class:`BackendTests` in a test module and override the ``backend`` fixture. The files are made under
+pytest's ``tmp_path``: put that on the filesystem to be tested (``--basetemp``).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import pickle
+import random
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from fastensor.backends import posix
+from fastensor.backends.base import Backend, Extent
+from fastensor.errors import BackendUnavailableError
+from fastensor.stitch.torch_zip import TorchZip, plan
+
+STORAGE_NBYTES = (0, 1, 63, 511, 4095, 4096, 4097, 65536, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, (9 << 20) + 7)
+RING_NBYTES = 70 << 20
+"""More than any backend's buffers hold at once."""
+
+
+def make_source(*storage_nbytes: int, seed: int = 0) -> TorchZip:
+    """The planned image of random bytes in storages of these sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {
+        str(i): torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
+        for i, n in enumerate(storage_nbytes)
+    }
+    return plan(state, pickle_module=pickle, pickle_protocol=2)
+
+
+class BackendTests:
+    """A backend writes exactly the image, reads exactly the file, and fails without leaving anything behind."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The backend to test."""
+        raise NotImplementedError("override the backend fixture")
+
+    @pytest.fixture
+    def fd(self, tmp_path: Path, backend: Backend) -> Iterator[int]:
+        """An empty file that the backend can use."""
+        if not backend.availability().available:
+            pytest.skip(f"{backend.name}: {backend.availability().reason}")
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        try:
+            backend.write(make_source(1), fd)
+        except BackendUnavailableError as error:
+            os.close(fd)
+            pytest.skip(f"{backend.name} cannot use {tmp_path}: {error}")
+        os.ftruncate(fd, 0)
+        yield fd
+        os.close(fd)
+
+    def test_says_why_it_is_unavailable(self, backend: Backend) -> None:
+        availability = backend.availability()
+        assert availability.available == (not availability.reason)
+
+    def test_states_its_capabilities(self, backend: Backend) -> None:
+        assert backend.name
+        assert backend.capabilities().extra_nbytes >= 0
+
+    @pytest.mark.parametrize("nbytes", STORAGE_NBYTES)
+    def test_writes_a_storage_of_any_size(self, backend: Backend, fd: int, nbytes: int) -> None:
+        _check_written(backend, fd, make_source(nbytes))
+
+    def test_writes_many_storages(self, backend: Backend, fd: int) -> None:
+        _check_written(backend, fd, make_source(*STORAGE_NBYTES, *range(200)))
+
+    def test_writes_more_than_its_buffers_hold(self, backend: Backend, fd: int) -> None:
+        _check_written(backend, fd, make_source(RING_NBYTES))
+
+    def test_writes_over_preallocated_space_and_earlier_attempts(self, backend: Backend, fd: int) -> None:
+        os.pwrite(fd, b"x" * (1 << 20), 0)
+        posix.preallocate(fd, 4 << 20)
+        _check_written(backend, fd, make_source(12345))
+
+    def test_leaves_the_descriptor_as_it_was(self, backend: Backend, fd: int) -> None:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        backend.write(make_source(5000), fd)
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) == flags
+
+    def test_leaks_no_descriptor(self, backend: Backend, fd: int) -> None:
+        def cycle() -> int:
+            backend.write(make_source(3 << 20), fd)
+            size = os.fstat(fd).st_size
+            reader = backend.open_reader(fd, size, [Extent(0, size)])
+            reader.readinto(0, memoryview(bytearray(size)), checksum=True)
+            reader.close()
+            return len(os.listdir("/proc/self/fd"))
+
+        assert cycle() == cycle()
+
+    def test_refuses_a_storage_that_was_resized(self, backend: Backend, fd: int) -> None:
+        source = make_source(1000)
+        source.storages[0].resize_(2000)
+        with pytest.raises(RuntimeError):
+            backend.write(source, fd)
+
+    def test_saves_from_several_threads(self, backend: Backend, fd: int, tmp_path: Path) -> None:
+        def save(number: int) -> None:
+            own = os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT)
+            try:
+                _check_written(backend, own, make_source(5 << 20, number, seed=number))
+            finally:
+                os.close(own)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(save, range(8)))
+
+    def test_passes_on_a_failing_write(self, backend: Backend, fd: int) -> None:
+        with (
+            mock.patch.object(os, "pwrite", side_effect=OSError(errno.EIO, "injected")),
+            mock.patch.object(os, "fdopen", return_value=_Failing()),
+            pytest.raises(OSError, match="injected"),
+        ):
+            backend.write(make_source(RING_NBYTES), fd)
+
+    @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
+    def test_reads_what_is_there_in_any_order(self, backend: Backend, fd: int, order: str) -> None:
+        content, extents = _random_file(fd)
+        asked = list(extents)
+        if order == "backward":
+            asked.reverse()
+        elif order == "shuffled":
+            random.Random(0).shuffle(asked)
+        reader = backend.open_reader(fd, len(content), extents)
+        for extent in asked:
+            _check_read(reader.readinto, content, extent.begin, extent.end)
+        reader.close()
+        reader.close()
+
+    def test_reads_what_was_not_announced(self, backend: Backend, fd: int) -> None:
+        content, extents = _random_file(fd)
+        reader = backend.open_reader(fd, len(content), extents[10:20])
+        _check_read(reader.readinto, content, 0, 10)
+        _check_read(reader.readinto, content, len(content) - 1000, len(content))
+        for extent in extents[8:22]:
+            _check_read(reader.readinto, content, extent.begin, extent.end)
+            _check_read(reader.readinto, content, extent.begin, extent.begin + 1)
+        reader.close()
+
+    def test_reads_without_checksums(self, backend: Backend, fd: int) -> None:
+        content, extents = _random_file(fd)
+        reader = backend.open_reader(fd, len(content), extents)
+        buffer = bytearray(len(content))
+        assert reader.readinto(0, memoryview(buffer), checksum=False) == 0
+        assert buffer == content
+        reader.close()
+
+    def test_says_where_the_file_ends(self, backend: Backend, fd: int) -> None:
+        content, _ = _random_file(fd)
+        beyond = len(content) + (1 << 20)
+        reader = backend.open_reader(fd, beyond, [Extent(0, beyond)])
+        with pytest.raises(OSError, match="ends before") as caught:
+            reader.readinto(0, memoryview(bytearray(beyond)), checksum=True)
+        assert caught.value.errno == errno.ENODATA
+        reader.close()
+
+    def test_passes_on_a_failing_read(self, backend: Backend, fd: int) -> None:
+        content, extents = _random_file(fd)
+        reader = backend.open_reader(fd, len(content), extents)
+        with (
+            mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, "injected")),
+            pytest.raises(OSError, match="injected"),
+        ):
+            reader.readinto(0, memoryview(bytearray(len(content))), checksum=True)
+        reader.close()
+
+
+class _Failing(io.RawIOBase):
+    """A file that accepts nothing."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.EIO, "injected")
+
+
+def _check_written(backend: Backend, fd: int, source: TorchZip) -> None:
+    backend.write(source, fd)
+    size = os.fstat(fd).st_size
+    assert size == source.image.nbytes
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        data = file.read()
+    assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
+    loaded = torch.load(io.BytesIO(data))
+    for storage, tensor in zip(source.storages, loaded.values(), strict=True):
+        assert torch.equal(tensor, torch.empty(0, dtype=torch.uint8).set_(storage))
+
+
+def _random_file(fd: int) -> tuple[bytes, list[Extent]]:
+    """Random contents, and small and large extents that cover them."""
+    rng = random.Random(1)
+    sizes = [rng.choice((1, 100, 5000, 300_000, 3 << 20)) for _ in range(40)]
+    content = rng.randbytes(sum(sizes))
+    os.pwrite(fd, content, 0)
+    os.fsync(fd)
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    return content, [Extent(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+
+
+def _check_read(readinto: Callable[..., int], content: bytes, begin: int, end: int) -> None:
+    buffer = bytearray(end - begin)
+    assert readinto(begin, memoryview(buffer), checksum=True) == zlib.crc32(content[begin:end])
+    assert buffer == content[begin:end]

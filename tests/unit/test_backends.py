@@ -1,0 +1,230 @@
+"""Every backend passes the conformance suite; what only one of them does is tested here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.backends import direct, memory, posix, registry
+from fastensor.backends.base import Backend, Extent
+from fastensor.backends.direct import DirectBackend
+from fastensor.backends.staging import Stager
+from fastensor.errors import BackendUnavailableError, UnknownBackendError
+from fastensor.stitch.torch_zip import plan
+from fastensor.testing import BackendTests
+from fastensor.testing.backends import make_source
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder on a filesystem with direct I/O."""
+    fd = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
+    try:
+        direct._limits(fd)
+    except BackendUnavailableError as error:
+        pytest.skip(f"no direct I/O at {tmp_path}: {error}")
+    finally:
+        os.close(fd)
+    return tmp_path
+
+
+@pytest.fixture
+def tmpfs() -> Path:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("no tmpfs at /dev/shm")
+    return folder
+
+
+class TestDirect(BackendTests):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return registry.get("direct")
+
+
+class TestNumpy(BackendTests):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return registry.get("numpy")
+
+
+class TestTorch(BackendTests):
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return registry.get("torch")
+
+
+def test_all_backends_write_the_same_bytes(disk: Path) -> None:
+    state = {"a": torch.arange(100_000), "b": torch.randn(3, 5)}
+    files = {}
+    for name in registry.names():
+        fastensor.save(state, disk / name, backend=name)
+        files[name] = bytearray((disk / name).read_bytes())
+        _blank_serialization_id(files[name])
+    assert len(set(map(bytes, files.values()))) == 1
+
+
+def _blank_serialization_id(data: bytearray) -> None:
+    """torch derives it from checksums, which a skeleton lacks: the record and its CRC32s differ."""
+    name = b"archive/.data/serialization_id"
+    at = data.index(name)
+    begin = at + len(name) + int.from_bytes(data[at - 2 : at], "little")
+    data[begin : begin + 48] = bytes(48)  # the id, the descriptor's signature and its CRC32
+    entry = data.rindex(name) - 46
+    data[entry + 16 : entry + 20] = bytes(4)
+
+
+def test_names_of_the_paper_are_accepted() -> None:
+    assert registry.get("npy").name == "numpy"
+    assert registry.get("pt").name == "torch"
+
+
+def test_an_unknown_backend_is_refused_with_the_known_names(tmp_path: Path) -> None:
+    with pytest.raises(UnknownBackendError, match=r"'turbo'.*auto, direct, numpy, torch"):
+        fastensor.save({}, tmp_path / "x", backend="turbo")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="already"):
+        registry.register(DirectBackend())
+
+
+def test_tmpfs_falls_back_with_the_reason(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fastensor.checkpoint.report.announce.cache_clear()
+    path = tmpfs / f"fastensor-{os.getpid()}.ckpt"
+    try:
+        with caplog.at_level(logging.WARNING, "fastensor"):
+            report = fastensor.save({"a": torch.ones(10)}, path, backend="direct")
+            fastensor.save({"a": torch.ones(10)}, path, backend="direct")
+            _, loaded = fastensor.load_with_report(path, backend="direct")
+    finally:
+        path.unlink(missing_ok=True)
+    assert report.backend == loaded.backend == "numpy"
+    assert [(f.backend, "tmpfs" in f.reason) for f in report.fallbacks + loaded.fallbacks] == [("direct", True)] * 2
+    assert len(caplog.records) == 1
+
+
+def test_a_kernel_that_refuses_direct_writes_falls_back(disk: Path) -> None:
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(22, "Invalid argument")
+
+    pwrite = os.pwrite
+    calls = iter([refuse])
+    with mock.patch.object(os, "pwrite", lambda *a: next(calls, pwrite)(*a)):
+        report = fastensor.save({"a": torch.ones(10)}, disk / "x", backend="direct")
+    assert report.backend == "numpy"
+    assert "EINVAL" in report.fallbacks[0].reason
+    assert torch.equal(torch.load(disk / "x")["a"], torch.ones(10))
+
+
+def test_limits_are_asked_for_and_assumed_where_the_kernel_does_not_say(disk: Path) -> None:
+    fd = os.open(disk / "probe", os.O_RDWR)
+    try:
+        asked = posix.direct_limits(fd)
+        assert asked is not None
+        assert asked.offset_alignment >= 1
+        with mock.patch.object(posix, "_call", side_effect=OSError(38, "no statx")):
+            assert posix.direct_limits(fd) == posix.DirectLimits(4096, 4096)
+        with (
+            mock.patch.object(posix, "direct_limits", return_value=None),
+            pytest.raises(BackendUnavailableError, match="no direct I/O"),
+        ):
+            DirectBackend().open_reader(fd, 0, [])
+        with (
+            mock.patch.object(posix, "direct_limits", return_value=posix.DirectLimits(1 << 20, 512)),
+            pytest.raises(BackendUnavailableError, match="alignment"),
+        ):
+            DirectBackend().open_reader(fd, 0, [])
+    finally:
+        os.close(fd)
+
+
+def test_direct_writes_leave_the_page_cache_alone(disk: Path) -> None:
+    fastensor.save({"a": torch.randint(0, 255, (32 << 20,), dtype=torch.uint8)}, disk / "x", backend="direct")
+    fd = os.open(disk / "x", os.O_RDONLY)
+    try:
+        assert posix.resident_fraction(fd, 32 << 20) < 0.1
+        while os.read(fd, 1 << 20):
+            pass
+        assert posix.resident_fraction(fd, 32 << 20) == 1.0
+    finally:
+        os.close(fd)
+
+
+def test_a_load_in_order_is_read_ahead_and_never_elsewhere(disk: Path) -> None:
+    """Metadata at the file's end is read first, and must not make the reader skip what lies before it."""
+    state = {
+        str(i): torch.randint(0, 255, (n,), dtype=torch.uint8) for i, n in enumerate([5 << 20, 10, 3000, 9 << 20] * 4)
+    }
+    fastensor.save(state, disk / "x", backend="direct")
+    elsewhere = []
+    original = direct.BufferedReader.readinto
+
+    def count(self: object, offset: int, buffer: memoryview, **options: bool) -> int:
+        elsewhere.append(buffer.nbytes)
+        return original(self, offset, buffer, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(direct.BufferedReader, "readinto", count):
+        loaded = fastensor.load(disk / "x", backend="direct")
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+    assert max(elsewhere) < 8192, "payload was read outside the ring"
+
+
+def test_the_ring_is_kept_for_the_next_transfer_and_never_shared() -> None:
+    with memory.borrowed_ring() as first, memory.borrowed_ring() as second:
+        assert first is not second
+    with memory.borrowed_ring() as again:
+        assert again is second
+
+
+def test_buffers_are_aligned_and_private_to_the_process() -> None:
+    with memory.borrowed_ring() as ring:
+        buffer = ring.buffer(1)
+        assert buffer.address % 4096 == 0
+        buffer.array[0] = 7
+        pid = os.fork()
+        if pid == 0:
+            buffer.array[0] = 8
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert buffer.array[0] == 7
+
+
+def test_a_window_larger_than_its_buffer_is_refused() -> None:
+    source = make_source(100)
+    with memory.borrowed_ring() as ring, pytest.raises(ValueError, match="does not fit"):
+        Stager(source.image, source.storages).begin(ring.buffer(0), 0, memory.BUFFER_NBYTES + 1)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 5, 7, 64, 1000])
+def test_windows_of_any_size_make_the_same_image(nbytes: int) -> None:
+    """Headers, checksums and payload are cut anywhere."""
+    source = plan({"a": torch.arange(50), "b": torch.ones(3)}, pickle_module=pickle, pickle_protocol=2)
+    whole = _stage(source, source.image.nbytes)
+    assert _stage(source, nbytes) == whole
+    assert pickle.dumps(whole)
+
+
+def _stage(source: object, nbytes: int) -> bytes:
+    stager = Stager(source.image, source.storages)  # type: ignore[attr-defined]
+    total = source.image.nbytes  # type: ignore[attr-defined]
+    parts = []
+    with memory.borrowed_ring() as ring:
+        for offset in range(0, total, nbytes):
+            window = stager.begin(ring.buffer(0), offset, min(nbytes, total - offset))
+            parts.append(bytes(stager.finish(window)))
+    return b"".join(parts)
+
+
+def test_transfers_follow_the_order_that_was_announced() -> None:
+    far = 100 << 20
+    transfers = direct.plan_transfers([Extent(far, far + 10), Extent(0, 10)], 512)
+    assert [(t.begin, t.end) for t in transfers] == [(far, far + 512), (0, 512)]
