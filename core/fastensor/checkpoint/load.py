@@ -14,12 +14,15 @@ import os
 import pickle
 import re
 import stat
+import struct
 import sys
 import time
 import warnings
-from bisect import bisect_right
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
 
 import torch
@@ -47,6 +50,9 @@ from fastensor.stitch.zip_directory import (
 
 MapLocation: TypeAlias = Any
 """As for ``torch.load``: a device, its name, a dict between names, a callable, or None."""
+
+
+_GARBLED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 
 def load(
@@ -113,12 +119,13 @@ def load_with_report(
     where = os.fspath(path)
     fallbacks: list[Fallback] = []
     used, verified = "torch", False
-    with _opened(where) as (fd, nbytes), _translated(where):
+    with _translated(where), _opened(where) as (fd, nbytes):
         resident = posix.resident_fraction(fd, nbytes)
-        archive = None if mmap else _open_archive(fd, nbytes, where, fallbacks)
+        archive = None if mmap else _open_archive(fd, nbytes, where, fallbacks, verify=verify is not False)
         if archive is None:
             _warn_if_unverified(where, wanted=bool(verify))
-            result = torch.load(where, map_location, weights_only=weights_only, mmap=mmap)
+            with _garbled(where, restricted=weights_only is not False):
+                result = torch.load(where, map_location, weights_only=weights_only, mmap=mmap)
         else:
             checks = _Checks(archive, enabled=verify is not False)
             _warn_if_unverified(where, wanted=checks.enabled and not checks.payload)
@@ -150,7 +157,7 @@ def _opened(where: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def _open_archive(fd: int, nbytes: int, where: str, fallbacks: list[Fallback]) -> ZipDirectory | None:
+def _open_archive(fd: int, nbytes: int, where: str, fallbacks: list[Fallback], *, verify: bool) -> ZipDirectory | None:
     """The directory of a torch zip that our reader can serve; None if torch has to read the file by itself."""
     if nbytes == 0:
         raise CorruptCheckpointError(f"{where}: the file is empty; its save was interrupted or never happened")
@@ -166,6 +173,8 @@ def _open_archive(fd: int, nbytes: int, where: str, fallbacks: list[Fallback]) -
     else:
         directory = parse_directory(read, nbytes, where=where)
         reason = _reason_against(directory)
+        if verify and _is_compressed(directory):
+            _verify_compressed(where)
         if not reason:
             _announce_byte_order(directory)
             return directory
@@ -178,9 +187,24 @@ def _reason_against(directory: ZipDirectory) -> str:
     """Why torch has to read an archive by itself; empty if it need not."""
     if any(record.name.endswith("/constants.pkl") for record in directory.records):
         return "the file is a TorchScript archive, which torch.jit loads"
-    if any(record.compressed for record in directory.records):
+    if _is_compressed(directory):
         return "the archive has been compressed, which torch never does"
     return ""
+
+
+def _is_compressed(directory: ZipDirectory) -> bool:
+    return any(record.compressed for record in directory.records)
+
+
+def _verify_compressed(where: str) -> None:
+    """Check every record, so that a damaged method field does not turn plain bytes into something else unnoticed."""
+    try:
+        with zipfile.ZipFile(where) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+        raise CorruptCheckpointError(f"{where}: a compressed record is damaged ({error})") from error
+    if damaged is not None:
+        raise CorruptCheckpointError(f"{where}: record {damaged!r} does not match its CRC32")
 
 
 def _announce_byte_order(directory: ZipDirectory) -> None:
@@ -251,21 +275,49 @@ class _Checks:
         self.enabled = enabled
         self.payload = enabled and any(r.crc32 for r in payload or others)
         """Whether storages are compared."""
-        compared = [group for group in (payload, others) if any(record.crc32 for record in group)]
-        self._records = sorted(
-            (record for group in compared for record in group) if enabled else (),
-            key=lambda record: record.header_offset,
-        )
-        self._begins = [record.header_offset for record in self._records]
-        self._end = archive.offset
+        compared = [group for group in (payload, others) if enabled and any(record.crc32 for record in group)]
+        self._compared = {record.name for group in compared for record in group}
+        begins = sorted(record.header_offset for record in archive.records)
+        self._ends = dict(zip(begins, [*begins[1:], archive.offset], strict=True))
+        self._records = {record.header_offset: record for record in archive.records}
 
-    def record_at(self, offset: int) -> Record | None:
-        """The record whose data contains that offset of the file, if it is to be compared."""
-        at = bisect_right(self._begins, offset) - 1
-        if at < 0 or offset >= self._end:
+    def open_record(self, header_offset: int, header: memoryview, where: str) -> _OpenRecord | None:
+        """The record whose local header that is; None if no record begins there.
+
+        Raises:
+            CorruptCheckpointError: the local header contradicts the directory. A changed length in it would move the
+                data to where other bytes are.
+        """
+        record = self._records.get(header_offset)
+        if record is None or header.nbytes != LOCAL_HEADER.size:
             return None
-        record = self._records[at]
-        return record if record.earliest_data_offset <= offset else None
+        fields = LOCAL_HEADER.unpack(header)
+        signature, name_nbytes, extra_nbytes = fields[0], fields[-2], fields[-1]
+        begin = header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
+        expected_name = record.earliest_data_offset - header_offset - LOCAL_HEADER.size
+        if (
+            signature != LOCAL_SIGNATURE
+            or name_nbytes != expected_name
+            or begin + record.stored_nbytes > self._ends[header_offset]
+        ):
+            raise CorruptCheckpointError(
+                f"{where}: the local header of record {record.name!r} at offset {header_offset} contradicts the "
+                f"directory: the file was damaged after it was written"
+            )
+        return _OpenRecord(record, begin, record.name in self._compared)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenRecord:
+    """The record that torch is reading: it reads the local header first, then the data."""
+
+    record: Record
+    begin: int
+    """Where its data begins."""
+    compared: bool
+
+    def contains(self, offset: int, nbytes: int) -> bool:
+        return nbytes > 0 and self.begin <= offset and offset + nbytes <= self.begin + self.record.nbytes
 
 
 class _CheckedFile(io.RawIOBase):
@@ -278,6 +330,7 @@ class _CheckedFile(io.RawIOBase):
         self._checks = checks
         self._where = where
         self._position = 0
+        self._current: _OpenRecord | None = None
         self.failure: BaseException | None = None
         """What went wrong in a read. torch calls from C code that exceptions must not cross, so it gets a short
         read instead and whoever called torch raises this."""
@@ -310,30 +363,30 @@ class _CheckedFile(io.RawIOBase):
 
     def _fill(self, view: memoryview) -> None:
         offset = self._position
-        record = self._checks.record_at(offset)
-        found = self._reader.readinto(offset, view, checksum=record is not None)
-        if record is None:
+        current = self._current
+        checksum = current is not None and current.compared and current.contains(offset, view.nbytes)
+        found = self._reader.readinto(offset, view, checksum=checksum)
+        if current is None or not checksum:
+            self._current = self._checks.open_record(offset, view, self._where) or current
             return
+        record = current.record
         if view.nbytes != record.nbytes:
-            found = self._checksum_of(record)
+            found = self._checksum_of(current)
         if found != record.crc32:
             raise CorruptCheckpointError(
-                f"{self._where}: record {record.name!r} ({record.nbytes} bytes at offset {offset}) has CRC32 "
+                f"{self._where}: record {record.name!r} ({record.nbytes} bytes at offset {current.begin}) has CRC32 "
                 f"{found:08x}, expected {record.crc32:08x}: the file was damaged after it was written. Load an older "
                 f"checkpoint, or pass verify=False to get the damaged values"
             )
 
-    def _checksum_of(self, record: Record) -> int:
+    def _checksum_of(self, current: _OpenRecord) -> int:
         """The CRC32 of a whole record, for a read of a part of it."""
-        header = bytearray(LOCAL_HEADER.size)
-        posix.read_fully(self._fd, memoryview(header), record.header_offset)
-        name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(header)[-2:]
-        begin = record.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        block = memoryview(bytearray(min(record.nbytes, 1 << 20)))
+        nbytes = current.record.nbytes
+        block = memoryview(bytearray(min(nbytes, 1 << 20)))
         crc32 = 0
-        for at in range(0, record.nbytes, block.nbytes):
-            part = block[: record.nbytes - at]
-            posix.read_fully(self._fd, part, begin + at)
+        for at in range(0, nbytes, block.nbytes):
+            part = block[: nbytes - at]
+            posix.read_fully(self._fd, part, current.begin + at)
             crc32 = isal_zlib.crc32(part, crc32)
         return crc32
 
@@ -352,7 +405,7 @@ def _translated(where: str) -> Iterator[None]:
     """Errors of torch and of the operating system as ours, where ours say more."""
     try:
         yield
-    except FastensorError:
+    except (FastensorError, FileNotFoundError):
         raise
     except OSError as error:
         if error.errno == errno.ENODATA:
@@ -369,6 +422,20 @@ def _translated(where: str) -> Iterator[None]:
         if "PytorchStreamReader" in str(error):
             raise CorruptCheckpointError(f"{where}: {error}") from error
         raise
+
+
+@contextmanager
+def _garbled(where: str, *, restricted: bool) -> Iterator[None]:
+    """What torch's restricted unpickler raises when it is given bytes that are no pickle.
+
+    An unrestricted one runs code of the user's, whose errors are passed on.
+    """
+    try:
+        yield
+    except _GARBLED as error:
+        if not restricted:
+            raise
+        raise CorruptCheckpointError(f"{where}: torch cannot make sense of the file ({error!r})") from error
 
 
 def _unsafe_globals(where: str, message: str) -> list[str]:

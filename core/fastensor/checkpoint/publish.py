@@ -63,8 +63,14 @@ def resolve_target(path: str | os.PathLike[str]) -> Target:
         kind = "a directory" if stat.S_ISDIR(previous.st_mode) else "not a regular file"
         code = errno.EISDIR if stat.S_ISDIR(previous.st_mode) else errno.EINVAL
         raise CheckpointWriteError(code, f"cannot save: the target is {kind}; give the path of a file", given)
-    if not os.path.isdir(os.path.dirname(real)):
-        raise CheckpointWriteError(errno.ENOENT, "cannot save: its directory does not exist; create it first", given)
+    try:
+        os.stat(os.path.dirname(real))
+    except FileNotFoundError as error:
+        raise CheckpointWriteError(
+            error.errno, "cannot save: its directory is missing; create it first", given
+        ) from error
+    except OSError as error:
+        raise _failure(error, "cannot look at the target's directory", given) from error
     return Target(real, previous)
 
 
