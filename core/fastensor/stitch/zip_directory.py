@@ -28,6 +28,7 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _ENTRY_SIGNATURE = b"PK\x01\x02"
 _ENTRY_CRC_OFFSET = 16
 _ZIP64_EXTRA = 0x0001
+_DIRECTORY_ATTRIBUTE = 0x10
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT = 0xFFFF
 
@@ -146,6 +147,8 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
         raise CorruptCheckpointError(f"{here}: found {signature!r}, expected {_ENTRY_SIGNATURE!r}")
     if flags & 1:
         raise CorruptCheckpointError(f"{here}: encrypted, which no checkpoint is")
+    if fields[15] & _DIRECTORY_ATTRIBUTE and nbytes:
+        raise CorruptCheckpointError(f"{here}: a directory with {nbytes} bytes of contents; torch would not read them")
     name_at = at + _ENTRY.size
     extra_at = name_at + name_nbytes
     stop = extra_at + extra_nbytes + comment_nbytes
