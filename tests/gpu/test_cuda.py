@@ -1,0 +1,70 @@
+"""CUDA storages: staged on a stream of their own, behind the work that is queued, and loaded to the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.backends import registry
+from fastensor_lightning import FastensorCheckpointIO
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_device_tensors_come_back_equal(tmp_path: Path, backend: str) -> None:
+    state = {
+        "large": torch.randn(20 << 20, device="cuda"),
+        "small": torch.randn(7, device="cuda", dtype=torch.bfloat16),
+        "host": torch.arange(1000),
+    }
+    state["tied"] = state["large"][5:50]
+    report = fastensor.save(state, tmp_path / "x", backend=backend)
+    assert report.fallbacks == ()
+    for location in (None, "cuda", "cpu"):
+        loaded = fastensor.load(tmp_path / "x", location)
+        assert all(torch.equal(loaded[key].cpu(), state[key].cpu()) for key in state)
+        assert loaded["tied"].data_ptr() == loaded["large"][5:].data_ptr()
+
+
+@pytest.mark.parametrize("backend", ["direct", "numpy"])
+def test_a_save_waits_for_work_that_is_queued(tmp_path: Path, backend: str) -> None:
+    """The tensor gets its value only after a second of other work on the stream; nothing synchronizes before."""
+    tensor = torch.zeros(32 << 20, device="cuda")
+    fastensor.save(tensor, tmp_path / "warm", backend=backend)
+    for attempt in range(5):
+        torch.cuda._sleep(200_000_000)
+        tensor.fill_(attempt + 1)
+        fastensor.save(tensor, tmp_path / "x", backend=backend)
+        tensor.zero_()
+        assert (torch.load(tmp_path / "x", "cpu") == attempt + 1).all()
+
+
+def test_work_on_another_current_stream_is_waited_for(tmp_path: Path) -> None:
+    tensor = torch.zeros(8 << 20, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        tensor.fill_(3)
+        fastensor.save(tensor, tmp_path / "x", backend="direct")
+    assert (torch.load(tmp_path / "x", "cpu") == 3).all()
+
+
+def test_saving_takes_no_device_memory(tmp_path: Path) -> None:
+    tensor = torch.randn(64 << 20, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fastensor.save(tensor, tmp_path / "x")
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+def test_the_plugin_loads_straight_to_the_device(tmp_path: Path) -> None:
+    plugin = FastensorCheckpointIO(map_location="cuda")
+    plugin.save_checkpoint({"w": torch.arange(5)}, tmp_path / "x")
+    assert plugin.load_checkpoint(tmp_path / "x")["w"].is_cuda

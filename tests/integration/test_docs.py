@@ -1,0 +1,62 @@
+"""What the documents show, runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "core/FORMAT.md"]
+
+
+def run(*arguments: str, cwd: Path, timeout: int = 300) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_python_of_the_readme_runs_in_order(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    (tmp_path / "tour.py").write_text("\n".join(blocks))
+    run("tour.py", cwd=tmp_path)
+
+
+def test_the_make_targets_of_the_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in DOCUMENTS:
+        assert set(re.findall(r"`make ([a-z]+)`", (ROOT / document).read_text())) <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+
+
+def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
+    demo = str(ROOT / "examples" / "resume_after_kill.py")
+    options = ["--epochs", "4", "--kill-in-epoch", "2", "--compare-mib", "1", "--required-accuracy", "0"]
+    out = run(demo, *options, cwd=tmp_path)
+    assert "Killed by SIGKILL" in out
+    assert "Resumed from it and trained to epoch 4" in out
+    assert "load, in page cache" in out
+    assert not os.listdir(tmp_path)
+
+
+def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "checkpoint.py")
+    options = ["--models", "tiny", "--rounds", "1", "--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *options, cwd=tmp_path)
+    for word in ("safetensors", "dcp, 2 threads", "torch, no crc", "cold load", "warm load", "durable save"):
+        assert word in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md", "out.png"]
+    assert not os.listdir(tmp_path / "files")
