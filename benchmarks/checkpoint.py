@@ -48,7 +48,7 @@ class Sample:
     seconds: float
     cpu_seconds: float | None = None
     extra_nbytes: int | None = None
-    """Peak resident memory over that before the operation; for loads, less the tensors themselves."""
+    """Peak resident memory over that before, of a first save in its process; for loads, less the tensors."""
 
 
 def settle() -> None:
@@ -58,16 +58,30 @@ def settle() -> None:
     time.sleep(SETTLE_SECONDS)
 
 
-def measure_save(contender: Contender, state: State, path: Path) -> tuple[float, float, int]:
+def measure_save(contender: Contender, state: State, path: Path) -> tuple[float, float]:
     settle()
     gc.collect()
-    with _peak_memory() as extra:
-        cpu = time.process_time()
-        started = time.perf_counter()
-        contender.save(state, path)
-        seconds = time.perf_counter() - started
-        cpu = time.process_time() - cpu
-    return seconds, cpu, extra()
+    cpu = time.process_time()
+    started = time.perf_counter()
+    contender.save(state, path)
+    seconds = time.perf_counter() - started
+    return seconds, time.process_time() - cpu
+
+
+def measure_memory_of_first_save(contender: Contender, state: State, path: Path) -> int:
+    """Extra memory of a save in a forked process that has saved nothing yet, so that kept buffers count."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with _peak_memory() as extra:
+            contender.save(state, path)
+        os.write(writing, str(extra()).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        nbytes = int(pipe.read())
+    os.waitpid(pid, 0)
+    return nbytes
 
 
 @contextmanager
@@ -144,7 +158,7 @@ def run_model(model: str, device: str, rounds: int, folder: Path) -> list[Sample
     def path_of(contender: Contender) -> Path:
         return folder / f"{CONTENDERS.index(contender)}.ckpt"
 
-    def record(operation: str, name: str, measured: tuple[float, ...]) -> None:
+    def record(operation: str, name: str, measured: tuple[float | None, ...]) -> None:
         samples.append(Sample(model, nbytes, operation, name, *measured))  # type: ignore[arg-type]
 
     def limit(operation: str, path: Path) -> None:
@@ -152,11 +166,18 @@ def run_model(model: str, device: str, rounds: int, folder: Path) -> list[Sample
         if (seconds := fio_seconds(path, nbytes, write=operation == "save")) is not None:
             record(operation, LIMIT, (seconds,))
 
+    extra = (
+        {}
+        if device != "cpu"
+        else {  # a forked process cannot use CUDA
+            c.name: measure_memory_of_first_save(c, state, path_of(c)) for c in CONTENDERS
+        }
+    )
     for number in range(rounds + 1):
         for contender in _rotated(number):
-            measured = measure_save(contender, state, path_of(contender))
+            seconds, cpu_seconds = measure_save(contender, state, path_of(contender))
             if number:  # the first round pays for first touches of memory in all of them
-                record("save", contender.name, measured)
+                record("save", contender.name, (seconds, cpu_seconds, extra.get(contender.name)))
         if number:
             limit("save", folder / "limit.tmp")
             (folder / "limit.tmp").exists() and (folder / "limit.tmp").rename(folder / "limit")

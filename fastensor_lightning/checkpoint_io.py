@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import fastensor
 from fastensor.checkpoint.publish import make_directories, remove_file
@@ -77,7 +76,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
         Args:
             checkpoint: what to save; it must not change until this returns.
-            path: the file to create or replace.
+            path: the file to create or replace. A symlink is replaced, not what it leads to.
             storage_options: overrides for this save: ``{"backend": ..., "durable": ...}``.
 
         Raises:
@@ -89,8 +88,9 @@ class FastensorCheckpointIO(CheckpointIO):
         if local is None:
             _stock_plugin(path).save_checkpoint(checkpoint, path)
             return
-        make_directories(os.path.dirname(os.path.abspath(local)))
-        report = fastensor.save(checkpoint, local, **options)
+        make_directories(os.path.dirname(os.path.abspath(local)), durable=options["durable"])
+        # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
+        report = fastensor.save(checkpoint, local, follow_symlinks=False, **options)
         _logger.debug("saved %s", report)
         self.last_save = report
         for listener in self._listeners:
@@ -114,7 +114,9 @@ class FastensorCheckpointIO(CheckpointIO):
         if map_location is None:
             map_location = self.map_location
         if local is None:
-            loaded: dict[str, Any] = _stock_plugin(path).load_checkpoint(path, map_location, weights_only)
+            loaded: dict[str, Any] = _stock_plugin(path).load_checkpoint(
+                path, map_location=map_location, weights_only=weights_only
+            )
             return loaded
         checkpoint: dict[str, Any] = fastensor.load(
             local, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
@@ -164,7 +166,7 @@ def _local_path(path: str | os.PathLike[str]) -> str | None:
     text = os.fspath(path)
     if "://" not in text:
         return text
-    return urlsplit(text).path if text.startswith("file://") else None
+    return text.removeprefix("file://") if text.startswith("file://") else None
 
 
 def _stock_plugin(path: str | os.PathLike[str]) -> Any:

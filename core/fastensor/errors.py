@@ -15,7 +15,8 @@ class FastensorError(Exception):
 
 
 class CheckpointWriteError(FastensorError, OSError):
-    """A save failed and the file that was there before, if any, is untouched.
+    """A save failed. The message says whether what was there before is kept, which it is unless only a sync of the new
+    name failed.
 
     Raised by :func:`fastensor.save` with ``errno`` and ``filename`` of the failing call; the cause is chained.
     """

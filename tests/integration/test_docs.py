@@ -29,6 +29,11 @@ def test_the_python_of_the_readme_runs_in_order(tmp_path: Path) -> None:
     run("tour.py", cwd=tmp_path)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_nothing_is_left_to_be_filled_in(document: str) -> None:
+    assert not re.search(r"@[A-Z]+@|TODO|FIXME", (ROOT / document).read_text())
+
+
 def test_the_make_targets_of_the_documents_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:
@@ -54,7 +59,16 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
 
 def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "checkpoint.py")
-    options = ["--models", "tiny", "--rounds", "1", "--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    options = [
+        "--models",
+        "tiny",
+        "--rounds",
+        "1",
+        "--folder",
+        str(tmp_path / "files"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     out = run(benchmark, *options, cwd=tmp_path)
     for word in ("safetensors", "dcp, 2 threads", "torch, no crc", "cold load", "warm load", "durable save"):
         assert word in out

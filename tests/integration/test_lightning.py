@@ -111,6 +111,15 @@ def test_top_k_last_link_and_test_with_the_best(pl: Any, tmp_path: Path) -> None
     trainer.test(dataloaders=loader(), ckpt_path="best", weights_only=False)
 
 
+def test_saving_last_never_replaces_the_best_through_a_link(tmp_path: Path) -> None:
+    plugin = FastensorCheckpointIO()
+    plugin.save_checkpoint({"a": 1}, tmp_path / "best.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    plugin.save_checkpoint({"a": 2}, tmp_path / "last.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "best.ckpt") == {"a": 1}
+    assert plugin.load_checkpoint(tmp_path / "last.ckpt") == {"a": 2}
+
+
 def test_learning_rate_finder_saves_restores_and_removes(pl: Any, tmp_path: Path) -> None:
     tuner = importlib.import_module(f"{pl.__name__}.tuner").Tuner
     trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO())
@@ -190,7 +199,7 @@ def test_storage_options(tmp_path: Path) -> None:
     assert plugin.last_save is not None
     assert (plugin.last_save.durable, plugin.last_save.backend) == (False, "numpy")
     for wrong in ({"compression": 1}, "fast", 3):
-        with pytest.raises(TypeError, match="backend.*durable"):
+        with pytest.raises(TypeError, match=r"backend.*durable"):
             plugin.save_checkpoint({"a": 1}, tmp_path / "x", storage_options=wrong)
 
 
@@ -225,6 +234,8 @@ def test_file_urls_and_remote_ones(tmp_path: Path) -> None:
     plugin.save_checkpoint({"a": 1}, f"file://{tmp_path}/x")
     assert plugin.load_checkpoint(f"file://{tmp_path}/x") == {"a": 1}
     assert (tmp_path / "x").exists()
+    plugin.save_checkpoint({"a": 1}, f"file://{tmp_path}/run#3?x")
+    assert (tmp_path / "run#3?x").exists()
     plugin.save_checkpoint({"a": 2}, "memory://bucket/x")
     assert plugin.load_checkpoint("memory://bucket/x", weights_only=False) == {"a": 2}
     plugin.remove_checkpoint("memory://bucket/x")

@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,11 @@ def test_a_callable_map_location_sees_filled_storages(path: Path) -> None:
     seen = []
 
     def look(storage: Any, location: str) -> Any:
-        seen.append((list(storage)[:4], location))
+        seen.append((list(storage)[:8], location))
         return storage
 
     fastensor.load(path, look)
-    assert seen == [([0, 0, 0, 0], "cpu"), ([128, 63, 128, 63], "cpu")] or len(seen) == 2
-    assert seen[1][0] == [128, 63, 128, 63]
+    assert seen == [([0, 0, 0, 0, 0, 0, 128, 63], "cpu"), ([128, 63, 128, 63], "cpu")]
 
 
 def test_a_wrong_device_is_torchs_error_not_corruption(path: Path) -> None:
@@ -72,6 +72,63 @@ def test_a_refused_global_is_named_with_the_ways_out(tmp_path: Path) -> None:
     assert isinstance(fastensor.load(tmp_path / "x", weights_only=False)["u"], Unknown)
     with torch.serialization.safe_globals([Unknown]):
         assert isinstance(fastensor.load(tmp_path / "x")["u"], Unknown)
+
+
+def test_a_pickle_that_the_restricted_unpickler_cannot_read_is_not_called_corrupt(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x", pickle_protocol=4)
+    with pytest.raises(UnsafeCheckpointError, match=r"refuses(?s:.*)operand(?s:.*)weights_only=False"):
+        fastensor.load(tmp_path / "x")
+    assert fastensor.load(tmp_path / "x", weights_only=False)["n"] == 3
+
+
+class Disconnected:
+    """Raises an error of its own when it is loaded."""
+
+    def __setstate__(self, state: object) -> None:
+        raise ConnectionRefusedError(111, "db is down")
+
+
+def test_errors_of_user_code_are_passed_on(path: Path, tmp_path: Path) -> None:
+    value = Disconnected()
+    value.__dict__["x"] = 1
+    fastensor.save(value, tmp_path / "d")
+    with pytest.raises(ConnectionRefusedError, match="db is down"):
+        fastensor.load(tmp_path / "d", weights_only=False)
+
+    def unknown(storage: Any, location: str) -> Any:
+        raise KeyError("no such device")
+
+    for mmap in (False, True):
+        with pytest.raises(KeyError, match="no such device"):
+            fastensor.load(path, unknown, mmap=mmap)
+
+
+def test_loads_and_saves_at_interpreter_exit(tmp_path: Path) -> None:
+    code = (
+        "import atexit, sys, torch, fastensor\n"
+        "def late():\n"
+        "    for backend in ('auto', 'direct'):\n"
+        "        fastensor.save(torch.ones(4 << 20), sys.argv[1], backend=backend)\n"
+        "        assert fastensor.load(sys.argv[1], backend=backend).sum() == 4 << 20\n"
+        "    print('done')\n"
+        "atexit.register(late)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x")]
+    assert "done" in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_many_storages_take_no_quadratic_time(tmp_path: Path) -> None:
+    """The calls are counted, not timed."""
+    import cProfile
+    import pstats
+
+    counts = []
+    for number in (200, 400):
+        fastensor.save([torch.tensor([i]) for i in range(number)], tmp_path / "x")
+        with cProfile.Profile() as profile:
+            fastensor.load(tmp_path / "x")
+        counts.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    assert counts[1] < 2.5 * counts[0]
 
 
 def test_a_tensor_subclass_and_dtensor(tmp_path: Path) -> None:
@@ -142,11 +199,13 @@ def test_files_filled_in_after_skip_data_load_with_a_warning(tmp_path: Path) -> 
 
 def test_legacy_files_go_through_torch_announced(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "x", _use_new_zipfile_serialization=False)
-    loaded, report = fastensor.load_with_report(tmp_path / "x")
+    with pytest.warns(UnverifiedCheckpointWarning):
+        loaded, report = fastensor.load_with_report(tmp_path / "x")
     assert torch.equal(loaded["w"], STATE["w"])
     assert "not a zip archive" in report.fallbacks[0].reason
-    with pytest.warns(UnverifiedCheckpointWarning):
-        fastensor.load(tmp_path / "x", verify=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastensor.load(tmp_path / "x", verify=False)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -203,6 +262,7 @@ def test_compressed_archives_go_through_torch_announced(path: Path, tmp_path: Pa
     loaded, report = fastensor.load_with_report(tmp_path / "small")
     assert torch.equal(loaded["w"], STATE["w"])
     assert "compressed" in report.fallbacks[0].reason
+    assert report.verified
 
 
 def test_a_lying_size_in_the_pickle_is_refused(path: Path, tmp_path: Path) -> None:
@@ -243,7 +303,9 @@ def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
     """torch reads records whole; should it ever not, nothing unverified gets through."""
     import os
 
-    from fastensor.checkpoint.load import _CheckedFile, _Checks, _open_archive
+    from fastensor.checkpoint.checked_file import CheckedFile
+    from fastensor.stitch.torch_records import Checks
+    from fastensor.stitch.zip_directory import parse_directory
 
     data = bytearray(path.read_bytes())
     nbytes = len(data)
@@ -253,12 +315,10 @@ def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
             data[at + 40] ^= 1
             path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY)
-        archive = _open_archive(fd, nbytes, "x", [], verify=True)
-        assert archive is not None
+        archive = parse_directory(lambda begin, n, fd=fd: os.pread(fd, n, begin), nbytes, where="x")
         reader = registry.get("numpy").open_reader(fd, nbytes, [])
-        file = _CheckedFile(fd, nbytes, reader, _Checks(archive, enabled=True), "x")
-        record = archive.named("archive/data/0")
-        assert record is not None
+        file = CheckedFile(fd, nbytes, reader, Checks(archive, enabled=True), "x")
+        record = next(record for record in archive.records if record.name == "archive/data/0")
         file.seek(record.header_offset)
         file.readinto(bytearray(30))
         file.seek(at)

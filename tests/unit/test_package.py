@@ -14,7 +14,17 @@ import fastensor
 import fastensor_lightning
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "kvikio", "cupy", "ray", "pytest", "fsspec")
+HEAVY = (
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "accelerate",
+    "kvikio",
+    "cupy",
+    "ray",
+    "pytest",
+    "fsspec",
+)
 
 
 def test_public_names_exist_and_are_documented() -> None:

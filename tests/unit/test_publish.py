@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -62,6 +63,33 @@ def test_a_symlinks_target_is_replaced_not_the_link(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
+def test_a_link_itself_can_be_replaced(tmp_path: Path) -> None:
+    fastensor.save({"w": 1}, tmp_path / "best")
+    (tmp_path / "last").symlink_to("best")
+    fastensor.save({"w": 2}, tmp_path / "last", follow_symlinks=False)
+    assert not (tmp_path / "last").is_symlink()
+    assert (fastensor.load(tmp_path / "best")["w"], fastensor.load(tmp_path / "last")["w"]) == (1, 2)
+
+
+def test_the_contents_of_a_private_file_are_never_readable_by_others(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x")
+    (tmp_path / "x").chmod(0o600)
+    with publish.temporary_for(publish.resolve_target(tmp_path / "x")) as temporary:
+        assert stat.S_IMODE(os.fstat(temporary.fd).st_mode) == 0o600
+
+
+def test_concurrent_saves_over_existing_files(tmp_path: Path) -> None:
+    def save(number: int) -> None:
+        for _ in range(30):
+            fastensor.save({"w": torch.full((1000,), number)}, tmp_path / str(number % 3))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(save, range(6)))
+    for name in range(3):
+        assert int(fastensor.load(tmp_path / str(name))["w"][0]) % 3 == name
+    assert not leftovers(tmp_path)
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
@@ -103,7 +131,8 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
         Path(stem + publish.TEMPORARY_SUFFIX).write_bytes(b"cut off")
     foreign = tmp_path / f".x.notes{publish.TEMPORARY_SUFFIX}"
     foreign.write_text("not one of ours")
-    with publish.temporary_for(target) as (_, alive):
+    with publish.temporary_for(target) as temporary:
+        alive = temporary.name
         fastensor.save(STATE, tmp_path / "x")
         assert os.path.exists(alive)
         assert not os.path.exists(dead + publish.TEMPORARY_SUFFIX)
@@ -115,7 +144,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
 def test_a_temporary_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys; from fastensor.checkpoint.publish import *\n"
-        "with temporary_for(resolve_target(sys.argv[1])) as (_, name): print(name, flush=True); sys.stdin.read()"
+        "with temporary_for(resolve_target(sys.argv[1])) as t: print(t.name, flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "x")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -173,9 +202,10 @@ def test_durable_syncs_file_then_name_and_not_durable_syncs_nothing(tmp_path: Pa
 
 def test_directories_are_made_durably(tmp_path: Path) -> None:
     with mock.patch.object(posix, "sync_file", wraps=posix.sync_file) as sync:
-        publish.make_directories(tmp_path / "a" / "b" / "c")
+        publish.make_directories(tmp_path / "a" / "b" / "c", durable=True)
         assert sync.call_count == 3
-        publish.make_directories(tmp_path / "a" / "b" / "c")
+        publish.make_directories(tmp_path / "a" / "b" / "c", durable=True)
+        publish.make_directories(tmp_path / "d", durable=False)
         assert sync.call_count == 3
     assert (tmp_path / "a" / "b" / "c").is_dir()
 

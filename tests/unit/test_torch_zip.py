@@ -46,7 +46,10 @@ def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
 
 
 def test_a_torch_that_leaves_other_holes_is_noticed() -> None:
-    with mock.patch.object(torch_zip, "DESCRIPTOR_SIGNATURE", b"PK\x09\x09"), pytest.raises(LayoutError, match="descript"):
+    with (
+        mock.patch.object(torch_zip, "DESCRIPTOR_SIGNATURE", b"PK\x09\x09"),
+        pytest.raises(LayoutError, match="descript"),
+    ):
         plan(STATE)
     with mock.patch.object(torch_zip, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="not at offset"):
         plan(STATE)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.zip_directory import ZipDirectory, parse_directory
 
-names = st.text(st.characters(codec="utf-8", exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=9)
+names = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=9
+)
 
 
 def parse(data: bytes) -> ZipDirectory:
@@ -44,16 +46,6 @@ def test_the_same_as_python_reads(records: dict[str, bytes], comment: bytes, zip
     assert all(r.compressed == (compress and True) for r in directory.records)
 
 
-def test_records_by_name() -> None:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("a/b", "x")
-    record = parse(buffer.getvalue()).named("a/b")
-    assert record is not None
-    assert record.nbytes == 1
-    assert parse(buffer.getvalue()).named("b") is None
-
-
 def test_archives_in_parts_and_encrypted_ones_are_refused() -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -78,6 +70,8 @@ def test_a_missing_zip64_locator() -> None:
         parse(bytes(data))
 
 
-def test_golden_files_parse(request: pytest.FixtureRequest) -> None:
-    for path in (Path(__file__).parents[1] / "golden").glob("*.pt"):
+def test_golden_files_parse() -> None:
+    paths = list((Path(__file__).parents[1] / "golden").glob("*.pt"))
+    assert len(paths) == 2
+    for path in paths:
         assert parse(path.read_bytes()).records

@@ -24,10 +24,9 @@ class Capabilities:
 
     bypasses_page_cache: bool
     """Written files do not evict other data from the page cache, and resident files are not read from it."""
-    extra_nbytes: int
-    """The most memory, beyond the state itself, that one transfer holds."""
-    staged_devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    """Device types whose storages are copied in bounded pieces; those of other devices are copied whole."""
+    extra_nbytes: int | None
+    """The most memory, beyond the state itself, that one transfer holds. None: as much as the largest device storage
+    takes, because such storages are copied to the host whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -21,8 +21,9 @@ from isal import isal_zlib
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Buffer, borrowed_ring
-from fastensor.backends.numpy import BufferedReader, copy_with_checksum, usable_cores
+from fastensor.backends.numpy import BufferedReader, copy_with_checksum
 from fastensor.backends.staging import Stager, Window
+from fastensor.backends.threads import finish, open_pool, shut_down, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip
 
@@ -50,22 +51,22 @@ class DirectBackend:
 
     def write(self, source: TorchZip, fd: int) -> None:
         limits = _limits(fd)
-        try:
-            with _direct_mode(fd):
-                _write(source, fd, limits)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                raise BackendUnavailableError("the filesystem refused an O_DIRECT transfer (EINVAL)") from error
-            raise
+        with _direct_mode(fd):
+            _write(source, fd, limits)
         posix.truncate(fd, source.image.nbytes)
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         limits = _limits(fd)
-        try:
+        with _refusals_reported():
             direct_fd = posix.reopen_direct(fd)
-        except OSError as error:
-            raise BackendUnavailableError(f"the file cannot be opened with O_DIRECT: {error.strerror}") from error
-        return _DirectReader(fd, direct_fd, plan_transfers(order, limits.offset_alignment))
+        with ExitStack() as undo:
+            undo.callback(os.close, direct_fd)
+            with _refusals_reported(), borrowed_ring() as ring:
+                block = ring.buffer(0).view[: limits.offset_alignment]
+                posix.read_fully(direct_fd, block, 0, alignment=limits.offset_alignment)
+            reader = _DirectReader(fd, direct_fd, limits, order)
+            undo.pop_all()
+        return reader
 
 
 def transfer_nbytes(total: int) -> int:
@@ -129,8 +130,20 @@ def _limits(fd: int) -> posix.DirectLimits:
 
 
 @contextmanager
+def _refusals_reported() -> Iterator[None]:
+    """EINVAL is how filesystems refuse O_DIRECT: when a file is opened, or only when it is read or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise BackendUnavailableError("the filesystem refused direct I/O (EINVAL)") from error
+        raise
+
+
+@contextmanager
 def _direct_mode(fd: int) -> Iterator[None]:
-    posix.set_direct(fd, True)
+    with _refusals_reported():
+        posix.set_direct(fd, True)
     try:
         yield
     finally:
@@ -139,14 +152,17 @@ def _direct_mode(fd: int) -> Iterator[None]:
 
 def _write(source: TorchZip, fd: int, limits: posix.DirectLimits) -> None:
     image = source.image
-    stager = Stager(image, source.storages)
     size = transfer_nbytes(image.nbytes)
     begun: Window | None = None
-    with borrowed_ring() as ring, _Writers(fd, limits.offset_alignment) as writers:
+    with (
+        borrowed_ring() as ring,
+        Stager(image, source.storages) as stager,
+        _Writers(fd, limits.offset_alignment) as writers,
+    ):
         for number, offset in enumerate(range(0, image.nbytes, size)):
             if number >= BUFFER_COUNT:
                 writers.wait_for_oldest()
-            buffer = ring.buffer(number % BUFFER_COUNT, pinned=stager.asynchronous)
+            buffer = ring.buffer(number % BUFFER_COUNT, pin_for=stager.device)
             window = stager.begin(buffer, offset, min(size, image.nbytes - offset))
             if not stager.asynchronous:
                 writers.submit(window, stager.finish(window))
@@ -166,14 +182,14 @@ class _Writers:
     def __init__(self, fd: int, alignment: int) -> None:
         self._fd = fd
         self._alignment = alignment
-        self._pool = ThreadPoolExecutor(TRANSFERS_IN_FLIGHT, "fastensor-write")
+        self._pool = open_pool(TRANSFERS_IN_FLIGHT, "fastensor-write")
         self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> _Writers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        shut_down(self._pool)
 
     def submit(self, window: Window, data: memoryview) -> None:
         """Write a finished window; its tail is padded to a whole block, which truncation takes away again."""
@@ -183,7 +199,8 @@ class _Writers:
         self._pending.append(self._pool.submit(posix.write_fully, self._fd, view, window.offset))
 
     def wait_for_oldest(self) -> None:
-        self._pending.popleft().result()
+        with _refusals_reported():
+            self._pending.popleft().result()
 
     def wait_for_all(self) -> None:
         while self._pending:
@@ -206,7 +223,7 @@ class _Fetch:
 
     def wait(self) -> None:
         """Return when it is idle."""
-        wait([self.filled, *self.copies])
+        finish([self.filled, *self.copies])
 
 
 class _DirectReader:
@@ -216,16 +233,20 @@ class _DirectReader:
     reads are copied out of the ring by several threads.
     """
 
-    def __init__(self, fd: int, direct_fd: int, transfers: list[Transfer]) -> None:
+    def __init__(self, fd: int, direct_fd: int, limits: posix.DirectLimits, order: Sequence[Extent]) -> None:
+        transfers = plan_transfers(order, limits.offset_alignment)
+        self._threads = _ReadThreads()
         self._resources = ExitStack()
         self._resources.callback(os.close, direct_fd)
+        self._resources.callback(self._threads.close)
         self._direct_fd = direct_fd
+        self._alignment = limits.offset_alignment
+        self._started = False
         self._elsewhere = BufferedReader(fd)
         self._resources.callback(self._elsewhere.close)
         self._transfers = transfers
         self._by_offset = sorted(range(len(transfers)), key=lambda number: transfers[number].begin)
         self._begins = [transfers[number].wanted.begin for number in self._by_offset]
-        self._threads: _ReadThreads | None = None
         self._free: list[Buffer] = []
         self._current = 0
         """The transfer that is being consumed; all earlier ones are done with."""
@@ -251,20 +272,21 @@ class _DirectReader:
                 offset += count
                 buffer = buffer[count:]
         finally:
-            wait([part for _, part in parts if isinstance(part, Future)])
+            finish(part for _, part in parts if isinstance(part, Future))
         crc32 = 0
         for count, part in parts:
             crc32 = isal_zlib.crc32_combine(crc32, part.result() if isinstance(part, Future) else part, count)
         return crc32
 
     def close(self) -> None:
-        if self._threads is not None:
+        try:
             self._threads.close()
-        self._resources.close()
+        finally:
+            self._resources.close()
 
     def _copy(self, fetch: _Fetch, begin: int, target: memoryview, checksum: bool) -> Future[int] | int:
         source = fetch.buffer.view[begin : begin + target.nbytes]
-        if target.nbytes < _PARALLEL_COPY_NBYTES or self._threads is None:
+        if target.nbytes < _PARALLEL_COPY_NBYTES:
             return copy_with_checksum(target, source, checksum)
         copy = self._threads.copying.submit(copy_with_checksum, target, source, checksum)
         fetch.copies.append(copy)
@@ -279,10 +301,10 @@ class _DirectReader:
 
     def _fetched(self, number: int) -> _Fetch:
         """Make ``number`` the current transfer, dropping those before it, and keep the ring busy behind it."""
-        if self._threads is None:
+        if not self._started:
             ring = self._resources.enter_context(borrowed_ring())
             self._free = [ring.buffer(i) for i in range(min(BUFFER_COUNT, len(self._transfers)))]
-            self._threads = _ReadThreads()
+            self._started = True
         while self._fetches and self._current < number:
             self._emptying.append(self._fetches.popleft())
             self._current += 1
@@ -294,7 +316,9 @@ class _DirectReader:
         while self._free and (following := number + len(self._fetches)) < len(self._transfers):
             buffer, transfer = self._free.pop(), self._transfers[following]
             view = buffer.view[: transfer.end - transfer.begin]
-            filled = self._threads.reading.submit(posix.read_fully, self._direct_fd, view, transfer.begin)
+            filled = self._threads.reading.submit(
+                posix.read_fully, self._direct_fd, view, transfer.begin, alignment=self._alignment
+            )
             self._fetches.append(_Fetch(transfer.begin, buffer, filled, []))
         return self._fetches[0]
 
@@ -303,9 +327,11 @@ class _ReadThreads:
     """Threads that wait for the disk, and threads that copy."""
 
     def __init__(self) -> None:
-        self.reading = ThreadPoolExecutor(TRANSFERS_IN_FLIGHT, "fastensor-read")
-        self.copying = ThreadPoolExecutor(usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
+        self.reading = open_pool(TRANSFERS_IN_FLIGHT, "fastensor-read")
+        self.copying = open_pool(usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
 
     def close(self) -> None:
-        self.reading.shutdown(wait=True, cancel_futures=True)
-        self.copying.shutdown(wait=True)
+        try:
+            shut_down(self.reading)
+        finally:
+            shut_down(self.copying)

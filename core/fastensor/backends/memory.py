@@ -6,12 +6,15 @@ the next transfer. Concurrent transfers get rings of their own, which go away wi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ import torch
 
 BUFFER_NBYTES = 4 << 20
 BUFFER_COUNT = 8
+_logger = logging.getLogger("fastensor")
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -49,11 +53,15 @@ class Buffer:
             self.array[:: mmap.PAGESIZE] = 0
         self._touched = True
 
-    def pin(self) -> None:
-        """Register the memory with CUDA, so that device copies into it are asynchronous and at full speed."""
-        if not self._pinned:
-            torch.cuda.check_error(int(_cudart().cudaHostRegister(self.address, self.nbytes, 0)))
-            self._pinned = True
+    def pin(self, device: torch.device) -> None:
+        """Register the memory with CUDA, so that device copies into it are at full speed. They work without."""
+        if self._pinned:
+            return
+        with torch.cuda.device(device):
+            status = int(_cudart().cudaHostRegister(self.address, self.nbytes, 0))
+        self._pinned = status == 0
+        if status:
+            _report_unpinned(status)
 
     def as_tensor(self) -> torch.Tensor:
         """A uint8 tensor over the same memory."""
@@ -66,6 +74,11 @@ class Buffer:
             self._pinned = False
 
 
+@cache
+def _report_unpinned(status: int) -> None:
+    _logger.warning("staging memory is not pinned: cudaHostRegister returned %d; device copies are slower", status)
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
 
@@ -76,7 +89,8 @@ class Ring:
     def __init__(self) -> None:
         nbytes = BUFFER_COUNT * BUFFER_NBYTES
         memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork during a transfer would leave its bytes with the child, open(2)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
         begin = -address % _HUGE_PAGE
@@ -84,12 +98,12 @@ class Ring:
             Buffer(memory, begin + number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(BUFFER_COUNT)
         ]
 
-    def buffer(self, index: int, *, pinned: bool = False) -> Buffer:
-        """Buffer number ``index``, touched, and pinned if asked."""
+    def buffer(self, index: int, *, pin_for: torch.device | None = None) -> Buffer:
+        """Buffer number ``index``, touched, and pinned if copies come from a CUDA device."""
         buffer = self._buffers[index]
         buffer.touch()
-        if pinned:
-            buffer.pin()
+        if pin_for is not None:
+            buffer.pin(pin_for)
         return buffer
 
     def release(self) -> None:

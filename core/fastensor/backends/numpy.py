@@ -6,9 +6,8 @@ For small files, and for reading what is in the page cache already: resident byt
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from isal import isal_zlib
@@ -17,6 +16,8 @@ from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring, copy_memory
 from fastensor.backends.staging import Stager
+from fastensor.backends.threads import finish, open_pool, shut_down, usable_cores
+from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip
 
 _WINDOW_NBYTES = 1 << 20
@@ -39,10 +40,9 @@ class NumpyBackend:
         return Capabilities(bypasses_page_cache=False, extra_nbytes=BUFFER_NBYTES)
 
     def write(self, source: TorchZip, fd: int) -> None:
-        stager = Stager(source.image, source.storages)
         total = source.image.nbytes
-        with borrowed_ring() as ring:
-            buffer = ring.buffer(0, pinned=stager.asynchronous)
+        with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
+            buffer = ring.buffer(0, pin_for=stager.device)
             for offset in range(0, total, _WINDOW_NBYTES):
                 window = stager.begin(buffer, offset, min(_WINDOW_NBYTES, total - offset))
                 posix.write_fully(fd, stager.finish(window), offset)
@@ -64,11 +64,19 @@ class BufferedReader:
         if buffer.nbytes < _PARALLEL_NBYTES or self._threads == 1:
             return _read_with_checksum(self._fd, offset, buffer, checksum)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "fastensor-read")
+            try:
+                self._pool = open_pool(self._threads, "fastensor-read")
+            except BackendUnavailableError:  # the interpreter exits: this thread has to do it alone
+                self._threads = 1
+                return _read_with_checksum(self._fd, offset, buffer, checksum)
         share = -(-buffer.nbytes // self._threads // _BLOCK_NBYTES) * _BLOCK_NBYTES
         parts = [(at, buffer[at : at + share]) for at in range(0, buffer.nbytes, share)]
-        futures = [self._pool.submit(_read_with_checksum, self._fd, offset + at, part, checksum) for at, part in parts]
-        wait(futures)  # nobody writes to the buffer any more when its owner hears of a failure
+        futures: list[Future[int]] = []
+        try:
+            for at, part in parts:
+                futures.append(self._pool.submit(_read_with_checksum, self._fd, offset + at, part, checksum))
+        finally:
+            finish(futures)  # nobody writes to the buffer any more when its owner hears of a failure
         crc32 = 0
         for (_, part), future in zip(parts, futures, strict=True):
             crc32 = isal_zlib.crc32_combine(crc32, future.result(), part.nbytes)
@@ -76,12 +84,7 @@ class BufferedReader:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
-
-
-def usable_cores(most: int) -> int:
-    """How many threads can compute at once, up to ``most``."""
-    return min(most, len(os.sched_getaffinity(0)))
+            shut_down(self._pool)
 
 
 def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool) -> int:

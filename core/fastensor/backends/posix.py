@@ -61,10 +61,13 @@ def write_fully(fd: int, data: memoryview, offset: int) -> None:
         offset += written
 
 
-def read_fully(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
+def read_fully(fd: int, buffer: memoryview, offset: int, *, alignment: int = 1) -> int:
+    """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file.
+
+    With O_DIRECT, ``alignment`` is what offsets have to be multiples of: a read that ends elsewhere met the end.
+    """
     filled = 0
-    while filled < buffer.nbytes:
+    while filled < buffer.nbytes and filled % alignment == 0:
         count = os.preadv(fd, [buffer[filled:]], offset + filled)
         if count == 0:
             break
@@ -83,13 +86,16 @@ def preallocate(fd: int, nbytes: int) -> bool:
     Raises:
         OSError: there is no space (ENOSPC, EDQUOT), or the file may not be that large (EFBIG).
     """
-    try:
-        _call("fallocate64", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return False
-        raise
-    return True
+    while True:
+        try:
+            _call("fallocate64", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return False
+            raise
+        return True
 
 
 def truncate(fd: int, nbytes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from isal import isal_zlib
@@ -31,15 +32,16 @@ class Window:
 
 
 class Stager:
-    """Copies consecutive windows of one image into buffers. Used by one thread.
+    """Copies consecutive windows of one image into buffers. Used by one thread, in a ``with`` block.
 
     Args:
         image: the layout.
         storages: what its payload segments refer to; borrowed, neither resized nor written until the last window is
             finished.
 
-    Device storages are copied on a stream of this stager's own, ordered behind the work that was queued on the
-    device's current stream when the stager was made.
+    CUDA storages are copied on a stream of this stager's own, ordered behind the work that was queued on the device's
+    current stream when the stager was made. No copy is in flight any more when the block is left. Storages of other
+    devices are copied synchronously.
     """
 
     def __init__(self, image: Image, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -50,6 +52,15 @@ class Stager:
         self._streams = _streams_behind_current(storages)
         self.asynchronous = bool(self._streams)
         """Whether copies go on after :meth:`begin` has returned, so that beginning the next window first pays."""
+        self.device = next(iter(self._streams), None)
+        """A CUDA device that copies come from, for which buffers are to be pinned."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def begin(self, buffer: Buffer, offset: int, nbytes: int) -> Window:
         """Start copying the image's bytes ``[offset, offset + nbytes)`` into the buffer.
@@ -76,7 +87,7 @@ class Stager:
                 if self._addresses[segment.index]:
                     self._copy_from_host(window, piece, segment.index)
                 else:
-                    self._copy_from_device(window, piece, self._storages[segment.index])
+                    self._copy_from_device(window, piece, segment.index)
         for device, stream in self._streams.items():
             with torch.cuda.device(device):
                 window.events.append(stream.record_event())
@@ -120,13 +131,18 @@ class Stager:
             at += count
             source += count
 
-    def _copy_from_device(self, window: Window, piece: Piece, storage: torch.UntypedStorage) -> None:
+    def _copy_from_device(self, window: Window, piece: Piece, index: int) -> None:
+        storage = self._storages[index]
         target = window.buffer.as_tensor()[piece.position : piece.position + piece.nbytes]
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         stream = self._streams.get(storage.device)
         with torch.cuda.stream(stream):
             target.copy_(source[piece.begin : piece.begin + piece.nbytes], non_blocking=stream is not None)
-        window.late.append(piece)
+        if stream is not None:
+            window.late.append(piece)
+        else:
+            data = window.buffer.view[piece.position : piece.position + piece.nbytes]
+            self._add_to_checksum(index, data)
 
     def _add_to_checksum(self, index: int, data: memoryview) -> None:
         self._checksums[index] = isal_zlib.crc32(data, self._checksums[index])

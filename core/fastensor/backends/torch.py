@@ -22,7 +22,7 @@ class TorchBackend:
         return Availability(True)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=False, extra_nbytes=0, staged_devices=frozenset({"cpu"}))
+        return Capabilities(bypasses_page_cache=False, extra_nbytes=None)
 
     def write(self, source: TorchZip, fd: int) -> None:
         os.lseek(fd, 0, os.SEEK_SET)

@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,8 +44,12 @@ class Target:
         return os.path.dirname(self.path)
 
 
-def resolve_target(path: str | os.PathLike[str]) -> Target:
+def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> Target:
     """Find out which file a save to ``path`` replaces, and refuse what must not be replaced.
+
+    Args:
+        path: as given by the user.
+        follow_symlinks: whether a symlink's target is replaced, or the link itself.
 
     Raises:
         CheckpointWriteError: the path is a directory, a device or a pipe, a symlink loop, or its directory is missing.
@@ -52,13 +57,19 @@ def resolve_target(path: str | os.PathLike[str]) -> Target:
     given = os.fspath(path)
     if not isinstance(given, str):
         raise TypeError(f"expected a path of type str or os.PathLike[str], found {type(given).__name__}")
-    real = os.path.realpath(given)
+    if follow_symlinks:
+        real = os.path.realpath(given)
+    else:
+        directory, name = os.path.split(os.path.abspath(given))
+        real = os.path.join(os.path.realpath(directory), name)
     try:
         previous = os.stat(real, follow_symlinks=False)
     except FileNotFoundError:
         previous = None
     except OSError as error:
         raise _failure(error, "cannot look at the target", given) from error
+    if previous is not None and stat.S_ISLNK(previous.st_mode) and not follow_symlinks:
+        previous = None
     if previous is not None and not stat.S_ISREG(previous.st_mode):
         kind = "a directory" if stat.S_ISDIR(previous.st_mode) else "not a regular file"
         code = errno.EISDIR if stat.S_ISDIR(previous.st_mode) else errno.EINVAL
@@ -74,40 +85,50 @@ def resolve_target(path: str | os.PathLike[str]) -> Target:
     return Target(real, previous)
 
 
+@dataclass(slots=True)
+class Temporary:
+    """A file that is to take the target's place."""
+
+    fd: int
+    name: str
+    published: bool = False
+    """Whether it has."""
+
+
 @contextmanager
-def temporary_for(target: Target) -> Iterator[tuple[int, str]]:
-    """A locked, empty file beside the target: its descriptor and name. Gone afterwards unless it was renamed.
+def temporary_for(target: Target) -> Iterator[Temporary]:
+    """A locked, empty file beside the target. Gone afterwards unless it was published.
 
     Raises:
         CheckpointWriteError: the directory does not let files be created.
     """
     _remove_leftovers(target)
     try:
-        fd, name = _create_temporary(target)
+        temporary = _create_temporary(target)
     except OSError as error:
         raise _failure(error, "cannot create a temporary file in the target's directory", target.path) from error
     try:
-        _copy_ownership(fd, target.previous)
-        yield fd, name
+        yield temporary
     finally:
         try:
-            with contextlib.suppress(FileNotFoundError):  # it has been renamed
-                os.unlink(name)
+            if not temporary.published:
+                os.unlink(temporary.name)
         finally:
-            os.close(fd)
+            os.close(temporary.fd)
 
 
-def publish(name: str, target: Target, *, durable: bool) -> None:
+def publish(temporary: Temporary, target: Target, *, durable: bool) -> None:
     """Rename a finished temporary over the target and make the name durable.
 
     Raises:
-        OSError: it could not be renamed; the target is what it was.
-        CheckpointWriteError: it was renamed, but the name could not be made durable.
+        OSError: a call failed; ``temporary.published`` tells whether it has taken the target's place.
     """
+    _copy_ownership(temporary.fd, target.previous)
     with _keeping_open(target.path):
-        os.rename(name, target.path)
+        os.rename(temporary.name, target.path)
+        temporary.published = True
         if durable:
-            _sync_name(target)
+            sync_directory(target.directory)
 
 
 def remove_file(path: str) -> None:
@@ -132,29 +153,22 @@ def _keeping_open(path: str) -> Iterator[None]:
         yield
     finally:
         closing = threading.Thread(target=os.close, args=(fd,), name="fastensor-free")
-        _freeing.append(closing)
-        closing.start()
+        try:
+            closing.start()
+        except RuntimeError:  # no thread can be started any more
+            os.close(fd)
+        else:
+            _freeing.append(closing)
 
 
-_freeing: list[threading.Thread] = []
+_freeing: deque[threading.Thread] = deque()
 
 
 def wait_for_space() -> None:
     """Return when the space of all files replaced or removed so far in this process has been freed."""
-    while _freeing:
-        _freeing.pop().join()
-
-
-def _sync_name(target: Target) -> None:
-    try:
-        sync_directory(target.directory)
-    except OSError as error:
-        raise CheckpointWriteError(
-            error.errno,
-            f"the new file is in place, but its directory cannot be synced ({error.strerror}), so a power failure may "
-            f"bring back what was there before",
-            target.path,
-        ) from error
+    with contextlib.suppress(IndexError):  # empty, or emptied by another thread
+        while True:
+            _freeing.popleft().join()
 
 
 def sync_directory(path: str) -> None:
@@ -169,8 +183,8 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def make_directories(path: str | os.PathLike[str]) -> None:
-    """Create a directory and its missing parents, durably."""
+def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
+    """Create a directory and its missing parents."""
     missing = []
     current = os.path.abspath(path)
     while not os.path.isdir(current):
@@ -178,7 +192,8 @@ def make_directories(path: str | os.PathLike[str]) -> None:
         current = os.path.dirname(current)
     for directory in reversed(missing):
         os.makedirs(directory, exist_ok=True)
-        sync_directory(os.path.dirname(directory))
+        if durable:
+            sync_directory(os.path.dirname(directory))
 
 
 def _stem(target: Target) -> str:
@@ -190,23 +205,33 @@ def _stem(target: Target) -> str:
     return os.path.join(target.directory, f".{name}.")
 
 
-def _create_temporary(target: Target) -> tuple[int, str]:
+def _create_temporary(target: Target) -> Temporary:
+    mode = 0o666 if target.previous is None else 0o600  # until it has the mode of the file that it replaces
     while True:
         name = _stem(target) + secrets.token_hex(_TOKEN_NBYTES) + TEMPORARY_SUFFIX
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return fd, name
-        except BlockingIOError:
-            pass  # another save took it for a leftover in the instant before it was locked: try another name
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                os.close(fd)
-                os.unlink(name)
-                raise
-            return fd, name  # no locks here; leftovers are then left alone, too
-        os.close(fd)
+            if _lock(fd) and os.fstat(fd).st_nlink:
+                return Temporary(fd, name)
+        except BaseException:
+            os.close(fd)
+            os.unlink(name)
+            raise
+        os.close(fd)  # another save took it for a leftover in the instant before it was locked: try another name
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _lock(fd: int) -> bool:
+    """Lock a temporary; False if somebody else has. Filesystems without locks count as locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return True
 
 
 def _remove_leftovers(target: Target) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from fastensor.backends import posix, registry
-from fastensor.checkpoint.publish import publish, resolve_target, temporary_for, wait_for_space
+from fastensor.checkpoint.publish import Temporary, publish, resolve_target, temporary_for, wait_for_space
 from fastensor.checkpoint.report import Fallback, SaveReport, announce
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, LayoutError
 from fastensor.select.rule import choose_writer
@@ -31,6 +30,7 @@ def save(
     *,
     backend: str = registry.AUTO,
     durable: bool = True,
+    follow_symlinks: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = DEFAULT_PROTOCOL,
 ) -> SaveReport:
@@ -39,14 +39,17 @@ def save(
     The file is the one that ``torch.save`` would have written (see ``FORMAT.md``): plain ``torch.load`` reads it.
 
     Args:
-        obj: anything that ``torch.save`` takes. It is pickled exactly once. Its tensors are borrowed: they must not
-            change until this returns. CUDA work that was queued on the current streams is waited for.
-        path: the file to create or replace. Its directory must exist. A symlink's target is replaced, a replaced
-            file's mode is kept, a new file's mode follows the umask.
+        obj: anything that ``torch.save`` takes. It is pickled exactly once, unless the report says that this torch
+            lays out files in a way that Fastensor does not know, and that torch wrote the file. Its tensors are
+            borrowed: they must not change until this returns. CUDA work that was queued on the current streams is
+            waited for.
+        path: the file to create or replace. Its directory must exist. A replaced file's mode is kept, a new file's
+            mode follows the umask.
         backend: ``"auto"``, or the name of the backend that shall move the bytes. One that cannot, on this file or
             machine, is replaced by another; the report says so and why.
         durable: sync file and directory, so that a power failure after the return does not undo the save. Without
             it the replacement is still atomic for every process on this machine.
+        follow_symlinks: whether a symlink's target is replaced, or the link itself by a file.
         pickle_module: as for ``torch.save``.
         pickle_protocol: as for ``torch.save``.
 
@@ -54,7 +57,8 @@ def save(
         What was done, and how long it took.
 
     Raises:
-        CheckpointWriteError: the operating system refused something. What was at ``path`` before is still there.
+        CheckpointWriteError: the operating system refused something. What was at ``path`` before is still there,
+            unless the message says that the new file is in place but may not survive a power failure.
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
@@ -71,22 +75,26 @@ def save(
     started = time.perf_counter()
     if backend != registry.AUTO:
         registry.get(backend)
-    target = resolve_target(path)
+    target = resolve_target(path, follow_symlinks=follow_symlinks)
     stages = _Stages()
     fallbacks: list[Fallback] = []
     with stages.timed("plan"):
         source = _plan(obj, pickle_module, pickle_protocol, fallbacks)
-    with _explained(target.path), temporary_for(target) as (fd, name):
+    with temporary_for(target) as temporary, _explained(temporary, target.path):
+        fd = temporary.fd
         with stages.timed("write"):
-            if isinstance(source, TorchZip):
-                used, nbytes = _write(source, fd, backend, fallbacks), source.image.nbytes
+            if source is not None:
+                used = _write(source, fd, backend, fallbacks)
             else:
-                used, nbytes = "torch", _write_unplanned(source, fd)
+                used = "torch"
+                with os.fdopen(fd, "wb", closefd=False) as file:
+                    torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+            nbytes = os.fstat(fd).st_size
         if durable:
             with stages.timed("sync"):
                 posix.sync_file(fd)
         with stages.timed("publish"):
-            publish(name, target, durable=durable)
+            publish(temporary, target, durable=durable)
     return SaveReport(
         path=target.path,
         nbytes=nbytes,
@@ -113,32 +121,24 @@ class _Stages:
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
+def _explained(temporary: Temporary, path: str) -> Iterator[None]:
     try:
         yield
-    except CheckpointWriteError:
-        raise
     except OSError as error:
-        raise CheckpointWriteError(
-            error.errno, f"the save failed ({error.strerror}); what was there before is kept", path
-        ) from error
+        outcome = (
+            "the new file is in place, but a power failure may bring back what was there before"
+            if temporary.published
+            else "what was there before is kept"
+        )
+        raise CheckpointWriteError(error.errno, f"the save failed ({error.strerror}); {outcome}", path) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Unplanned:
-    """An object whose file torch has to write by itself, as already written to memory by it."""
-
-    data: memoryview
-
-
-def _plan(obj: object, pickle_module: Any, pickle_protocol: int, fallbacks: list[Fallback]) -> TorchZip | _Unplanned:
+def _plan(obj: object, pickle_module: Any, pickle_protocol: int, fallbacks: list[Fallback]) -> TorchZip | None:
     try:
         return plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
     except LayoutError as error:
         _give_up("stitching", str(error), fallbacks)
-    buffer = io.BytesIO()
-    torch.save(obj, buffer, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    return _Unplanned(buffer.getbuffer())
+        return None
 
 
 def _write(source: TorchZip, fd: int, backend: str, fallbacks: list[Fallback]) -> str:
@@ -160,11 +160,6 @@ def _write(source: TorchZip, fd: int, backend: str, fallbacks: list[Fallback]) -
         else:
             return name
     raise BackendUnavailableError(f"no backend could write the file: {fallbacks}")
-
-
-def _write_unplanned(source: _Unplanned, fd: int) -> int:
-    posix.write_fully(fd, source.data, 0)
-    return source.data.nbytes
 
 
 def _give_up(backend: str, reason: str, fallbacks: list[Fallback]) -> None:

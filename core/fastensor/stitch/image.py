@@ -77,14 +77,13 @@ class Image:
         ValueError: the segments do not tile the file, or a blank precedes its storage.
     """
 
-    __slots__ = ("_offsets", "nbytes", "payload_nbytes", "segments")
+    __slots__ = ("_offsets", "nbytes", "segments")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         _check_tiling(segments)
         self.segments = tuple(segments)
         self._offsets = [segment.offset for segment in segments]
         self.nbytes = segments[-1].offset + segments[-1].nbytes if segments else 0
-        self.payload_nbytes = sum(s.nbytes for s in segments if isinstance(s, Payload))
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """Yield what stands in ``[begin, end)`` of the file, in order.
@@ -98,9 +97,11 @@ class Image:
             offset, nbytes = segment.offset, segment.nbytes
             if offset >= end:
                 return
+            if begin >= offset + nbytes or begin >= end:
+                continue
             if begin <= offset and offset + nbytes <= end:
                 yield Piece(segment, 0, nbytes, offset - begin)
-            elif offset + nbytes > begin:
+            else:
                 start = max(begin, offset)
                 yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
 

@@ -17,6 +17,7 @@ calls ``torch.save`` would come back as zeros.
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,15 @@ per thousand."""
 
 _config_lock = threading.RLock()
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
+_OPTIONS_ARE_PER_THREAD = torch.__version__ >= "2.13"
+
+
+def _renew_lock() -> None:
+    global _config_lock
+    _config_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # whoever holds it does not live in the child
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
             raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
     sizes = tuple(storage.nbytes() for storage in storages)
     alignment = choose_alignment(sizes)
-    if options != (True, alignment):
+    if options != (True, alignment) or not _OPTIONS_ARE_PER_THREAD:
         skeleton = _Skeleton()
         with _saving_options(alignment), torch.serialization.skip_data():
             torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
@@ -147,7 +157,7 @@ def _untyped(storage: Any) -> torch.UntypedStorage:
 class _Recorder:
     """Stands in for the user's pickle module and records what its Pickler does for torch.
 
-    Classes live in reference cycles, so this object must not keep storages alive: :meth:`take` empties it.
+    Classes live in reference cycles, so this object must not keep storages alive: :meth:`record` empties it.
     """
 
     def __init__(self, pickle_module: Any) -> None:

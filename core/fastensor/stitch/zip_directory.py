@@ -65,10 +65,6 @@ class ZipDirectory:
     offset: int
     """Where the central directory begins; every record's bytes end at or before it."""
 
-    def named(self, name: str) -> Record | None:
-        """The record with that full name, if there is one."""
-        return next((record for record in self.records if record.name == name), None)
-
 
 def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
     """Read the central directory of a zip archive of ``nbytes`` bytes.

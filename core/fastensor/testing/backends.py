@@ -28,6 +28,8 @@ from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip, plan
 
 STORAGE_NBYTES = (0, 1, 63, 511, 4095, 4096, 4097, 65536, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, (9 << 20) + 7)
+_SLACK_NBYTES = 8 << 20
+"""What threads and small objects take."""
 RING_NBYTES = 70 << 20
 """More than any backend's buffers hold at once."""
 
@@ -69,9 +71,18 @@ class BackendTests:
         availability = backend.availability()
         assert availability.available == (not availability.reason)
 
-    def test_states_its_capabilities(self, backend: Backend) -> None:
-        assert backend.name
-        assert backend.capabilities().extra_nbytes >= 0
+    def test_keeps_to_the_extra_memory_that_it_states(self, backend: Backend, fd: int) -> None:
+        stated = backend.capabilities().extra_nbytes
+        if stated is None:
+            pytest.skip(f"{backend.name} states no bound")
+        source = make_source(2 * RING_NBYTES)
+        pid = os.fork()
+        if pid == 0:
+            Path("/proc/self/clear_refs").write_text("5")
+            before = _resident_nbytes("VmRSS")
+            backend.write(source, fd)
+            os._exit(0 if _resident_nbytes("VmHWM") - before < stated + _SLACK_NBYTES else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
     @pytest.mark.parametrize("nbytes", STORAGE_NBYTES)
     def test_writes_a_storage_of_any_size(self, backend: Backend, fd: int, nbytes: int) -> None:
@@ -189,6 +200,11 @@ class _Failing(io.RawIOBase):
 
     def write(self, data: object) -> int:
         raise OSError(errno.EIO, "injected")
+
+
+def _resident_nbytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def _check_written(backend: Backend, fd: int, source: TorchZip) -> None:

@@ -24,6 +24,7 @@ _CALLS: tuple[tuple[Any, str], ...] = (
     (os, "fsync"),
     (os, "ftruncate"),
     (os, "fchmod"),
+    (os, "lseek"),
     (os, "rename"),
     (fcntl, "flock"),
     (fcntl, "fcntl"),

@@ -1,0 +1,56 @@
+"""Threads that must be done with a buffer or a file before its owner goes on.
+
+An interrupt or an exit does not cut these waits short: a thread that still wrote to memory that has been freed, or to
+a descriptor that has been closed and given to another file, would damage what it does not know. It is raised
+afterwards; what is waited for are single transfers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+
+from fastensor.errors import BackendUnavailableError
+
+
+def usable_cores(most: int) -> int:
+    """How many threads can compute at once, up to ``most``."""
+    return min(most, len(os.sched_getaffinity(0)))
+
+
+def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool that has been shown to run.
+
+    Raises:
+        BackendUnavailableError: no thread can be started any more, because the interpreter exits.
+    """
+    pool = ThreadPoolExecutor(threads, name)
+    try:
+        pool.submit(int).result()
+    except RuntimeError as error:
+        raise BackendUnavailableError(f"no thread can be started ({error})") from error
+    return pool
+
+
+def finish(futures: Iterable[Future[int]]) -> None:
+    """Return when all of them are done, whatever came of them."""
+    pending = list(futures)
+    _uninterrupted(lambda: wait(pending))
+
+
+def shut_down(pool: Executor) -> None:
+    """Drop what has not begun and return when nothing runs any more."""
+    _uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
+
+
+def _uninterrupted(action: Callable[[], object]) -> None:
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            action()
+            break
+        except BaseException as error:  # noqa: BLE001  # raised below; the action itself raises nothing
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,86 @@
+"""What a zip directory says about a checkpoint: which records are storages, where, and what can be verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastensor.errors import CorruptCheckpointError
+from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, Record, ZipDirectory
+
+
+def payload_records(archive: ZipDirectory) -> list[Record]:
+    """The records that hold storages, empty ones left out, in the order in which the unpickler will ask for them.
+
+    torch numbers storages in the order of the pickle. Files lie in that order, too, but before torch 2.1 they were
+    sorted as text (0, 1, 10, 11, 2).
+    """
+    records = [record for record in archive.records if record.name.split("/")[1:2] == ["data"] and record.nbytes]
+    keys = [record.name.rpartition("/")[2] for record in records]
+    if all(key.isdecimal() for key in keys):
+        return [record for _, record in sorted(zip(keys, records, strict=True), key=lambda pair: int(pair[0]))]
+    return records
+
+
+def record_ends(archive: ZipDirectory) -> dict[int, int]:
+    """Where the space of a record ends, by where its local header begins."""
+    begins = sorted(record.header_offset for record in archive.records)
+    return dict(zip(begins, [*begins[1:], archive.offset], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecord:
+    """A record whose local header has been read."""
+
+    record: Record
+    begin: int
+    """Where its data begins."""
+    compared: bool
+    """Whether its bytes are to be compared with its CRC32."""
+
+    def contains(self, offset: int, nbytes: int) -> bool:
+        return nbytes > 0 and self.begin <= offset and offset + nbytes <= self.begin + self.record.nbytes
+
+
+class Checks:
+    """Which records of an archive can be compared with a CRC32, and where their data must be.
+
+    torch can be told to leave CRC32s out: then they are zero everywhere. Files whose storages were filled in later
+    (``skip_data``) have them for the other records only.
+    """
+
+    def __init__(self, archive: ZipDirectory, *, enabled: bool) -> None:
+        payload = payload_records(archive)
+        names = {record.name for record in payload}
+        others = [record for record in archive.records if record.nbytes and record.name not in names]
+        self.enabled = enabled
+        self.payload = enabled and any(record.crc32 for record in payload or others)
+        """Whether storages are compared."""
+        compared = [group for group in (payload, others) if enabled and any(record.crc32 for record in group)]
+        self._compared = {record.name for group in compared for record in group}
+        self._ends = record_ends(archive)
+        self._records = {record.header_offset: record for record in archive.records}
+
+    def open_record(self, header_offset: int, header: memoryview, where: str) -> OpenRecord | None:
+        """The record whose local header that is; None if no record begins there.
+
+        Raises:
+            CorruptCheckpointError: the local header contradicts the directory. A changed length in it would move the
+                data to where other bytes are.
+        """
+        record = self._records.get(header_offset)
+        if record is None or header.nbytes != LOCAL_HEADER.size:
+            return None
+        fields = LOCAL_HEADER.unpack(header)
+        signature, name_nbytes, extra_nbytes = fields[0], fields[-2], fields[-1]
+        begin = header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
+        expected_name = record.earliest_data_offset - header_offset - LOCAL_HEADER.size
+        if (
+            signature != LOCAL_SIGNATURE
+            or name_nbytes != expected_name
+            or begin + record.stored_nbytes > self._ends[header_offset]
+        ):
+            raise CorruptCheckpointError(
+                f"{where}: the local header of record {record.name!r} at offset {header_offset} contradicts the "
+                f"directory: the file was damaged after it was written"
+            )
+        return OpenRecord(record, begin, record.name in self._compared)
