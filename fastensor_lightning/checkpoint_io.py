@@ -81,7 +81,8 @@ class FastensorCheckpointIO(CheckpointIO):
 
         Raises:
             TypeError: ``storage_options`` is not a dict or holds other keys.
-            fastensor.CheckpointWriteError: the save failed; the previous file is kept.
+            fastensor.CheckpointWriteError: the save failed, as in :func:`fastensor.save`.
+            OSError: the directory is missing and cannot be created.
         """
         options = self._options(storage_options)
         local = _local_path(path)

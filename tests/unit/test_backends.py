@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,22 +188,40 @@ def test_the_ring_is_kept_for_the_next_transfer_and_never_shared() -> None:
 
 
 def test_buffers_are_aligned_and_stay_with_the_process() -> None:
-    """A forked child has neither the memory nor the ring, and makes its own."""
+    """A forked child sees nothing of them, changes nothing in them, and makes a ring of its own."""
     with memory.borrowed_ring() as ring:
         buffer = ring.buffer(1)
         assert buffer.address % 4096 == 0
+        buffer.array[0] = 7
         pid = os.fork()
         if pid == 0:
+            seen = int(buffer.array[0])
+            buffer.array[0] = 8
             with memory.borrowed_ring() as own:
-                own.buffer(0).array[:] = 7
-            os._exit(0 if _is_unmapped(buffer.address) or own is not ring else 1)
+                own.buffer(0).array[:] = 9
+            os._exit(0 if seen == 0 and own is not ring else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert not _is_unmapped(buffer.address)
+        assert buffer.array[0] == 7
 
 
-def _is_unmapped(address: int) -> bool:
-    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-    return not any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+@pytest.mark.parametrize("allowed", [0, 3, 9])
+def test_threads_that_cannot_be_started_are_done_without(disk: Path, allowed: int) -> None:
+    """As at the limit of threads, or when the interpreter exits in the middle of a transfer."""
+    state = {"a": torch.arange(3 << 20), "b": torch.arange(5)}
+    fastensor.save(state, disk / "x")
+    submit, calls = ThreadPoolExecutor.submit, iter(range(allowed))
+
+    def refuse(self: ThreadPoolExecutor, *arguments: Any, **options: Any) -> Any:
+        if next(calls, None) is None:
+            raise RuntimeError("can't start new thread")
+        return submit(self, *arguments, **options)
+
+    for backend in ("direct", "numpy"):
+        with mock.patch.object(ThreadPoolExecutor, "submit", refuse):
+            loaded = fastensor.load(disk / "x", backend=backend)
+            fastensor.save(state, disk / "y", backend=backend)
+        assert all(torch.equal(loaded[key], state[key]) for key in state)
+        assert torch.equal(torch.load(disk / "y")["a"], state["a"])
 
 
 def test_staging_works_without_pinning(caplog: pytest.LogCaptureFixture) -> None:

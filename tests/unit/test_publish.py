@@ -52,6 +52,18 @@ def test_a_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
     assert ((tmp_path / "x").stat().st_uid, (tmp_path / "x").stat().st_gid) == (12345, 12345)
 
 
+def test_rights_of_a_group_are_not_given_to_another(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x")
+    (tmp_path / "x").chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "x", 0, 12345)
+    else:
+        pytest.skip("only root can give files away")
+    with mock.patch.object(os, "fchown", side_effect=OSError(errno.EINVAL, "an unmapped group")):
+        fastensor.save(STATE, tmp_path / "x")
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
+
+
 def test_a_symlinks_target_is_replaced_not_the_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real/file")
@@ -139,6 +151,22 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
         assert os.path.exists(other + publish.TEMPORARY_SUFFIX)
         assert foreign.exists()
     assert not os.path.exists(alive)
+
+
+def test_leftovers_that_are_read_only_are_removed(tmp_path: Path) -> None:
+    """Root may open anything: the refusal that others get is injected."""
+    leftover = Path(publish._stem(publish.resolve_target(tmp_path / "x")) + "0" * 12 + publish.TEMPORARY_SUFFIX)
+    leftover.touch(0o444)
+    real_open = os.open
+
+    def refuse_writing(path: str, flags: int, *arguments: int) -> int:
+        if path == str(leftover) and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real_open(path, flags, *arguments)
+
+    with mock.patch.object(os, "open", refuse_writing):
+        fastensor.save(STATE, tmp_path / "x")
+    assert not leftover.exists()
 
 
 def test_a_temporary_of_another_living_process_is_left_alone(tmp_path: Path) -> None:

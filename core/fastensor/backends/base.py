@@ -46,7 +46,8 @@ class Reader(Protocol):
         The buffer is the caller's; when this returns or raises, nothing writes to it any more.
 
         Raises:
-            OSError: the file cannot be read there, or ends before the buffer is full (``errno.ENODATA``).
+            OSError: the file cannot be read there.
+            fastensor.backends.posix.EndOfFile: it ends before the buffer is full.
         """
 
     def close(self) -> None:

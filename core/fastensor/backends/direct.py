@@ -23,7 +23,7 @@ from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Buffer, borrowed_ring
 from fastensor.backends.numpy import BufferedReader, copy_with_checksum
 from fastensor.backends.staging import Stager, Window
-from fastensor.backends.threads import finish, open_pool, shut_down, usable_cores
+from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip
 
@@ -157,7 +157,7 @@ def _write(source: TorchZip, fd: int, limits: posix.DirectLimits) -> None:
     with (
         borrowed_ring() as ring,
         Stager(image, source.storages) as stager,
-        _Writers(fd, limits.offset_alignment) as writers,
+        _Writers(fd, limits.offset_alignment, -(-image.nbytes // size)) as writers,
     ):
         for number, offset in enumerate(range(0, image.nbytes, size)):
             if number >= BUFFER_COUNT:
@@ -179,10 +179,10 @@ def _write(source: TorchZip, fd: int, limits: posix.DirectLimits) -> None:
 class _Writers:
     """Threads that write windows. Left only when none of them is writing any more."""
 
-    def __init__(self, fd: int, alignment: int) -> None:
+    def __init__(self, fd: int, alignment: int, windows: int) -> None:
         self._fd = fd
         self._alignment = alignment
-        self._pool = open_pool(TRANSFERS_IN_FLIGHT, "fastensor-write")
+        self._pool = open_pool(min(TRANSFERS_IN_FLIGHT, windows), "fastensor-write")
         self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> _Writers:
@@ -196,7 +196,7 @@ class _Writers:
         nbytes = -(-data.nbytes // self._alignment) * self._alignment
         window.buffer.array[data.nbytes : nbytes] = 0
         view = window.buffer.view[:nbytes]
-        self._pending.append(self._pool.submit(posix.write_fully, self._fd, view, window.offset))
+        self._pending.append(submit(self._pool, posix.write_fully, self._fd, view, window.offset))
 
     def wait_for_oldest(self) -> None:
         with _refusals_reported():
@@ -256,6 +256,13 @@ class _DirectReader:
         """Those done with, whose buffers are still being copied from."""
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        try:
+            return self._read_through_ring(offset, buffer, checksum)
+        except BackendUnavailableError:  # the interpreter exits: from now on without threads
+            self._begins = []
+            return self._elsewhere.readinto(offset, buffer, checksum=checksum)
+
+    def _read_through_ring(self, offset: int, buffer: memoryview, checksum: bool) -> int:
         parts: list[tuple[int, Future[int] | int]] = []
         try:
             while buffer.nbytes:
@@ -267,7 +274,7 @@ class _DirectReader:
                 begin = offset - fetch.begin
                 count = min(fetch.filled.result() - begin, buffer.nbytes)
                 if count <= 0:
-                    raise OSError(errno.ENODATA, f"the file ends before offset {offset + buffer.nbytes}")
+                    raise posix.EndOfFile(f"the file ends before offset {offset + buffer.nbytes}")
                 parts.append((count, self._copy(fetch, begin, buffer[:count], checksum)))
                 offset += count
                 buffer = buffer[count:]
@@ -288,7 +295,7 @@ class _DirectReader:
         source = fetch.buffer.view[begin : begin + target.nbytes]
         if target.nbytes < _PARALLEL_COPY_NBYTES:
             return copy_with_checksum(target, source, checksum)
-        copy = self._threads.copying.submit(copy_with_checksum, target, source, checksum)
+        copy = submit(self._threads.copying, copy_with_checksum, target, source, checksum)
         fetch.copies.append(copy)
         return copy
 
@@ -316,8 +323,13 @@ class _DirectReader:
         while self._free and (following := number + len(self._fetches)) < len(self._transfers):
             buffer, transfer = self._free.pop(), self._transfers[following]
             view = buffer.view[: transfer.end - transfer.begin]
-            filled = self._threads.reading.submit(
-                posix.read_fully, self._direct_fd, view, transfer.begin, alignment=self._alignment
+            filled = submit(
+                self._threads.reading,
+                posix.read_fully,
+                self._direct_fd,
+                view,
+                transfer.begin,
+                alignment=self._alignment,
             )
             self._fetches.append(_Fetch(transfer.begin, buffer, filled, []))
         return self._fetches[0]

@@ -26,6 +26,8 @@ BUFFER_COUNT = 8
 _logger = logging.getLogger("fastensor")
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_WIPEONFORK = 18
+"""Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
 
 
 class Buffer:
@@ -89,9 +91,9 @@ class Ring:
     def __init__(self) -> None:
         nbytes = BUFFER_COUNT * BUFFER_NBYTES
         memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork during a transfer would leave its bytes with the child, open(2)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
+            with contextlib.suppress(OSError):  # this kernel does not have it
+                memory.madvise(advice)
         address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
         begin = -address % _HUGE_PAGE
         self._buffers = [

@@ -5,7 +5,6 @@ For small files, and for reading what is in the page cache already: resident byt
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring, copy_memory
 from fastensor.backends.staging import Stager
-from fastensor.backends.threads import finish, open_pool, shut_down, usable_cores
+from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip
 
@@ -69,12 +68,23 @@ class BufferedReader:
             except BackendUnavailableError:  # the interpreter exits: this thread has to do it alone
                 self._threads = 1
                 return _read_with_checksum(self._fd, offset, buffer, checksum)
+        try:
+            return self._read_in_parallel(self._pool, offset, buffer, checksum)
+        except BackendUnavailableError:
+            self._threads = 1
+            return _read_with_checksum(self._fd, offset, buffer, checksum)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            shut_down(self._pool)
+
+    def _read_in_parallel(self, pool: ThreadPoolExecutor, offset: int, buffer: memoryview, checksum: bool) -> int:
         share = -(-buffer.nbytes // self._threads // _BLOCK_NBYTES) * _BLOCK_NBYTES
         parts = [(at, buffer[at : at + share]) for at in range(0, buffer.nbytes, share)]
         futures: list[Future[int]] = []
         try:
             for at, part in parts:
-                futures.append(self._pool.submit(_read_with_checksum, self._fd, offset + at, part, checksum))
+                futures.append(submit(pool, _read_with_checksum, self._fd, offset + at, part, checksum))
         finally:
             finish(futures)  # nobody writes to the buffer any more when its owner hears of a failure
         crc32 = 0
@@ -82,17 +92,13 @@ class BufferedReader:
             crc32 = isal_zlib.crc32_combine(crc32, future.result(), part.nbytes)
         return crc32
 
-    def close(self) -> None:
-        if self._pool is not None:
-            shut_down(self._pool)
-
 
 def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool) -> int:
     crc32 = 0
     for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
         block = buffer[at : at + _BLOCK_NBYTES]
         if posix.read_fully(fd, block, offset + at) != block.nbytes:
-            raise OSError(errno.ENODATA, f"the file ends before offset {offset + at + block.nbytes}")
+            raise posix.EndOfFile(f"the file ends before offset {offset + at + block.nbytes}")
         if checksum:
             crc32 = isal_zlib.crc32(block, crc32)
     return crc32

@@ -28,6 +28,13 @@ _RESIDENCY_SAMPLES = 64
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
+class EndOfFile(OSError):
+    """A file ends before the bytes that it should hold. Not to be told from its errno, which broken disks use, too."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.ENODATA, message)
+
+
 @dataclass(frozen=True, slots=True)
 class DirectLimits:
     """What a file demands of O_DIRECT transfers."""

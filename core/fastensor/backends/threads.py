@@ -8,10 +8,14 @@ afterwards; what is waited for are single transfers.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from fastensor.errors import BackendUnavailableError
+
+T = TypeVar("T")
 
 
 def usable_cores(most: int) -> int:
@@ -20,17 +24,33 @@ def usable_cores(most: int) -> int:
 
 
 def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool that has been shown to run.
+    """A pool all of whose threads run: later work only fails to be accepted if the interpreter exits.
 
     Raises:
-        BackendUnavailableError: no thread can be started any more, because the interpreter exits.
+        BackendUnavailableError: a thread cannot be started, because the interpreter exits or there are too many.
     """
     pool = ThreadPoolExecutor(threads, name)
+    everyone = threading.Barrier(threads)
     try:
-        pool.submit(int).result()
+        started = [pool.submit(everyone.wait) for _ in range(threads)]
     except RuntimeError as error:
+        everyone.abort()
+        shut_down(pool)
         raise BackendUnavailableError(f"no thread can be started ({error})") from error
+    finish(started)
     return pool
+
+
+def submit(pool: Executor, function: Callable[..., T], *arguments: Any, **options: Any) -> Future[T]:
+    """Give work to a pool.
+
+    Raises:
+        BackendUnavailableError: it accepts none any more, because the interpreter exits.
+    """
+    try:
+        return pool.submit(function, *arguments, **options)
+    except RuntimeError as error:
+        raise BackendUnavailableError(f"threads accept no more work ({error})") from error
 
 
 def finish(futures: Iterable[Future[int]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 
@@ -40,7 +39,7 @@ class _PlainReader:
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         if posix.read_fully(self._fd, buffer, offset) != buffer.nbytes:
-            raise OSError(errno.ENODATA, f"the file ends before offset {offset + buffer.nbytes}")
+            raise posix.EndOfFile(f"the file ends before offset {offset + buffer.nbytes}")
         return isal_zlib.crc32(buffer) if checksum else 0
 
     def close(self) -> None:

@@ -178,7 +178,7 @@ def _explained(where: str) -> Iterator[None]:
 
 
 def _failure(error: OSError, where: str) -> FastensorError:
-    if error.errno == errno.ENODATA:
+    if isinstance(error, posix.EndOfFile):
         return CorruptCheckpointError(f"{where}: {error.strerror}; it was cut off")
     return CheckpointReadError(error.errno, f"cannot read the checkpoint ({error.strerror})", where)
 

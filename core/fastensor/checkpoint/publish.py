@@ -110,11 +110,41 @@ def temporary_for(target: Target) -> Iterator[Temporary]:
     try:
         yield temporary
     finally:
+        with contextlib.suppress(OSError):  # it has taken the target's place, or the filesystem is gone
+            os.unlink(temporary.name)
         try:
-            if not temporary.published:
-                os.unlink(temporary.name)
-        finally:
             os.close(temporary.fd)
+        except OSError as error:
+            raise _failure(error, "closing the file that was written failed", target.path) from error
+
+
+def copy_ownership(temporary: Temporary, target: Target) -> None:
+    """Give the new file the mode, and where allowed the owner, of the one that it replaces. To be done before syncs.
+
+    Where it cannot have the same group, no group gets rights: the old one's are not for another.
+    """
+    previous = target.previous
+    if previous is None:
+        return
+    current = os.fstat(temporary.fd)
+    mode = stat.S_IMODE(previous.st_mode)
+    if (current.st_uid, current.st_gid) != (previous.st_uid, previous.st_gid) and not (
+        _change_owner(temporary.fd, previous.st_uid, previous.st_gid)
+        or current.st_gid == previous.st_gid
+        or _change_owner(temporary.fd, -1, previous.st_gid)
+    ):
+        mode &= ~stat.S_IRWXG
+    if stat.S_IMODE(current.st_mode) != mode:  # filesystems without modes refuse even what changes nothing
+        os.fchmod(temporary.fd, mode)
+
+
+def _change_owner(fd: int, uid: int, gid: int) -> bool:
+    """Whether that was allowed; containers and network filesystems refuse it in several ways."""
+    try:
+        os.fchown(fd, uid, gid)
+    except OSError:
+        return False
+    return True
 
 
 def publish(temporary: Temporary, target: Target, *, durable: bool) -> None:
@@ -123,7 +153,6 @@ def publish(temporary: Temporary, target: Target, *, durable: bool) -> None:
     Raises:
         OSError: a call failed; ``temporary.published`` tells whether it has taken the target's place.
     """
-    _copy_ownership(temporary.fd, target.previous)
     with _keeping_open(target.path):
         os.rename(temporary.name, target.path)
         temporary.published = True
@@ -241,7 +270,7 @@ def _remove_leftovers(target: Target) -> None:
         if len(token) != 2 * _TOKEN_NBYTES or set(token) - set("0123456789abcdef"):
             continue
         with contextlib.suppress(OSError):  # in use, somebody else's, or gone: not ours to remove
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = _open_leftover(name)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name)
@@ -249,15 +278,12 @@ def _remove_leftovers(target: Target) -> None:
                 os.close(fd)
 
 
-def _copy_ownership(fd: int, previous: os.stat_result | None) -> None:
-    """Give the new file the mode, and where allowed the owner, of the one that it replaces."""
-    if previous is None:
-        return
-    current = os.fstat(fd)
-    if (current.st_uid, current.st_gid) != (previous.st_uid, previous.st_gid):
-        with contextlib.suppress(PermissionError):
-            os.fchown(fd, previous.st_uid, previous.st_gid)
-    os.fchmod(fd, stat.S_IMODE(previous.st_mode))
+def _open_leftover(name: str) -> int:
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags | os.O_RDWR)  # NFS locks only files that are open for writing
+    except PermissionError:
+        return os.open(name, flags | os.O_RDONLY)  # it was killed after it got the mode of a read-only target
 
 
 def _failure(error: OSError, what: str, path: str) -> CheckpointWriteError:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from fastensor.backends import posix, registry
-from fastensor.checkpoint.publish import Temporary, publish, resolve_target, temporary_for, wait_for_space
+from fastensor.checkpoint.publish import (
+    Temporary,
+    copy_ownership,
+    publish,
+    resolve_target,
+    temporary_for,
+    wait_for_space,
+)
 from fastensor.checkpoint.report import Fallback, SaveReport, announce
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, LayoutError
 from fastensor.select.rule import choose_writer
@@ -90,6 +97,7 @@ def save(
                 with os.fdopen(fd, "wb", closefd=False) as file:
                     torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
             nbytes = os.fstat(fd).st_size
+        copy_ownership(temporary, target)
         if durable:
             with stages.timed("sync"):
                 posix.sync_file(fd)
