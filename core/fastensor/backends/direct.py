@@ -182,7 +182,8 @@ class _Writers:
     def __init__(self, fd: int, alignment: int, windows: int) -> None:
         self._fd = fd
         self._alignment = alignment
-        self._pool = open_pool(min(TRANSFERS_IN_FLIGHT, windows), "fastensor-write")
+        threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # one is not worth starting for a single transfer
+        self._pool = open_pool(threads, "fastensor-write")
         self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> _Writers:
