@@ -105,7 +105,8 @@ def test_concurrent_saves_over_existing_files(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
-    for name, expected in [("pipe", "not a regular file"), ("", "a directory"), ("loop", "not a regular file"), ("no/x", "create it")]:
+    refused = {"pipe": "not a regular file", "": "a directory", "loop": "not a regular file", "no/x": "create it"}
+    for name, expected in refused.items():
         with pytest.raises(CheckpointWriteError, match=expected):
             fastensor.save(STATE, tmp_path / name)
     with pytest.raises(CheckpointWriteError, match="not a regular file"):
