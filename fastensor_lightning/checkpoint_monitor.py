@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,8 @@ class CheckpointMonitor(Callback):
 
     Loggers get ``checkpoint/save_seconds``, ``checkpoint/save_bytes`` and ``checkpoint/save_bytes_per_second`` at the
     step of the save, on the rank that saves. The progress bar shows ``save_s`` and ``save_MB/s`` of the latest save,
-    from the next training batch on.
+    from the next training batch on. Loggers are not made for several threads: a save that another plugin moved to a
+    thread of its own is logged at the end of the next batch, or of the run.
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
@@ -36,16 +39,21 @@ class CheckpointMonitor(Callback):
         self._progress_bar = progress_bar
         self._unsubscribe: Callable[[], None] | None = None
         self._to_show: fastensor.SaveReport | None = None
+        self._to_log: deque[tuple[int, fastensor.SaveReport]] = deque()
+        self._thread = 0
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         plugin = _find_plugin(trainer)
         self._stop()
+        self._thread = threading.get_ident()
         self._unsubscribe = plugin.subscribe(lambda report: self._on_save(trainer, report))
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._stop()
+        self._log(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        self._log(trainer)
         report, self._to_show = self._to_show, None
         if report is None or not self._progress_bar:
             return
@@ -57,13 +65,20 @@ class CheckpointMonitor(Callback):
 
     def _on_save(self, trainer: Trainer, report: fastensor.SaveReport) -> None:
         self._to_show = report
-        metrics = {
-            "checkpoint/save_seconds": report.seconds,
-            "checkpoint/save_bytes": float(report.nbytes),
-            "checkpoint/save_bytes_per_second": report.bytes_per_second,
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+        self._to_log.append((trainer.global_step, report))
+        if threading.get_ident() == self._thread:
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        while self._to_log:
+            step, report = self._to_log.popleft()
+            metrics = {
+                "checkpoint/save_seconds": report.seconds,
+                "checkpoint/save_bytes": float(report.nbytes),
+                "checkpoint/save_bytes_per_second": report.bytes_per_second,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
 
     def _stop(self) -> None:
         if self._unsubscribe is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,26 @@ def test_monitor_finds_the_plugin_inside_a_wrapper(pl: Any, tmp_path: Path) -> N
     wrapper = importlib.import_module(f"{pl.__name__}.plugins").AsyncCheckpointIO(FastensorCheckpointIO())
     logger = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger(tmp_path)
     fit(pl, tmp_path, wrapper, callbacks=[CheckpointMonitor()], logger=logger)
+
+
+def test_monitor_logs_only_in_the_thread_that_trains(pl: Any, tmp_path: Path) -> None:
+    threads = []
+    base = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
+
+    class Watched(base):  # type: ignore[misc]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            if "checkpoint/save_bytes" in metrics:
+                threads.append(threading.get_ident())
+            super().log_metrics(metrics, step)
+
+    class InThread(FastensorCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            thread = threading.Thread(target=super().save_checkpoint, args=(checkpoint, path, storage_options))
+            thread.start()
+            thread.join()
+
+    fit(pl, tmp_path, InThread(), callbacks=[CheckpointMonitor()], logger=Watched(tmp_path), max_epochs=3)
+    assert threads == [threading.get_ident()] * 3
 
 
 def test_storage_options(tmp_path: Path) -> None:
