@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import direct, memory, posix, registry
+from fastensor.backends import direct, memory, posix, registry, threads
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.staging import Stager
@@ -267,6 +268,29 @@ def test_storages_of_devices_without_streams_get_their_checksums(monkeypatch: py
 
     monkeypatch.setattr(Stager, "__init__", without_addresses)
     assert _stage(source, 1000) == expected
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_waits_are_not_cut_short_by_interrupts(interruption: type[BaseException]) -> None:
+    """The thread still runs when the interrupt comes, and is done when it is raised."""
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        return go.wait(10)
+
+    def interrupted_wait(futures: Any) -> Any:
+        if not go.is_set():
+            go.set()
+            raise interruption
+        return wait(futures)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        begun.wait(10)
+        with mock.patch.object(threads, "wait", interrupted_wait), pytest.raises(interruption):
+            threads.finish([future])
+        assert future.done()
 
 
 def test_a_window_larger_than_its_buffer_is_refused() -> None:

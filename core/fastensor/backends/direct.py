@@ -182,7 +182,7 @@ class _Writers:
     def __init__(self, fd: int, alignment: int, windows: int) -> None:
         self._fd = fd
         self._alignment = alignment
-        threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # one is not worth starting for a single transfer
+        threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # two transfers each, or more
         self._pool = open_pool(threads, "fastensor-write")
         self._pending: deque[Future[None]] = deque()
 
@@ -239,7 +239,6 @@ class _DirectReader:
         self._threads = _ReadThreads()
         self._resources = ExitStack()
         self._resources.callback(os.close, direct_fd)
-        self._resources.callback(self._threads.close)
         self._direct_fd = direct_fd
         self._alignment = limits.offset_alignment
         self._started = False

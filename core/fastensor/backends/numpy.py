@@ -62,15 +62,11 @@ class BufferedReader:
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         if buffer.nbytes < _PARALLEL_NBYTES or self._threads == 1:
             return _read_with_checksum(self._fd, offset, buffer, checksum)
-        if self._pool is None:
-            try:
-                self._pool = open_pool(self._threads, "fastensor-read")
-            except BackendUnavailableError:  # the interpreter exits: this thread has to do it alone
-                self._threads = 1
-                return _read_with_checksum(self._fd, offset, buffer, checksum)
         try:
+            if self._pool is None:
+                self._pool = open_pool(self._threads, "fastensor-read")
             return self._read_in_parallel(self._pool, offset, buffer, checksum)
-        except BackendUnavailableError:
+        except BackendUnavailableError:  # the interpreter exits: this thread has to do it alone
             self._threads = 1
             return _read_with_checksum(self._fd, offset, buffer, checksum)
 

@@ -1,6 +1,6 @@
 """The system calls that move and publish bytes, one thin function each, and what Linux tells about a file.
 
-Every read, write and sync of a checkpoint goes through this module, so that faults can be injected in one place.
+The reads, writes and syncs of a checkpoint go through this module, but for what torch itself writes.
 All offsets and sizes are in bytes. Functions raise ``OSError`` and retry neither errors nor, beyond what Python does
 for EINTR, interrupted calls. All of them release the GIL while they wait.
 """

@@ -1,4 +1,4 @@
-"""The backends by name, and the choice among them that needs no measuring."""
+"""The backends by name."""
 
 from __future__ import annotations
 

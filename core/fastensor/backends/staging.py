@@ -1,6 +1,7 @@
 """Producing an image window by window: storages are copied into a buffer and their CRC32s taken on the way.
 
-CRC32s are checked against what left the storage, so bytes that change in the buffer or behind it are noticed at load.
+The CRC32 of a block is taken right after it was copied: bytes that change later, in the buffer or behind it, are
+noticed at load.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ import torch
 from fastensor.backends import posix, registry
 from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.checked_file import CheckedFile
+from fastensor.checkpoint.fallback import give_up, use_first
 from fastensor.checkpoint.report import Fallback, LoadReport, announce
 from fastensor.errors import (
-    BackendUnavailableError,
     CheckpointReadError,
     CorruptCheckpointError,
     FastensorError,
@@ -81,7 +81,7 @@ def load(
         UnsafeCheckpointError: ``weights_only=True`` met a global that is not allow-listed.
         CheckpointReadError: the operating system failed to deliver the bytes.
 
-    Memory beyond the object: at most 32 MiB, and one tensor on the host when loading to a device. The page cache is
+    Memory beyond the object: a ring of 32 MiB, and one tensor on the host when loading to a device. The page cache is
     used if most of the file is in it, else left alone.
 
     >>> import os, tempfile, torch, fastensor
@@ -126,8 +126,7 @@ def load_with_report(
             used, verified = "torch", checked and archive is not None and _verify_compressed(archive, where)
             _warn_if(checked and not verified, where)
             if reason:
-                announce("the verifying reader", reason)
-                fallbacks.append(Fallback("the verifying reader", reason))
+                give_up("the verifying reader", reason, fallbacks)
             result = _load_with_torch(where, map_location, weights_only, mmap, is_zip=archive is not None)
         else:
             _announce_byte_order(archive)
@@ -255,17 +254,7 @@ def _open_reader(
     ends = record_ends(archive)
     order = [Extent(record.header_offset, ends[record.header_offset]) for record in payload_records(archive)]
     wanted = choose_reader(nbytes, resident) if backend == registry.AUTO else registry.get(backend).name
-    for name in dict.fromkeys((wanted, "numpy", "torch")):
-        candidate = registry.get(name)
-        availability = candidate.availability()
-        try:
-            if not availability.available:
-                raise BackendUnavailableError(availability.reason)
-            return name, candidate.open_reader(fd, nbytes, order)
-        except BackendUnavailableError as error:
-            announce(name, str(error))
-            fallbacks.append(Fallback(name, str(error)))
-    raise BackendUnavailableError(f"no backend could read the file: {fallbacks}")
+    return use_first(wanted, lambda candidate: candidate.open_reader(fd, nbytes, order), fallbacks)
 
 
 def _load_through(file: CheckedFile, where: str, map_location: MapLocation, weights_only: bool | None) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastensor.backends import posix, registry
+from fastensor.checkpoint.fallback import give_up, use_first
 from fastensor.checkpoint.publish import (
     Temporary,
     copy_ownership,
@@ -21,8 +22,8 @@ from fastensor.checkpoint.publish import (
     temporary_for,
     wait_for_space,
 )
-from fastensor.checkpoint.report import Fallback, SaveReport, announce
-from fastensor.errors import BackendUnavailableError, CheckpointWriteError, LayoutError
+from fastensor.checkpoint.report import Fallback, SaveReport
+from fastensor.errors import CheckpointWriteError, LayoutError
 from fastensor.select.rule import choose_writer
 from fastensor.stitch.torch_zip import TorchZip, plan
 
@@ -145,7 +146,7 @@ def _plan(obj: object, pickle_module: Any, pickle_protocol: int, fallbacks: list
     try:
         return plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
     except LayoutError as error:
-        _give_up("stitching", str(error), fallbacks)
+        give_up("stitching", str(error), fallbacks)
         return None
 
 
@@ -155,21 +156,5 @@ def _write(source: TorchZip, fd: int, backend: str, fallbacks: list[Fallback]) -
     wait_for_space()
     posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
     wanted = choose_writer(nbytes) if backend == registry.AUTO else registry.get(backend).name
-    for name in dict.fromkeys((wanted, "numpy", "torch")):
-        candidate = registry.get(name)
-        availability = candidate.availability()
-        if not availability.available:
-            _give_up(name, availability.reason, fallbacks)
-            continue
-        try:
-            candidate.write(source, fd)
-        except BackendUnavailableError as error:
-            _give_up(name, str(error), fallbacks)
-        else:
-            return name
-    raise BackendUnavailableError(f"no backend could write the file: {fallbacks}")
-
-
-def _give_up(backend: str, reason: str, fallbacks: list[Fallback]) -> None:
-    announce(backend, reason)
-    fallbacks.append(Fallback(backend, reason))
+    used, _ = use_first(wanted, lambda candidate: candidate.write(source, fd), fallbacks)
+    return used

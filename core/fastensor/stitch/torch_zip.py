@@ -197,10 +197,12 @@ class _Recorder:
         return getattr(self._module, name)
 
     def record(self, obj: object, pickle_protocol: int, skeleton: _Skeleton) -> Recording:
-        with self._skipping:
-            torch.save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
-        data, references = self._data, tuple(self._references.values())
-        self._data, self._references = None, {}
+        try:
+            with self._skipping:
+                torch.save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
+            data, references = self._data, tuple(self._references.values())
+        finally:
+            self._data, self._references = None, {}
         if data is None:
             raise LayoutError("torch.save did not pickle through the pickle module that it was given")
         return Recording(data, references)
