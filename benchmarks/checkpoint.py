@@ -174,18 +174,19 @@ def run_model(model: str, device: str, rounds: int, folder: Path) -> list[Sample
         }
     )
     for number in range(rounds + 1):
-        for contender in _rotated(number):
+        for contender in _shuffled(number):
             seconds, cpu_seconds = measure_save(contender, state, path_of(contender))
             if number:  # the first round pays for first touches of memory in all of them
                 record("save", contender.name, (seconds, cpu_seconds, extra.get(contender.name)))
         if number:
             limit("save", folder / "limit.tmp")
-            (folder / "limit.tmp").exists() and (folder / "limit.tmp").rename(folder / "limit")
+            if (folder / "limit.tmp").exists():
+                (folder / "limit.tmp").rename(folder / "limit")
     del state
     loaders = [contender for contender in CONTENDERS if contender.name not in SAVING_ONLY]
     for operation, prepare in (("cold load", drop_from_page_cache), ("warm load", bring_into_page_cache)):
         for number in range(rounds):
-            for contender in _rotated(number, loaders):
+            for contender in _shuffled(number, loaders):
                 prepare(path_of(contender))
                 record(operation, contender.name, measure_load(contender, path_of(contender), device, nbytes))
             if operation == "cold load":
@@ -195,7 +196,7 @@ def run_model(model: str, device: str, rounds: int, folder: Path) -> list[Sample
     return samples
 
 
-def _rotated(number: int, contenders: Any = CONTENDERS) -> list[Contender]:
+def _shuffled(number: int, contenders: Any = CONTENDERS) -> list[Contender]:
     """The contenders in another order each round, so that none always follows the same one."""
     shuffled = list(contenders)
     random.Random(number).shuffle(shuffled)

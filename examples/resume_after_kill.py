@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -132,9 +131,11 @@ def compare(folder: Path, nbytes: int) -> None:
     ours, theirs = folder / "fastensor.ckpt", folder / "torch.ckpt"
 
     def torch_save() -> object:
-        torch.save(state, theirs)
-        with theirs.open("rb") as file:
-            return os.fsync(file.fileno())
+        temporary = theirs.with_suffix(".tmp")
+        torch.save(state, temporary)
+        sync(temporary)
+        temporary.rename(theirs)
+        return sync(folder)
 
     contenders: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "save, durable": (lambda: fastensor.save(state, ours), torch_save),
@@ -154,11 +155,20 @@ def compare(folder: Path, nbytes: int) -> None:
         print(f"  {title:<24} {statistics.median(times[0]):9.3f}   {statistics.median(times[1]):.3f}")
 
 
+def sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def set_residency(path: Path, *, resident: bool) -> None:
     """Bring a file into the page cache or drop it from there."""
     with path.open("rb") as file:
         if resident:
-            shutil.copyfileobj(file, open(os.devnull, "wb"), 1 << 20)  # noqa: SIM115
+            while file.read(1 << 20):
+                pass
         else:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
