@@ -11,7 +11,10 @@ from fastensor.errors import (
     FastensorError,
     LayoutError,
     UnknownBackendError,
+    UnknownFilesystemError,
+    UnknownKeyError,
     UnsafeCheckpointError,
+    UnsupportedContentError,
     UnverifiedCheckpointWarning,
 )
 
@@ -31,6 +34,9 @@ __all__ = [
     "CheckpointReadError",
     "CorruptCheckpointError",
     "UnsafeCheckpointError",
+    "UnsupportedContentError",
+    "UnknownKeyError",
+    "UnknownFilesystemError",
     "UnknownBackendError",
     "BackendUnavailableError",
     "LayoutError",

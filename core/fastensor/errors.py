@@ -37,6 +37,25 @@ class UnsafeCheckpointError(FastensorError, pickle.UnpicklingError):
     """``weights_only=True`` met a global that is not allow-listed; the message names it and the ways out."""
 
 
+class UnsupportedContentError(FastensorError, ValueError):
+    """A container cannot hold what is to be saved, or this torch cannot hold what a file contains.
+
+    Raised by :func:`fastensor.save` before anything is written, for what ``safetensors`` refuses as well: tensors that
+    share memory or are not contiguous, dtypes that the format does not have, anything but a dict of tensors.
+    """
+
+
+class UnknownKeyError(FastensorError, KeyError):
+    """A checkpoint holds nothing of the name, or nothing that matches the pattern, that was asked for."""
+
+    def __str__(self) -> str:  # KeyError would show the message as a literal
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownFilesystemError(FastensorError, ValueError):
+    """``fsspec`` does not know the protocol of a URL, or the package that it needs for it is not installed."""
+
+
 class UnknownBackendError(FastensorError, ValueError):
     """A backend name that is not registered; the message lists those that are."""
 

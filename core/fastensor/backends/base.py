@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastensor.stitch.torch_zip import TorchZip
+from fastensor.stitch.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,16 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities:
         """What the backend can do."""
 
-    def write(self, source: TorchZip, fd: int) -> None:
+    def write(self, source: Source, fd: int) -> Sequence[int]:
         """Write the whole image to an open, empty, seekable file.
 
         Afterwards the file has exactly the image's bytes; they need not be durable yet, that is the caller's
         business. ``fd`` stays open and has the flags that it came with. Storages are only read. The file may have
         space preallocated beyond its final size.
+
+        Returns:
+            What :meth:`Source.head` needs: the CRC32 of each storage's payload. Whoever calls writes the head. May be
+            empty for a source without one.
 
         Raises:
             BackendUnavailableError: this file cannot be written this way; another backend may start over on ``fd``.

@@ -25,7 +25,7 @@ from fastensor.backends.numpy import BufferedReader, copy_with_checksum
 from fastensor.backends.staging import Stager, Window
 from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
-from fastensor.stitch.torch_zip import TorchZip
+from fastensor.stitch.source import Source
 
 TRANSFERS_IN_FLIGHT = 4
 _MIN_TRANSFER_NBYTES = 2 << 20
@@ -49,11 +49,12 @@ class DirectBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES)
 
-    def write(self, source: TorchZip, fd: int) -> None:
+    def write(self, source: Source, fd: int) -> Sequence[int]:
         limits = _limits(fd)
         with _direct_mode(fd):
-            _write(source, fd, limits)
+            checksums = _write(source, fd, limits)
         posix.truncate(fd, source.image.nbytes)
+        return checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         limits = _limits(fd)
@@ -150,7 +151,7 @@ def _direct_mode(fd: int) -> Iterator[None]:
         posix.set_direct(fd, False)
 
 
-def _write(source: TorchZip, fd: int, limits: posix.DirectLimits) -> None:
+def _write(source: Source, fd: int, limits: posix.DirectLimits) -> Sequence[int]:
     image = source.image
     size = transfer_nbytes(image.nbytes)
     begun: Window | None = None
@@ -174,6 +175,7 @@ def _write(source: TorchZip, fd: int, limits: posix.DirectLimits) -> None:
         if begun is not None:
             writers.submit(begun, stager.finish(begun))
         writers.wait_for_all()
+        return stager.checksums
 
 
 class _Writers:

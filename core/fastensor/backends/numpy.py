@@ -17,7 +17,7 @@ from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring, copy_memory
 from fastensor.backends.staging import Stager
 from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
-from fastensor.stitch.torch_zip import TorchZip
+from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 1 << 20
 """Staged and written at a time: small enough to stay in the processor's cache between the two."""
@@ -38,7 +38,7 @@ class NumpyBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(bypasses_page_cache=False, extra_nbytes=BUFFER_NBYTES)
 
-    def write(self, source: TorchZip, fd: int) -> None:
+    def write(self, source: Source, fd: int) -> Sequence[int]:
         total = source.image.nbytes
         with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
             buffer = ring.buffer(0, pin_for=stager.device)
@@ -46,6 +46,7 @@ class NumpyBackend:
                 window = stager.begin(buffer, offset, min(_WINDOW_NBYTES, total - offset))
                 posix.write_fully(fd, stager.finish(window), offset)
         posix.truncate(fd, total)
+        return stager.checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         return BufferedReader(fd)

@@ -56,6 +56,11 @@ class Stager:
         self.device = next(iter(self._streams), None)
         """A CUDA device that copies come from, for which buffers are to be pinned."""
 
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """The CRC32 of each storage's part, as far as windows are finished; 0 for those that are empty."""
+        return tuple(self._checksums)
+
     def __enter__(self) -> Self:
         return self
 
@@ -86,9 +91,9 @@ class Stager:
             else:
                 self._check_size(segment)
                 if self._addresses[segment.index]:
-                    self._copy_from_host(window, piece, segment.index)
+                    self._copy_from_host(window, piece, segment)
                 else:
-                    self._copy_from_device(window, piece, segment.index)
+                    self._copy_from_device(window, piece, segment)
         for device, stream in self._streams.items():
             with torch.cuda.device(device):
                 window.events.append(stream.record_event())
@@ -107,9 +112,9 @@ class Stager:
 
     def _check_size(self, payload: Payload) -> None:
         nbytes = self._storages[payload.index].nbytes()
-        if nbytes != payload.nbytes:
+        if nbytes != payload.storage_nbytes:
             raise RuntimeError(
-                f"a storage of {payload.nbytes} bytes was resized to {nbytes} while it was being saved; "
+                f"a storage of {payload.storage_nbytes} bytes was resized to {nbytes} while it was being saved; "
                 f"keep the state unchanged until save returns"
             )
 
@@ -122,8 +127,9 @@ class Stager:
                 target = at + start - begin
                 window.buffer.view[target : target + stop - start] = crc32[start - position : stop - position]
 
-    def _copy_from_host(self, window: Window, piece: Piece, index: int) -> None:
-        source = self._addresses[index] + piece.begin
+    def _copy_from_host(self, window: Window, piece: Piece, payload: Payload) -> None:
+        index = payload.index
+        source = self._addresses[index] + payload.before + piece.begin
         at, end = piece.position, piece.position + piece.nbytes
         while at < end:
             count = min(_BLOCK_NBYTES, end - at)
@@ -132,13 +138,15 @@ class Stager:
             at += count
             source += count
 
-    def _copy_from_device(self, window: Window, piece: Piece, index: int) -> None:
+    def _copy_from_device(self, window: Window, piece: Piece, payload: Payload) -> None:
+        index = payload.index
         storage = self._storages[index]
+        begin = payload.before + piece.begin
         target = window.buffer.as_tensor()[piece.position : piece.position + piece.nbytes]
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         stream = self._streams.get(storage.device)
         with torch.cuda.stream(stream):
-            target.copy_(source[piece.begin : piece.begin + piece.nbytes], non_blocking=stream is not None)
+            target.copy_(source[begin : begin + piece.nbytes], non_blocking=stream is not None)
         if stream is not None:
             window.late.append(piece)
         else:

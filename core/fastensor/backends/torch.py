@@ -9,6 +9,8 @@ from isal import isal_zlib
 
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.errors import BackendUnavailableError
+from fastensor.stitch.source import Source
 from fastensor.stitch.torch_zip import TorchZip
 
 
@@ -23,11 +25,14 @@ class TorchBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(bypasses_page_cache=False, extra_nbytes=None)
 
-    def write(self, source: TorchZip, fd: int) -> None:
+    def write(self, source: Source, fd: int) -> Sequence[int]:
+        if not isinstance(source, TorchZip):
+            raise BackendUnavailableError("torch.save writes only its own container")
         os.lseek(fd, 0, os.SEEK_SET)
         with os.fdopen(fd, "wb", closefd=False) as file:
             source.write_with_torch(file)
         posix.truncate(fd, source.image.nbytes)
+        return ()
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         return _PlainReader(fd)

@@ -1,41 +1,36 @@
-"""``fastensor.save``: plan the file, move it to a temporary, sync it, publish it."""
+"""``fastensor.save``: plan the file, and have it delivered."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 import torch
 
-from fastensor.backends import posix, registry
-from fastensor.checkpoint.fallback import give_up, use_first
-from fastensor.checkpoint.publish import (
-    Temporary,
-    copy_ownership,
-    publish,
-    resolve_target,
-    temporary_for,
-    wait_for_space,
-)
-from fastensor.checkpoint.report import Fallback, SaveReport
-from fastensor.errors import CheckpointWriteError, LayoutError
-from fastensor.select.rule import choose_writer
-from fastensor.stitch.torch_zip import TorchZip, plan
+from fastensor.backends import registry
+from fastensor.checkpoint.deliver import Delivery, deliver
+from fastensor.checkpoint.fallback import give_up
+from fastensor.checkpoint.location import Location, locate, name_of
+from fastensor.checkpoint.publish import resolve_target
+from fastensor.checkpoint.report import SaveReport
+from fastensor.errors import LayoutError
+from fastensor.stitch import safetensors, torch_zip
+from fastensor.stitch.containers import is_safetensors_name
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
-_PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
+SavedContainer: TypeAlias = Literal["torch", "safetensors"]
 
 
 def save(
     obj: object,
-    path: str | os.PathLike[str],
+    path: Location,
     *,
+    metadata: Mapping[str, str] | None = None,
+    checksums: bool = True,
+    container: SavedContainer | None = None,
     backend: str = registry.AUTO,
     durable: bool = True,
     follow_symlinks: bool = True,
@@ -44,19 +39,26 @@ def save(
 ) -> SaveReport:
     """Save an object as ``torch.save`` does, atomically, durably, with checksums, at the speed of the disk.
 
-    The file is the one that ``torch.save`` would have written (see ``FORMAT.md``): plain ``torch.load`` reads it.
+    The file is the one that ``torch.save`` would have written, or ``safetensors.torch.save_file`` for a name that ends
+    in ``.safetensors`` (see ``FORMAT.md``): plain ``torch.load`` and ``safetensors`` read it.
 
     Args:
         obj: anything that ``torch.save`` takes. It is pickled exactly once, unless the report says that this torch
-            lays out files in a way that Fastensor does not know, and that torch wrote the file. Its tensors are
-            borrowed: they must not change until this returns. CUDA work that was queued on the current streams is
-            waited for.
-        path: the file to create or replace. Its directory must exist. A replaced file's mode is kept, a new file's
-            mode follows the umask.
+            lays out files in a way that Fastensor does not know, and that torch wrote the file. For safetensors, a dict
+            of dense, contiguous tensors that share no memory. Its tensors are borrowed: they must not change until this
+            returns. CUDA work that was queued on the current streams is waited for.
+        path: the file to create or replace: a path, whose directory must exist, or a URL that ``fsspec`` knows; or an
+            open binary file, which is written from its position on. A replaced file's mode is kept, a new file's mode
+            follows the umask.
+        metadata: texts for the ``__metadata__`` of a safetensors file.
+        checksums: whether a safetensors file carries CRC32s, in one more entry of ``__metadata__`` that other readers
+            ignore. Without it is the very file of ``safetensors``. torch's files always carry them.
+        container: ``"torch"`` or ``"safetensors"``; None goes by the name.
         backend: ``"auto"``, or the name of the backend that shall move the bytes. One that cannot, on this file or
             machine, is replaced by another; the report says so and why.
         durable: sync file and directory, so that a power failure after the return does not undo the save. Without
-            it the replacement is still atomic for every process on this machine.
+            it the replacement is still atomic for every process on this machine. What is not a local path is as
+            durable as its keeper makes it: then the report says False.
         follow_symlinks: whether a symlink's target is replaced, or the link itself by a file.
         pickle_module: as for ``torch.save``.
         pickle_protocol: as for ``torch.save``.
@@ -65,8 +67,11 @@ def save(
         What was done, and how long it took.
 
     Raises:
-        CheckpointWriteError: the operating system refused something. What was at ``path`` before is still there,
-            unless the message says that the new file is in place but may not survive a power failure.
+        CheckpointWriteError: the operating system, or the remote filesystem, refused something. What was at ``path``
+            before is still there, unless the message says that the new file is in place but may not survive a power
+            failure. An open file holds a part of the new contents.
+        UnsupportedContentError: a safetensors file cannot hold that.
+        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
@@ -83,78 +88,44 @@ def save(
     started = time.perf_counter()
     if backend != registry.AUTO:
         registry.get(backend)
-    target = resolve_target(path, follow_symlinks=follow_symlinks)
-    stages = _Stages()
-    fallbacks: list[Fallback] = []
-    with stages.timed("plan"):
-        source = _plan(obj, pickle_module, pickle_protocol, fallbacks)
-    with temporary_for(target) as temporary, _explained(temporary, target.path):
-        fd = temporary.fd
-        with stages.timed("write"):
-            if source is not None:
-                used = _write(source, fd, backend, fallbacks)
-            else:
-                used = "torch"
-                with os.fdopen(fd, "wb", closefd=False) as file:
-                    torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-            nbytes = os.fstat(fd).st_size
-        copy_ownership(temporary, target)
-        if durable:
-            with stages.timed("sync"):
-                posix.sync_file(fd)
-        with stages.timed("publish"):
-            publish(temporary, target, durable=durable)
+    where = name_of(path)
+    kind = _container(container, where, metadata, checksums)
+    found = locate(path)
+    target = resolve_target(found, follow_symlinks=follow_symlinks) if isinstance(found, str) else found
+
+    def let_torch_write(file: BinaryIO) -> None:
+        torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+
+    delivery = Delivery(None, let_torch_write, where, backend=backend, durable=durable)
+    with delivery.timed("plan"):
+        if kind == "safetensors":
+            delivery.source = safetensors.plan(obj, metadata=metadata, checksums=checksums)
+        else:
+            try:
+                delivery.source = torch_zip.plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+            except LayoutError as error:
+                give_up("stitching", str(error), delivery.fallbacks)
+    written = deliver(delivery, target)
     return SaveReport(
-        path=target.path,
-        nbytes=nbytes,
-        backend=used,
-        durable=durable,
-        plan_seconds=stages.seconds["plan"],
-        write_seconds=stages.seconds["write"],
-        sync_seconds=stages.seconds.get("sync", 0.0),
-        publish_seconds=stages.seconds["publish"],
+        path=written.path,
+        nbytes=written.nbytes,
+        backend=written.backend,
+        durable=written.durable,
+        plan_seconds=delivery.seconds["plan"],
+        write_seconds=delivery.seconds["write"],
+        sync_seconds=delivery.seconds.get("sync", 0.0),
+        publish_seconds=delivery.seconds.get("publish", 0.0),
         seconds=time.perf_counter() - started,
-        fallbacks=tuple(fallbacks),
+        fallbacks=tuple(delivery.fallbacks),
     )
 
 
-@dataclass(slots=True)
-class _Stages:
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - started
-
-
-@contextmanager
-def _explained(temporary: Temporary, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        outcome = (
-            "the new file is in place, but a power failure may bring back what was there before"
-            if temporary.published
-            else "what was there before is kept"
-        )
-        raise CheckpointWriteError(error.errno, f"the save failed ({error.strerror}); {outcome}", path) from error
-
-
-def _plan(obj: object, pickle_module: Any, pickle_protocol: int, fallbacks: list[Fallback]) -> TorchZip | None:
-    try:
-        return plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-    except LayoutError as error:
-        give_up("stitching", str(error), fallbacks)
-        return None
-
-
-def _write(source: TorchZip, fd: int, backend: str, fallbacks: list[Fallback]) -> str:
-    """Move the image with the wanted backend or else with the next one that can; returns its name."""
-    nbytes = source.image.nbytes
-    wait_for_space()
-    posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
-    wanted = choose_writer(nbytes) if backend == registry.AUTO else registry.get(backend).name
-    used, _ = use_first(wanted, lambda candidate: candidate.write(source, fd), fallbacks)
-    return used
+def _container(
+    wanted: SavedContainer | None, name: str, metadata: Mapping[str, str] | None, checksums: bool
+) -> SavedContainer:
+    if wanted not in (None, "torch", "safetensors"):
+        raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}")
+    kind = wanted or ("safetensors" if is_safetensors_name(name) else "torch")
+    if kind == "torch" and (metadata is not None or not checksums):
+        raise ValueError(f"metadata and checksums=False are for safetensors, but {name} is to be a file of torch's")
+    return kind

@@ -41,12 +41,20 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of one storage, whole."""
+    """The bytes of one storage, or a part of them."""
 
     offset: int
     nbytes: int
     index: int
     """Which storage: its position in the sequence that accompanies the image."""
+    before: int = 0
+    """How many bytes of the storage come before the part."""
+    behind: int = 0
+    """How many bytes of the storage come behind the part."""
+
+    @property
+    def storage_nbytes(self) -> int:
+        return self.before + self.nbytes + self.behind
 
 
 Segment: TypeAlias = Header | Payload

@@ -31,6 +31,7 @@ from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.stitch.image import Blank, Header, Image, Payload, Segment
+from fastensor.stitch.source import Source
 from fastensor.stitch.zip_directory import (
     DESCRIPTOR_CRC_OFFSET,
     DESCRIPTOR_SIGNATURE,
@@ -84,15 +85,9 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchZip:
-    """The planned image of one object, with the storages whose bytes it is made of.
+class TorchZip(Source):
+    """The planned image of one object. Every payload segment is a whole storage; empty ones are in no segment."""
 
-    The storages are borrowed: they must be neither resized nor written until the image has been moved.
-    """
-
-    image: Image
-    storages: tuple[torch.UntypedStorage, ...]
-    """Payload segment ``i`` of the image is ``storages[i]``. Empty storages are in no segment."""
     recording: Recording
     alignment: int
 

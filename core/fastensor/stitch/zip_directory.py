@@ -97,7 +97,7 @@ def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, in
     """Number of entries, size and offset of the central directory."""
     tail_nbytes = min(nbytes, _END.size + _MAX_COMMENT)
     tail = read(nbytes - tail_nbytes, tail_nbytes)
-    at = tail.rfind(_END_SIGNATURE, 0, len(tail) - _END.size + len(_END_SIGNATURE))
+    at = tail.rfind(_END_SIGNATURE, 0, max(len(tail) - _END.size + len(_END_SIGNATURE), 0))
     if at < 0:
         raise CorruptCheckpointError(
             f"{where}: no zip end-of-directory record in the last {tail_nbytes} bytes; the file was cut off "

@@ -1,0 +1,78 @@
+"""Files that are not on a local filesystem: written from front to back, read through Python's file interface.
+
+Memory beyond the state is one buffer of the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import BinaryIO
+
+from isal import isal_zlib
+
+from fastensor.backends import posix
+from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
+from fastensor.backends.staging import Stager
+from fastensor.stitch.source import Source
+
+NAME = "stream"
+"""What reports call this way. It is not chosen but follows from the target, so it is not registered as a backend."""
+
+
+def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
+    """Pass the whole file to ``write`` in order, in pieces that are the writer's until it returns.
+
+    Where checksums stand in front of what they are of, the state is staged twice, first for them alone.
+    """
+    head = source.head(_checksums(source)) if source.checksums_first else b""
+    total = source.image.nbytes
+    with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
+        buffer = ring.buffer(0, pin_for=stager.device)
+        for offset in range(0, total, BUFFER_NBYTES):
+            data = stager.finish(stager.begin(buffer, offset, min(BUFFER_NBYTES, total - offset)))
+            known = head[offset : offset + data.nbytes]
+            data[: len(known)] = known
+            write(data)
+
+
+def _checksums(source: Source) -> tuple[int, ...]:
+    total = source.image.nbytes
+    with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
+        buffer = ring.buffer(0, pin_for=stager.device)
+        for offset in range(0, total, BUFFER_NBYTES):
+            stager.finish(stager.begin(buffer, offset, min(BUFFER_NBYTES, total - offset)))
+        return stager.checksums
+
+
+class StreamReader:
+    """Reads a seekable binary file from ``start`` on. See :class:`fastensor.backends.base.Reader`."""
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        self._file = file
+        self._start = start
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        crc32 = 0
+        self._file.seek(self._start + offset)
+        for at in range(0, buffer.nbytes, BUFFER_NBYTES):
+            block = buffer[at : at + BUFFER_NBYTES]
+            if read_block(self._file, block) != block.nbytes:
+                raise posix.EndOfFile(f"the file ends before offset {offset + at + block.nbytes}")
+            if checksum:
+                crc32 = isal_zlib.crc32(block, crc32)
+        return crc32
+
+    def close(self) -> None:
+        pass
+
+
+def read_block(file: BinaryIO, block: memoryview) -> int:
+    """Fill ``block`` from the file's position; returns the number of bytes read, fewer only at the end."""
+    filled = 0
+    while filled < block.nbytes:
+        data = file.read(block.nbytes - filled)
+        if not data:
+            break
+        block[filled : filled + len(data)] = data
+        filled += len(data)
+    return filled

@@ -1,0 +1,66 @@
+"""What users give as a path: a file of this machine, a URL, or an open file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+from fastensor.errors import UnknownFilesystemError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Location: TypeAlias = str | os.PathLike[str] | BinaryIO
+"""A path, a URL that ``fsspec`` knows, or an open binary file."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A file of a filesystem that only ``fsspec`` reaches."""
+
+    url: str
+    filesystem: AbstractFileSystem
+    path: str
+    """Inside the filesystem."""
+
+
+def locate(location: Location) -> str | RemotePath | BinaryIO:
+    """Find out what a location is; ``file://`` URLs are local paths.
+
+    Raises:
+        UnknownFilesystemError: ``fsspec`` does not know the URL's protocol, or lacks the package for it.
+        TypeError: it is none of these.
+    """
+    if isinstance(location, str | os.PathLike):
+        text: Any = os.fspath(location)
+        if isinstance(text, str):
+            return _resolve_url(text) if "://" in text else text
+    elif hasattr(location, "read") or hasattr(location, "write"):
+        return location
+    raise TypeError(
+        f"expected a path of type str or os.PathLike[str], a URL, or an open binary file; "
+        f"found {type(location).__name__}"
+    )
+
+
+def _resolve_url(url: str) -> str | RemotePath:
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        filesystem, path = url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise UnknownFilesystemError(
+            f"{url}: fsspec cannot reach it ({error}); expected a path, or a URL such as s3://bucket/name whose "
+            f"package (s3fs for s3, gcsfs for gs) is installed"
+        ) from error
+    return str(path) if isinstance(filesystem, LocalFileSystem) else RemotePath(url, filesystem, path)
+
+
+def name_of(location: Location) -> str:
+    """What messages and reports call it."""
+    if isinstance(location, str | os.PathLike):
+        return os.fspath(location)
+    name = getattr(location, "name", None)
+    return name if isinstance(name, str) else f"<{type(location).__name__}>"

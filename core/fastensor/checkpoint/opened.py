@@ -1,0 +1,202 @@
+"""A checkpoint that is open for reading, wherever it is."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO, Protocol
+
+from fastensor.backends import posix, registry, stream
+from fastensor.backends.base import Extent, Reader
+from fastensor.checkpoint.fallback import use_first
+from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.report import Fallback
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
+from fastensor.select.rule import choose_reader
+
+_LOCAL_FILES = (io.FileIO, io.BufferedReader, io.BufferedRandom)
+
+
+class OpenedFile(Protocol):
+    """Random access to the bytes of a checkpoint. Used by one thread."""
+
+    @property
+    def where(self) -> str:
+        """The file's name, for messages."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    @property
+    def path(self) -> str | None:
+        """Where it is on a local filesystem, for libraries that open it themselves; None if it is not."""
+
+    @property
+    def resident_fraction(self) -> float:
+        """How much of it was in the page cache when it was opened, estimated."""
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
+
+    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
+        """Prepare to read these extents fast; returns the name of the way that was found, and the reader."""
+
+
+class LocalFile:
+    """A regular file of this machine."""
+
+    def __init__(self, fd: int, where: str, path: str | None) -> None:
+        self._fd = fd
+        self.where = where
+        self.path = path
+        self.nbytes = os.fstat(fd).st_size
+        self.resident_fraction = posix.resident_fraction(fd, self.nbytes)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        return posix.read_fully(self._fd, buffer, offset)
+
+    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
+        if backend == registry.AUTO:
+            wanted = choose_reader(sum(extent.end - extent.begin for extent in order), self.resident_fraction)
+        else:
+            wanted = registry.get(backend).name
+        return use_first(wanted, lambda one: one.open_reader(self._fd, self.nbytes, order), fallbacks)
+
+
+class StreamFile:
+    """An open binary file: a checkpoint begins at its position and ends where it ends."""
+
+    path = None
+    resident_fraction = 0.0
+
+    def __init__(self, file: BinaryIO, where: str) -> None:
+        self._file = file
+        self._start = file.tell()
+        self.where = where
+        self.nbytes = file.seek(0, os.SEEK_END) - self._start
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        self._file.seek(self._start + offset)
+        return stream.read_block(self._file, buffer)
+
+    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
+        return stream.NAME, stream.StreamReader(self._file, self._start)
+
+
+class FileView(io.RawIOBase):
+    """An opened file as a Python file object, for libraries that want one. Does not own it."""
+
+    def __init__(self, file: OpenedFile) -> None:
+        self._file = file
+        self.where = file.where
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.nbytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(self._file.nbytes - self._position, 0)]
+        count = self._file.readinto(self._position, view) if view.nbytes else 0
+        self._position += count
+        return count
+
+
+@contextmanager
+def opened(location: Location) -> Iterator[OpenedFile]:
+    """Open a checkpoint for reading. An open file is borrowed, and its position undefined afterwards.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointReadError: it cannot be opened, or is not a file.
+        CorruptCheckpointError: it is empty.
+    """
+    where = name_of(location)
+    with ExitStack() as stack:
+        with explained(where):
+            target = locate(location)
+            if isinstance(target, str):
+                file: OpenedFile = _open_local(target, where, stack)
+            elif isinstance(target, RemotePath):
+                remote = stack.enter_context(target.filesystem.open(target.path, "rb"))
+                file = StreamFile(remote, where)
+            else:
+                file = _borrow(target, where)
+        if file.nbytes <= 0:
+            raise CorruptCheckpointError(_emptiness(location, where))
+        yield file
+
+
+def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        kind = errno.EISDIR if os.path.isdir(path) else errno.EINVAL
+        raise CheckpointReadError(kind, "cannot load: expected a checkpoint file, found something else", where)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, fd)
+    return LocalFile(fd, where, path)
+
+
+def _borrow(file: BinaryIO, where: str) -> OpenedFile:
+    if isinstance(file, io.TextIOBase) or not (file.readable() and file.seekable()):
+        raise CheckpointReadError(
+            errno.EINVAL,
+            "cannot load: expected a file opened in mode 'rb' that can seek, found something else; "
+            "read a pipe or a network stream into a file or an io.BytesIO first",
+            where,
+        )
+    if isinstance(file, _LOCAL_FILES) and file.tell() == 0 and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        if isinstance(file, io.BufferedRandom):
+            file.flush()
+        return LocalFile(file.fileno(), where, None)
+    return StreamFile(file, where)
+
+
+def _emptiness(location: Location, where: str) -> str:
+    if isinstance(location, str | os.PathLike):
+        return f"{where}: the file is empty; its save was interrupted or never happened"
+    return f"{where}: nothing stands behind the file's position at offset 0 of it; file.seek(0) goes back to its start"
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Errors of the operating system as ours."""
+    try:
+        yield
+    except (FastensorError, FileNotFoundError):
+        raise
+    except OSError as error:
+        raise as_read_error(error, where) from error
+
+
+def as_read_error(error: OSError, where: str) -> FastensorError:
+    """What a failed system call means for whoever loads the file."""
+    if isinstance(error, posix.EndOfFile):
+        return CorruptCheckpointError(f"{where}: {error.strerror}; it was cut off")
+    return CheckpointReadError(error.errno, f"cannot read the checkpoint ({error.strerror})", where)
+
+
+def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
+    """These bytes of the file.
+
+    Raises:
+        CorruptCheckpointError: it ends before.
+    """
+    data = bytearray(nbytes)
+    if file.readinto(offset, memoryview(data)) != nbytes:
+        raise CorruptCheckpointError(f"{file.where}: the file ends before offset {offset + nbytes}; it was cut off")
+    return bytes(data)

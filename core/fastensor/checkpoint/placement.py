@@ -1,0 +1,30 @@
+"""What ``map_location`` means: where a storage goes that has been read to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+MapLocation: TypeAlias = Any
+"""As for ``torch.load``: a device, its name, a dict between names, a callable, or None."""
+
+
+def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
+    """Put a storage where ``torch.load`` would.
+
+    Args:
+        storage: filled, on the host.
+        location: where it was saved from, such as ``cpu`` or ``cuda:0``.
+        map_location: as for ``torch.load``.
+    """
+    restore: Callable[[torch.UntypedStorage, str], torch.UntypedStorage] = torch.serialization.default_restore_location
+    if callable(map_location) and not isinstance(map_location, torch.device):
+        placed: torch.UntypedStorage | None = map_location(storage, location)
+        return restore(storage, location) if placed is None else placed
+    if isinstance(map_location, dict):
+        location = map_location.get(location, location)
+    elif map_location is not None:
+        location = str(map_location)
+    return restore(storage, location)

@@ -1,0 +1,108 @@
+"""Loading safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastensor.backends.base import Extent, Reader
+from fastensor.checkpoint.checksums import Checked
+from fastensor.checkpoint.names import KeyPatterns
+from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
+from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.stitch.safetensors import (
+    LENGTH_NBYTES,
+    Entry,
+    SafetensorsHeader,
+    header_nbytes,
+    parse_header,
+    torch_dtype,
+)
+
+_SAVED_FROM = "cpu"
+"""The format does not say where tensors were."""
+
+
+def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
+    """Load a dict of tensors, each with memory of its own unless the file is mapped."""
+    header = read_header(file, verify=request.checked)
+    entries = _chosen(header.entries, request.keys, file.where)
+    if request.mmap:
+        return Loaded(_map(file, entries, request.map_location), "torch", False)
+    order = [Extent(entry.begin, entry.end) for entry in sorted(entries, key=lambda entry: entry.begin)]
+    with explained(file.where):
+        used, reader = file.open_reader(order, request.backend, request.fallbacks)
+    tensors = {}
+    with closing(reader):
+        for entry in sorted(entries, key=lambda entry: entry.begin):
+            storage = read_storage(file, reader, entry, verify=request.checked)
+            tensors[entry.name] = _as_tensor(storage, entry, request.map_location, file.where)
+    in_order = {entry.name: tensors[entry.name] for entry in entries}
+    return Loaded(in_order, used, header.checked and request.checked)
+
+
+def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
+    """The file's header, checked."""
+    with explained(file.where):
+        start = read_exactly(file, 0, min(LENGTH_NBYTES, file.nbytes))
+        data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
+    return parse_header(data, file.nbytes, where=file.where, verify=verify)
+
+
+def checked_entry(entry: Entry) -> Checked | None:
+    """What the bytes of a tensor are to be compared with."""
+    if entry.crc32 is None:
+        return None
+    return Checked(f"tensor {entry.name!r}", entry.begin, entry.nbytes, entry.crc32)
+
+
+def read_storage(file: OpenedFile, reader: Reader, entry: Entry, *, verify: bool) -> torch.UntypedStorage:
+    """The bytes of a tensor on the host, verified if they can be."""
+    storage = host_storage(entry.nbytes)
+    if not entry.nbytes:
+        return storage
+    checked = checked_entry(entry) if verify else None
+    with explained(file.where):
+        found = reader.readinto(entry.begin, memory_of(storage), checksum=checked is not None)
+    if checked is not None:
+        checked.compare(found, file.where)
+    return storage
+
+
+def host_storage(nbytes: int) -> torch.UntypedStorage:
+    """Memory of its own, not touched yet."""
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+def memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage on the host. Keeps it alive."""
+    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return array.data
+
+
+def _chosen(entries: Sequence[Entry], keys: Sequence[str] | None, where: str) -> Sequence[Entry]:
+    if keys is None:
+        return entries
+    patterns = KeyPatterns(keys)
+    chosen = [entry for entry in entries if patterns(entry.name)]
+    patterns.check_all_met((entry.name for entry in entries), where)
+    return chosen
+
+
+def _as_tensor(storage: torch.UntypedStorage, entry: Entry, map_location: MapLocation, where: str) -> torch.Tensor:
+    placed = place(storage, _SAVED_FROM, map_location)
+    stride = torch.empty(entry.shape, device="meta").stride()
+    return torch.empty(0, dtype=torch_dtype(entry, where), device=placed.device).set_(placed, 0, entry.shape, stride)
+
+
+def _map(file: OpenedFile, entries: Sequence[Entry], map_location: MapLocation) -> dict[str, torch.Tensor]:
+    """Tensors that are read when they are used, and whose changes stay private, as with ``torch.load(mmap=True)``."""
+    mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
+    return {
+        entry.name: _as_tensor(mapped[entry.begin : entry.end], entry, map_location, file.where) for entry in entries
+    }

@@ -1,0 +1,223 @@
+"""Loading torch's own containers: zip archives through our verifying reader, everything else by torch itself."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+import zlib
+from collections.abc import Collection
+from contextlib import closing
+from typing import IO, Any, cast
+
+import torch
+
+from fastensor.backends.base import Extent, Reader
+from fastensor.checkpoint.checked_file import CheckedFile
+from fastensor.checkpoint.checksums import Checked
+from fastensor.checkpoint.fallback import give_up
+from fastensor.checkpoint.names import KeyPatterns, choose, select
+from fastensor.checkpoint.opened import FileView, OpenedFile, explained, read_exactly
+from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.report import announce
+from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.checkpoint.torch_errors import explain
+from fastensor.errors import CorruptCheckpointError, FastensorError
+from fastensor.stitch.torch_pickle import read_structure, storages_in
+from fastensor.stitch.torch_records import Checks, OpenRecord, payload_records, record_ends
+from fastensor.stitch.zip_directory import LOCAL_HEADER, Record, ZipDirectory, parse_directory
+
+
+def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
+    """Load what is not a zip archive: torch wrote such files before 1.6. They carry no checksums."""
+    give_up(
+        "the verifying reader", "the file is not a zip archive (torch wrote such files before 1.6)", request.fallbacks
+    )
+    return Loaded(_chosen_of_whole(_load_with_torch(file, request, is_zip=False), request, file), "torch", False)
+
+
+def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
+    """Load a zip archive."""
+    archive = read_directory(file)
+    reason = _reason_for_torch(archive)
+    if request.mmap or reason:
+        verified = request.checked and _verify_compressed(file, archive)
+        if reason:
+            give_up("the verifying reader", reason, request.fallbacks)
+        return Loaded(_chosen_of_whole(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
+    _announce_byte_order(archive)
+    skipped = _records_to_skip(file, archive, request)
+    try:
+        return _load_archive(file, archive, request, skipped)
+    except Exception as error:
+        if not skipped or isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError):
+            raise
+        give_up("partial reading", f"torch cannot rebuild the rest without its values ({error!r})", request.fallbacks)
+        return _load_archive(file, archive, request, frozenset())
+
+
+def read_directory(file: OpenedFile) -> ZipDirectory:
+    """The archive's directory, checked."""
+    with explained(file.where):
+        return parse_directory(lambda at, count: read_exactly(file, at, count), file.nbytes, where=file.where)
+
+
+def read_pickle(file: OpenedFile, archive: ZipDirectory, *, verify: bool) -> bytes:
+    """The bytes of ``data.pkl``.
+
+    Raises:
+        CorruptCheckpointError: there is none, it is compressed, or it does not match its CRC32.
+    """
+    found = [record for record in archive.records if record.name.split("/", 1)[1:] == ["data.pkl"]]
+    if len(found) != 1 or found[0].compressed:
+        raise CorruptCheckpointError(
+            f"{file.where}: a zip archive with {len(found)} records named data.pkl at its top, expected one that is "
+            f"not compressed; it is not a checkpoint"
+        )
+    record = found[0]
+    with explained(file.where):
+        opened = open_record(file, Checks(archive, enabled=verify), record)
+        data = read_exactly(file, opened.begin, record.nbytes)
+    if opened.compared:
+        Checked.of_record(opened).compare(zlib.crc32(data), file.where)
+    return data
+
+
+def open_record(file: OpenedFile, checks: Checks, record: Record) -> OpenRecord:
+    """Read the local header of a record."""
+    header = read_exactly(file, record.header_offset, LOCAL_HEADER.size)
+    opened = checks.open_record(record.header_offset, memoryview(header), file.where)
+    assert opened is not None
+    return opened
+
+
+def records_by_key(archive: ZipDirectory) -> dict[str, Record]:
+    """The records of storages by the keys that the pickle has for them."""
+    return {record.name.rpartition("/")[2]: record for record in payload_records(archive)}
+
+
+def _records_to_skip(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) -> Collection[str]:
+    """Names of the records that hold nothing of what was asked for."""
+    if request.keys is None:
+        return ()
+    structure = read_structure(read_pickle(file, archive, verify=request.checked), where=file.where)
+    chosen = select(structure, KeyPatterns(request.keys), file.where)
+    needed = {storage.key for storage in storages_in(chosen)}
+    return {record.name for key, record in records_by_key(archive).items() if key not in needed}
+
+
+def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, skipped: Collection[str]) -> Loaded:
+    """Let torch rebuild the object from our file; the records to skip become tensors on the meta device."""
+    ends = record_ends(archive)
+    order = [
+        Extent(record.header_offset, ends[record.header_offset])
+        for record in payload_records(archive)
+        if record.name not in skipped
+    ]
+    checks = Checks(archive, enabled=request.checked)
+    with explained(file.where):
+        used, reader = file.open_reader(order, request.backend, request.fallbacks)
+    with closing(reader):
+        view = CheckedFile(file, reader, checks, skipped)
+        try:
+            result = _rebuild(view, _skipping(view, request.map_location), request.weights_only)
+        except Exception as error:
+            explain(
+                error,
+                file,
+                weights_only=request.weights_only,
+                is_zip=True,
+                rebuild=lambda: _rebuild_without_values(file, archive, reader),
+            )
+            raise
+    if request.keys is not None:
+        result = choose(result, KeyPatterns(request.keys))
+    return Loaded(result, used, checks.payload)
+
+
+def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:
+    try:
+        result = torch.load(cast(IO[bytes], view), map_location, weights_only=weights_only, mmap=False)
+    except Exception:
+        _raise_failure(view)
+        raise
+    _raise_failure(view)
+    return result
+
+
+def _raise_failure(view: CheckedFile) -> None:
+    if view.failure is not None:
+        with explained(view.where):
+            raise view.failure
+
+
+def _rebuild_without_values(file: OpenedFile, archive: ZipDirectory, reader: Reader) -> object:
+    """Find out whether the pickle is sound, on the host and without reading any tensor."""
+    everything = {record.name for record in payload_records(archive)}
+    return _rebuild(CheckedFile(file, reader, Checks(archive, enabled=False), everything), "cpu", True)
+
+
+def _skipping(view: CheckedFile, map_location: MapLocation) -> MapLocation:
+    """A ``map_location`` that leaves no values where none were read."""
+    if not view.skipped:
+        return map_location
+
+    def place_chosen(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if view.record is not None and view.record.name in view.skipped and storage.nbytes():
+            return torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+        return place(storage, location, map_location)
+
+    return place_chosen
+
+
+def _chosen_of_whole(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
+    return result if request.keys is None else select(result, KeyPatterns(request.keys), file.where)
+
+
+def _reason_for_torch(archive: ZipDirectory) -> str:
+    """Why torch has to read an archive by itself; empty if it need not."""
+    if any(record.name.endswith("/constants.pkl") for record in archive.records):
+        return "the file is a TorchScript archive, which torch.jit loads"
+    if _is_compressed(archive):
+        return "the archive has been compressed, which torch never does"
+    return ""
+
+
+def _is_compressed(archive: ZipDirectory) -> bool:
+    return any(record.compressed for record in archive.records)
+
+
+def _verify_compressed(file: OpenedFile, archive: ZipDirectory) -> bool:
+    """Check every record, so that a damaged method field does not turn plain bytes into something else unnoticed.
+
+    Returns whether there was something to check.
+    """
+    if not _is_compressed(archive):
+        return False
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], FileView(file))) as opened:
+            damaged = opened.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+        raise CorruptCheckpointError(f"{file.where}: a compressed record is damaged ({error})") from error
+    if damaged is not None:
+        raise CorruptCheckpointError(f"{file.where}: record {damaged!r} does not match its CRC32")
+    return True
+
+
+def _announce_byte_order(archive: ZipDirectory) -> None:
+    other = "big" if sys.byteorder == "little" else "little"
+    if any(record.name.endswith("/byteorder") and record.nbytes == len(other) for record in archive.records):
+        announce("loading without conversion", "the file was written with the other byte order; torch swaps it")
+
+
+def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> Any:
+    """Let torch read the file."""
+
+    def attempt(map_location: MapLocation) -> Any:
+        where: Any = file.path or FileView(file)
+        return torch.load(where, map_location, weights_only=request.weights_only, mmap=request.mmap)
+
+    try:
+        return attempt(request.map_location)
+    except Exception as error:
+        explain(error, file, weights_only=request.weights_only, is_zip=is_zip, rebuild=lambda: attempt("cpu"))
+        raise

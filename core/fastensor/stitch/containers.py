@@ -1,0 +1,40 @@
+"""Which container a file is, or is to be."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, TypeAlias
+
+from fastensor.stitch.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
+from fastensor.stitch.zip_directory import LOCAL_SIGNATURE
+
+Container: TypeAlias = Literal["torch", "safetensors", "legacy"]
+"""``torch`` is what ``torch.save`` writes, ``legacy`` what it wrote before 1.6, or anything else."""
+SNIFFED_NBYTES = LENGTH_NBYTES + 1
+SAFETENSORS_SUFFIX = ".safetensors"
+
+
+def recognize(start: bytes, nbytes: int, name: str) -> Container:
+    """Tell the container from the first bytes of a file, and only where they say nothing from its name.
+
+    >>> recognize(b"PK\\x03\\x04.....", 1000, "x"), recognize(b"\\x30" + bytes(7) + b"{", 1000, "x")
+    ('torch', 'safetensors')
+    >>> recognize(b"", 0, "x.safetensors"), recognize(b"\\x80\\x02", 1000, "x.ckpt")
+    ('safetensors', 'legacy')
+    """
+    if start.startswith(LOCAL_SIGNATURE):
+        return "torch"
+    length = int.from_bytes(start[:LENGTH_NBYTES], "little")
+    fits = LENGTH_NBYTES + length <= nbytes and length <= MAX_HEADER_NBYTES
+    if (fits and start[LENGTH_NBYTES:SNIFFED_NBYTES] == b"{") or is_safetensors_name(name):
+        return "safetensors"
+    return "legacy"
+
+
+def is_safetensors_name(name: str | os.PathLike[str]) -> bool:
+    """Whether a file of that name is to hold safetensors.
+
+    >>> is_safetensors_name("model.safetensors"), is_safetensors_name("model.ckpt")
+    (True, False)
+    """
+    return os.fspath(name).lower().endswith(SAFETENSORS_SUFFIX)

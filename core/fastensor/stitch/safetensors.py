@@ -1,0 +1,441 @@
+"""The safetensors container: planning a file, and reading its header (the format's README, huggingface/safetensors).
+
+A file is the length of the header (8 bytes, little endian), the header (a JSON object, padded with spaces to a multiple
+of 8), and the tensors' bytes, one behind the other, larger dtypes first, then by name. What is planned here is byte for
+byte what ``safetensors.torch.save_file`` writes, plus one entry of ``__metadata__`` for the checksums (``FORMAT.md``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.stitch.image import Header, Image, Payload, Segment
+from fastensor.stitch.source import Source
+
+CHECKSUM_KEY = "fastensor.crc32"
+METADATA_KEY = "__metadata__"
+LENGTH_NBYTES = 8
+MAX_HEADER_NBYTES = 100_000_000
+"""The limit of the reference implementation."""
+_ALIGNMENT = 8
+_BLANK = "0" * 8
+_MAX_SIZE = (1 << 63) - 1
+_DTYPES: tuple[tuple[str, str, int], ...] = (
+    ("U64", "uint64", 64), ("I64", "int64", 64), ("F64", "float64", 64), ("C64", "complex64", 64),
+    ("F32", "float32", 32), ("U32", "uint32", 32), ("I32", "int32", 32),
+    ("BF16", "bfloat16", 16), ("F16", "float16", 16), ("U16", "uint16", 16), ("I16", "int16", 16),
+    ("F8_E5M2FNUZ", "float8_e5m2fnuz", 8), ("F8_E4M3FNUZ", "float8_e4m3fnuz", 8), ("F8_E8M0", "float8_e8m0fnu", 8),
+    ("F8_E4M3", "float8_e4m3fn", 8), ("F8_E5M2", "float8_e5m2", 8), ("I8", "int8", 8), ("U8", "uint8", 8),
+    ("F6_E3M2", "", 6), ("F6_E2M3", "", 6), ("F4", "float4_e2m1fn_x2", 4), ("BOOL", "bool", 8),
+)  # fmt: skip
+"""Name in the file, name in torch (empty: it has none), bits per element; in the order in which tensors are stored."""
+_BITS = {name: bits for name, _, bits in _DTYPES}
+_FROM_FILE: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own, _ in _DTYPES if hasattr(torch, own)}
+_TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
+_RANK = {name: rank for rank, (name, _, _) in enumerate(_DTYPES)}
+_CHECKSUMS = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})*")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """As the file names it, such as ``BF16``."""
+    shape: tuple[int, ...]
+    """In elements of the torch dtype; a torch element of F4 holds two of the file's."""
+    begin: int
+    """Where its bytes begin, counted from the file's start."""
+    nbytes: int
+    crc32: int | None
+    """Of its bytes; None if the file has no checksums."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What the header of a file says."""
+
+    entries: tuple[Entry, ...]
+    """In the order of the header."""
+    metadata: Mapping[str, str]
+    """Without the entry for the checksums."""
+    nbytes: int
+    """Where the data region begins."""
+    checked: bool
+    """Whether the file carries checksums, and the header matches its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsSource(Source):
+    """A planned file: see :func:`plan`."""
+
+    header: bytes
+    blanks: int | None
+    """Where the text of the checksums stands in the header; None if it has none."""
+
+    @property
+    def checksums_first(self) -> bool:
+        return self.blanks is not None
+
+    def head(self, checksums: Sequence[int]) -> bytes:
+        if self.blanks is None:
+            return b""
+        head = bytearray(self.header)
+        own = self.blanks + len(_BLANK)
+        tensors = "".join(f" {crc32:08x}" for crc32 in checksums).encode()
+        head[own : own + len(tensors)] = tensors
+        head[self.blanks : own] = b"%08x" % zlib.crc32(head)
+        return bytes(head)
+
+
+def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -> SafetensorsSource:
+    """Lay out the file that ``safetensors.torch.save_file(tensors, ..., metadata)`` would write.
+
+    Args:
+        tensors: a dict from names to dense, contiguous tensors that share no memory. They are borrowed.
+        metadata: texts for the ``__metadata__`` of the file.
+        checksums: whether one more entry of the metadata is to hold CRC32s of all tensors and of the header.
+
+    Raises:
+        UnsupportedContentError: the container cannot hold that; the message says why and what to do.
+    """
+    checked = _checked_tensors(tensors)
+    texts = _checked_metadata(metadata, checksums)
+    order = sorted(checked, key=lambda name: (_RANK[_TO_FILE[checked[name].dtype]], name.encode()))
+    if checksums:
+        texts = {**(texts or {}), CHECKSUM_KEY: " ".join([_BLANK] * (len(order) + 1))}
+    header, begins = _header(order, checked, texts)
+    segments: list[Segment] = [Header(0, header)]
+    for index, name in enumerate(order):
+        if nbytes := checked[name].nbytes:
+            before = int(checked[name].storage_offset()) * checked[name].itemsize
+            behind = int(checked[name].untyped_storage().nbytes()) - before - nbytes
+            segments.append(Payload(begins[index], nbytes, index, before=before, behind=behind))
+    marker = f'"{CHECKSUM_KEY}":"'.encode()
+    blanks = header.rindex(marker + _BLANK.encode()) + len(marker) if checksums else None
+    storages = tuple(checked[name].untyped_storage() for name in order)
+    return SafetensorsSource(Image(segments), storages, header, blanks)
+
+
+def _header(
+    order: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[int]]:
+    """The first bytes of the file, and where each tensor begins."""
+    content: dict[str, Any] = {} if metadata is None else {METADATA_KEY: metadata}
+    begins = []
+    at = 0
+    for name in order:
+        tensor = tensors[name]
+        dtype = _TO_FILE[tensor.dtype]
+        begins.append(at)
+        at += tensor.nbytes
+        content[name] = {"dtype": dtype, "shape": _shape_in_file(tensor), "data_offsets": [begins[-1], at]}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise UnsupportedContentError(
+            f"the header would take {len(text)} bytes, but readers of safetensors accept {MAX_HEADER_NBYTES}: "
+            f"save fewer tensors per file, or a .ckpt"
+        )
+    header = struct.pack("<Q", len(text)) + text
+    return header, [len(header) + begin for begin in begins]
+
+
+def _shape_in_file(tensor: torch.Tensor) -> list[int]:
+    shape = list(tensor.shape)
+    if _TO_FILE[tensor.dtype] == "F4":
+        shape[-1] *= 2
+    return shape
+
+
+def _checked_tensors(tensors: Any) -> dict[str, torch.Tensor]:
+    """The same dict, if the container can hold it."""
+    if sys.byteorder != "little":
+        raise UnsupportedContentError("safetensors files are little endian, this machine is not: save a .ckpt")
+    if not isinstance(tensors, dict):
+        raise UnsupportedContentError(
+            f"a .safetensors file holds a dict from names to tensors, found {type(tensors).__name__}: save it as "
+            f".ckpt, which holds any object"
+        )
+    for name, tensor in tensors.items():
+        if reason := _reason_to_refuse(name, tensor):
+            raise UnsupportedContentError(f"a .safetensors file cannot hold {name!r}: {reason}")
+    if shared := _find_shared(tensors):
+        raise UnsupportedContentError(
+            f"tensors share memory, which a .safetensors file cannot express: {shared}. Leave all but one of each "
+            f"group out (and tie them again after loading), .clone() them to store each by itself, or save a .ckpt, "
+            f"which keeps ties"
+        )
+    return tensors
+
+
+def _reason_to_refuse(name: object, tensor: object) -> str:
+    """Why a tensor cannot be stored, and what to do; empty if it can."""
+    if not isinstance(name, str):
+        return f"its name is of type {type(name).__name__}, expected str"
+    if name == METADATA_KEY:
+        return "the format keeps that name for itself; use another one"
+    if not _is_text(name):
+        return "its name holds a lone surrogate, which UTF-8 does not have; use another one"
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is of type {type(tensor).__name__}, expected a tensor; save a .ckpt, or put texts into metadata"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "it is not dense; store .to_dense(), or its parts, or save a .ckpt"
+    if tensor.is_quantized or tensor.dtype not in _TO_FILE:
+        return f"the format has no {tensor.dtype}; convert it (complex128: torch.view_as_real), or save a .ckpt"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no values"
+    if not tensor.is_contiguous():
+        return "it is not contiguous; store .contiguous(), or save a .ckpt, which keeps strides"
+    if tensor.is_conj() or tensor.is_neg():
+        return "it is a lazy conjugate or negative; store .resolve_conj().resolve_neg()"
+    if tensor.nbytes and not _has_own_memory(tensor):
+        return f"a {type(tensor).__name__} has no memory of its own; store its local or full tensor, or save a .ckpt"
+    return ""
+
+
+def _has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes are where tensor and storage say; wrapper subclasses such as DTensor have none."""
+    try:
+        address = tensor.untyped_storage().data_ptr()
+        return address != 0 and tensor.data_ptr() == address + tensor.storage_offset() * tensor.itemsize
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of names whose tensors overlap in memory."""
+    areas = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+        if tensor.nbytes
+    )
+    groups: list[list[str]] = []
+    device, end = "", 0
+    for area in areas:
+        if area[0] == device and area[1] < end:
+            groups[-1].append(area[3])
+        else:
+            groups.append([area[3]])
+            end = 0
+        device, end = area[0], max(end, area[2])
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def _checked_metadata(metadata: Mapping[str, str] | None, checksums: bool) -> dict[str, str] | None:
+    if metadata is None:
+        return None
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise UnsupportedContentError(
+                f"metadata of a .safetensors file maps str to str, found {key!r}: {value!r}; json.dumps makes texts"
+            )
+        if not (_is_text(key) and _is_text(value)):
+            raise UnsupportedContentError(f"metadata {key!r} holds a lone surrogate, which UTF-8 does not have")
+    if CHECKSUM_KEY in metadata:
+        raise UnsupportedContentError(
+            f"metadata has an entry {CHECKSUM_KEY!r}, which belongs to the checksums of the file that it came from: "
+            f"leave it out"
+        )
+    return dict(metadata)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def torch_dtype(entry: Entry, where: str) -> torch.dtype:
+    """The dtype of a tensor.
+
+    Raises:
+        UnsupportedContentError: this torch has none like it.
+    """
+    try:
+        return _FROM_FILE[entry.dtype]
+    except KeyError:
+        raise UnsupportedContentError(
+            f"{where}: tensor {entry.name!r} is of dtype {entry.dtype}, which torch {torch.__version__} does not have"
+        ) from None
+
+
+def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
+    """How many bytes from the file's start the header takes.
+
+    Args:
+        start: the first 8 bytes of the file, or all of a shorter one.
+        nbytes: size of the file.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpointError: the file does not hold that much.
+    """
+    if len(start) < LENGTH_NBYTES:
+        raise CorruptCheckpointError(
+            f"{where}: {nbytes} bytes at offset 0, too few for a safetensors file; it was cut off"
+        )
+    length = int(struct.unpack("<Q", start)[0])
+    if length > min(MAX_HEADER_NBYTES, nbytes - LENGTH_NBYTES):
+        raise CorruptCheckpointError(
+            f"{where}: the length at offset 0 claims a header of {length} bytes, but the file has {nbytes} and headers "
+            f"have at most {MAX_HEADER_NBYTES}; the file is damaged, was cut off, or is not a safetensors file"
+        )
+    return LENGTH_NBYTES + length
+
+
+def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -> SafetensorsHeader:
+    """Read and check a header.
+
+    Args:
+        data: the first :func:`header_nbytes` bytes of the file.
+        nbytes: size of the file.
+        where: the file's name, for messages.
+        verify: whether checksums are of interest. If not, the file is taken for one without.
+
+    Raises:
+        CorruptCheckpointError: the header is not one, contradicts itself or the file's size, or its checksum.
+    """
+    content = _parse_json(data[LENGTH_NBYTES:], where)
+    metadata = _parse_metadata(content.pop(METADATA_KEY, {}), where)
+    text = metadata.pop(CHECKSUM_KEY, None)
+    checksums = None if text is None or not verify else _parse_checksums(text, len(content), data, where)
+    entries = tuple(
+        _parse_entry(name, value, None if checksums is None else checksums[i], len(data), where)
+        for i, (name, value) in enumerate(content.items())
+    )
+    _check_tiling(entries, len(data), nbytes, where)
+    return SafetensorsHeader(entries, metadata, len(data), checksums is not None)
+
+
+def _parse_json(data: bytes, where: str) -> dict[str, Any]:
+    here = f"{where}: the header at offset {LENGTH_NBYTES}"
+    if data[:1] != b"{":
+        raise CorruptCheckpointError(f"{here} begins with {data[:1]!r}, expected {b'{'!r}; not a safetensors file")
+    try:
+        content = json.loads(data.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # JSON, UTF-8, and numbers of thousands of digits
+        raise CorruptCheckpointError(f"{here} is not sound JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CorruptCheckpointError(f"{here} holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    if not all(_is_text(name) for name in result):
+        raise ValueError("a name holds a lone surrogate")
+    return result
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _parse_metadata(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise CorruptCheckpointError(f"{where}: {METADATA_KEY} in the header maps something else than texts to texts")
+    return dict(value)
+
+
+def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[int]:
+    """The CRC32 of each tensor, in the order of the header, if the header's own matches."""
+    if not _CHECKSUMS.fullmatch(text) or len(text) != 9 * (tensors + 1) - 1:
+        raise CorruptCheckpointError(
+            f"{where}: {CHECKSUM_KEY!r} in the header at offset {LENGTH_NBYTES} does not hold {tensors + 1} CRC32s: "
+            f"the file was damaged, or another tool changed it and kept the entry. Pass verify=False to load it "
+            f"unverified"
+        )
+    expected, *checksums = (int(word, 16) for word in text.split(" "))
+    found = _own_checksum(data, text)
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"{where}: the header ({len(data)} bytes at offset 0) has CRC32 {found:08x}, expected {expected:08x}: the "
+            f"file was damaged after it was written, or another tool changed it and kept our entry {CHECKSUM_KEY!r} in "
+            f"its metadata. Load an older checkpoint, or pass verify=False to load it unverified"
+        )
+    return checksums
+
+
+def _own_checksum(data: bytes, text: str) -> int:
+    """The CRC32 of the header with its own value blanked."""
+    marker = f'"{CHECKSUM_KEY}":"{text}"'.encode()
+    at = data.rfind(marker)
+    own = at + len(marker) - 1 - len(text)
+    blanked = data if at < 0 else b"".join((data[:own], _BLANK.encode(), data[own + len(_BLANK) :]))
+    return zlib.crc32(blanked)
+
+
+def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str) -> Entry:
+    here = f"{where}: tensor {name!r} in the header"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CorruptCheckpointError(
+            f"{here} is described by {_shortened(value)}, expected dtype, shape and data_offsets"
+        )
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise CorruptCheckpointError(f"{here} has dtype {_shortened(dtype)}, which the format does not have")
+    if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) > _MAX_SIZE:
+        raise CorruptCheckpointError(f"{here} has shape {_shortened(shape)}, which no tensor has")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CorruptCheckpointError(f"{here} has data_offsets {_shortened(offsets)}, expected [begin, end]")
+    bits = math.prod(shape) * _BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        raise CorruptCheckpointError(
+            f"{here}: {dtype} of shape {list(shape)} takes {bits / 8:g} bytes, but its data_offsets {offsets} have "
+            f"room for {offsets[1] - offsets[0]}"
+        )
+    if dtype == "F4":
+        if not shape or shape[-1] % 2:
+            raise CorruptCheckpointError(f"{here} has shape {list(shape)}; the last size of F4 is even")
+        shape = [*shape[:-1], shape[-1] // 2]
+    return Entry(name, dtype, tuple(shape), base + offsets[0], offsets[1] - offsets[0], crc32)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_tiling(entries: Sequence[Entry], base: int, nbytes: int, where: str) -> None:
+    """The tensors follow each other without gaps or overlaps, from the header to the end of the file."""
+    ordered = sorted(entries, key=lambda entry: (entry.begin, entry.end))
+    for before, after in pairwise(ordered):
+        if before.end != after.begin:
+            kind = "overlap" if before.end > after.begin else "leave a gap"
+            raise CorruptCheckpointError(
+                f"{where}: tensors {before.name!r} and {after.name!r} {kind} at offset {after.begin}; the header "
+                f"is wrong"
+            )
+    begin, end = (ordered[0].begin, ordered[-1].end) if ordered else (base, base)
+    if (begin, end) != (base, nbytes):
+        raise CorruptCheckpointError(
+            f"{where}: the header says that tensors take the bytes from {begin} to {end}, but there are those from "
+            f"{base} to {nbytes}: the file was cut off, or something was appended to it"
+        )

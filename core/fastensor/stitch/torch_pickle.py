@@ -1,0 +1,261 @@
+"""What the pickle of a torch checkpoint says that it holds, without running it.
+
+A pickle is a program. This one is interpreted symbolically: no global that it names is imported, no class of it is
+instantiated, no tensor is made. Tensors become records that say which storage they lie in and how; objects of unknown
+classes become records of their names and parts. So it is safe for any file, also where ``weights_only=True`` refuses.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from fastensor.errors import CorruptCheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage of the checkpoint."""
+
+    key: str
+    """Its record is ``data/<key>`` in the archive's folder."""
+    dtype: torch.dtype
+    """uint8 for untyped ones."""
+    location: str
+    """The device that it was saved from, such as ``cuda:0``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of the checkpoint."""
+
+    kind: str
+    """``Tensor``, ``Parameter``, the name of a subclass, or what else it is: ``sparse``, ``quantized``."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    storage: StorageRef | None
+    """What it is a view of, if it is a dense tensor that is one; else None."""
+    offset: int = 0
+    """Where in the storage it begins, in elements."""
+    stride: tuple[int, ...] = ()
+    plain: bool = True
+    """Whether storage, offset and stride are all that there is to its values: not so for lazy conjugates, say."""
+    parts: tuple[Any, ...] = ()
+    """What it is made of, if it is not a dense tensor, and what hangs on it."""
+
+
+@dataclass(slots=True, eq=False)
+class Opaque:
+    """An object of a class, or the result of a function, that is not known here."""
+
+    name: str
+    """Full name of the class or function."""
+    parts: list[Any] = field(default_factory=list)
+    """Arguments, state and items, for the storages in them."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts.append(state)
+
+    def append(self, item: Any) -> None:
+        self.parts.append(item)
+
+    def extend(self, items: Sequence[Any]) -> None:
+        self.parts.extend(items)
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.parts.append(item)
+
+
+def read_structure(data: bytes, *, where: str) -> Any:
+    """The object that the pickle describes: dicts, lists and plain values as they are, the rest as records.
+
+    Raises:
+        CorruptCheckpointError: it is not a pickle of torch's.
+    """
+    try:
+        return _Interpreter(io.BytesIO(data)).load()
+    except RecursionError as error:
+        raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be one of torch's") from error
+    except Exception as error:
+        raise CorruptCheckpointError(f"{where}: the pickle is damaged or not one of torch's ({error!r})") from error
+
+
+def storages_in(value: Any) -> Iterator[StorageRef]:
+    """Yield every storage that a part of the structure needs, each container being looked into once."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, StorageRef):
+            yield value
+            continue
+        if not isinstance(value, dict | list | tuple | set | TensorRef | Opaque) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, TensorRef):
+            stack += [value.storage, *value.parts]
+        elif isinstance(value, Opaque):
+            stack += value.parts
+        elif isinstance(value, dict):
+            stack += [*value.keys(), *value.values()]
+        else:
+            stack += value
+
+
+def _rebuild_tensor(
+    storage: StorageRef, offset: int, size: Sequence[int], stride: Sequence[int], *rest: Any, dtype: Any = None
+) -> TensorRef:
+    """``torch._utils._rebuild_tensor_v2``; rest: requires_grad, hooks, and what is special about it (conjugation)."""
+    numbers = (offset, *size, *stride)
+    if not isinstance(storage, StorageRef) or len(size) != len(stride):
+        raise ValueError("a tensor without a storage, or with more sizes than strides")
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise ValueError(f"a tensor of offset {offset}, size {size}, stride {stride}")
+    return TensorRef(
+        "Tensor", dtype or storage.dtype, tuple(size), storage, offset, tuple(stride), not any(rest[2:3]), ()
+    )
+
+
+def _rebuild_tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> TensorRef:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype")
+    return _rebuild_tensor(storage, offset, size, stride, grad, hooks, *rest, dtype=dtype)
+
+
+def _rebuild_parameter(data: Any, *rest: Any) -> Any:
+    return replace(data, kind="Parameter", parts=(*data.parts, rest)) if isinstance(data, TensorRef) else data
+
+
+def _rebuild_quantized(storage: StorageRef, offset: int, size: Sequence[int], *rest: Any) -> TensorRef:
+    return TensorRef("quantized", storage.dtype, tuple(size), None, parts=(storage, rest), plain=False)
+
+
+def _rebuild_sparse(layout: Any, data: Any) -> TensorRef:
+    """The data are the parts (indices, values, ...), then the size, and whether it is coalesced."""
+    values = [part for part in data if isinstance(part, TensorRef)][-1]
+    size = next(part for part in reversed(data) if isinstance(part, torch.Size))
+    return TensorRef("sparse", values.dtype, tuple(size), None, parts=tuple(data), plain=False)
+
+
+def _rebuild_on_meta(dtype: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
+    return TensorRef("meta", dtype, tuple(size), None, stride=tuple(stride), plain=False)
+
+
+def _rebuild_wrapper(kind: Any, dtype: Any, size: Any, *rest: Any) -> TensorRef:
+    return TensorRef(_name_of(kind), dtype, tuple(size), None, parts=rest, plain=False)
+
+
+def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    base = function(*arguments)
+    if not isinstance(base, TensorRef):
+        return Opaque(_name_of(kind), [base, state])
+    return replace(base, kind=_name_of(kind), parts=(*base.parts, state))
+
+
+def _name_of(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return text.encode(encoding)
+
+
+_STORAGES = {
+    "UntypedStorage": "uint8", "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16",
+    "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "QUInt8Storage": "quint8", "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
+}  # fmt: skip
+"""What torch calls the storages of its dtypes in pickles."""
+_KNOWN: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "builtins.set": set,
+    "__builtin__.set": set,
+    "_codecs.encode": _encode,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._utils._rebuild_qtensor": _rebuild_quantized,
+    "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_on_meta,
+    "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+}
+
+
+class _Interpreter(pickle._Unpickler):
+    """The pure Python one: the memo of the one in C takes 64 GiB if a pickle of ten bytes asks it to."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _KNOWN:
+            return _KNOWN[full]
+        if module in ("torch", "torch.storage") and (known := _dtype_or_storage(name)) is not None:
+            return known
+        return _opaque(full)
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        word, kind, key, location, _ = pid
+        if word != "storage" or not isinstance(key, str) or not isinstance(kind, _StorageKind):
+            raise ValueError(f"{pid!r} is not the persistent id of a storage")
+        return StorageRef(key, kind.dtype, str(location))
+
+    def load_bytearray8(self) -> None:
+        (nbytes,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]  # set by load()
+        data = self.read(nbytes)  # type: ignore[attr-defined]  # no more than there is, unlike what this replaces
+        if len(data) != nbytes:
+            raise EOFError("a bytearray is cut off")
+        self.append(bytearray(data))  # type: ignore[attr-defined]
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageKind:
+    dtype: torch.dtype
+
+
+def _dtype_or_storage(name: str) -> torch.dtype | _StorageKind | None:
+    word = _STORAGES.get(name)
+    value = getattr(torch, word or name, None)
+    if isinstance(value, torch.dtype):
+        return _StorageKind(value) if word else value
+    return None
+
+
+def _opaque(name: str) -> type[Opaque]:
+    """A class whose instances say that they are of class ``name``."""
+
+    class Unknown(Opaque):
+        __slots__ = ()
+
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            self = object.__new__(cls)
+            Opaque.__init__(self, name, [*arguments, *options.values()])
+            return self
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            pass
+
+    Unknown.__name__ = name
+    return Unknown

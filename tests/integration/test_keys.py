@@ -1,0 +1,164 @@
+"""Loading a part of a checkpoint: the same object with nothing else in it, and nothing else read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastensor
+from fastensor import UnknownKeyError, UnsafeCheckpointError, UnsupportedContentError
+from fastensor.backends import posix, registry
+from fastensor.checkpoint import names
+
+
+class Unknown:
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+WEIGHTS = OrderedDict({"layer.weight": torch.randn(50, 100), "layer.bias": torch.randn(50), "head": torch.randn(9)})
+CHECKPOINT = {
+    "epoch": 3,
+    "state_dict": WEIGHTS,
+    "optimizer_states": [{"state": {0: {"exp_avg": torch.randn(50, 100), "step": torch.tensor(5.0)}}, "lr": 0.1}],
+    "tied": WEIGHTS["layer.weight"][3:5],
+    "order": list(range(5)),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    fastensor.save(CHECKPOINT, tmp_path / "x.ckpt")
+    return tmp_path / "x.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["epoch"], {"epoch": 3}),
+        (["state_dict.layer.bias"], {"state_dict": OrderedDict({"layer.bias": WEIGHTS["layer.bias"]})}),
+        (["state_dict"], {"state_dict": WEIGHTS}),
+        (["*.lr", "order"], {"optimizer_states": [{"lr": 0.1}], "order": list(range(5))}),
+        (["*step"], {"optimizer_states": [{"state": {0: {"step": torch.tensor(5.0)}}}]}),
+        (["state_dict.[!l]*"], {"state_dict": OrderedDict({"head": WEIGHTS["head"]})}),
+        (["tied"], {"tied": CHECKPOINT["tied"]}),
+        (["*"], CHECKPOINT),
+    ],
+)
+@pytest.mark.parametrize("backend", registry.names())
+def test_the_same_object_with_nothing_else_in_it(path: Path, keys: list[str], expected: Any, backend: str) -> None:
+    states.assert_equal(fastensor.load(path, keys=keys, backend=backend), expected)
+
+
+def test_ties_within_the_choice_are_kept(path: Path) -> None:
+    found = fastensor.load(path, keys=["tied", "state_dict.layer.weight"])
+    found["state_dict"]["layer.weight"][3] = 7
+    assert (found["tied"][0] == 7).all()
+
+
+@pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
+def test_nothing_else_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(8)}
+    fastensor.save(state, path)
+    read: list[int] = []
+    original = posix.read_fully
+
+    def count(fd: int, buffer: memoryview, offset: int, **options: Any) -> int:
+        read.append(buffer.nbytes)
+        return original(fd, buffer, offset, **options)
+
+    monkeypatch.setattr(posix, "read_fully", count)
+    found = fastensor.load(path, keys=["t3"], backend="numpy")
+    assert list(found) == ["t3"]
+    assert (found["t3"] == 3).all()
+    assert 4 << 20 <= sum(read) < 5 << 20
+
+
+def test_damage_elsewhere_does_not_matter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.index(WEIGHTS["layer.weight"].numpy().tobytes())
+    data[at + 99] ^= 1
+    path.write_bytes(data)
+    states.assert_equal(fastensor.load(path, keys=["*.head"])["state_dict"]["head"], WEIGHTS["head"])
+    with pytest.raises(fastensor.CorruptCheckpointError):
+        fastensor.load(path, keys=["*.weight"])
+
+
+def test_what_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(UnknownKeyError, match=r"matches 'state_dict.tail', 'x\*'; there are epoch, state_dict.layer"):
+        fastensor.load(path, keys=["epoch", "state_dict.tail", "x*"])
+    with pytest.raises(KeyError):
+        fastensor.load(path, keys=[""])
+
+
+def test_one_name_is_not_a_list_of_names(path: Path) -> None:
+    with pytest.raises(TypeError, match="list of names"):
+        fastensor.load(path, keys="epoch")
+
+
+@pytest.mark.parametrize("kind", states.SPECIAL)
+def test_any_kind_of_tensor_chosen_or_not(tmp_path: Path, kind: str) -> None:
+    state = {"special": states._special(kind, 1), "plain": torch.arange(5)}
+    fastensor.save(state, tmp_path / "x")
+    expected = torch.load(tmp_path / "x", weights_only=False)
+    for key in state:
+        found = fastensor.load(tmp_path / "x", keys=[key], weights_only=False)
+        assert list(found) == [key]
+        states.assert_equal(found[key], expected[key])
+
+
+def test_objects_of_classes_that_are_not_allowed(tmp_path: Path) -> None:
+    fastensor.save({"object": Unknown(torch.arange(4)), "w": torch.ones(2)}, tmp_path / "x")
+    with pytest.raises(UnsafeCheckpointError, match="Unknown"):
+        fastensor.load(tmp_path / "x", keys=["w"])
+    found = fastensor.load(tmp_path / "x", keys=["object"], weights_only=False)
+    assert list(found) == ["object"]
+    assert torch.equal(found["object"].tensor, torch.arange(4))
+
+
+def test_files_that_torch_reads_by_itself(tmp_path: Path) -> None:
+    torch.save(CHECKPOINT, tmp_path / "x", _use_new_zipfile_serialization=False)
+    with pytest.warns(fastensor.UnverifiedCheckpointWarning):
+        found = fastensor.load(tmp_path / "x", keys=["state_dict.head"])
+    states.assert_equal(found, {"state_dict": OrderedDict({"head": WEIGHTS["head"]})})
+
+
+def test_mapped(path: Path) -> None:
+    found = fastensor.load(path, keys=["state_dict.head"], mmap=True)
+    assert torch.equal(found["state_dict"]["head"], WEIGHTS["head"])
+
+
+def test_a_tree_of_too_many_values_and_one_that_holds_itself() -> None:
+    bomb: Any = [torch.ones(1)]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    with pytest.raises(UnsupportedContentError, match="more than 1000000"):
+        list(names.walk(bomb))
+    loop: dict[str, Any] = {"a": 1}
+    loop["self"] = loop
+    assert [name for name, _ in names.walk(loop)] == ["a", "self"]
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"x": deep}
+    assert len(list(names.walk(deep))) == 1
+    assert names.choose(deep, lambda name: False) is None
+
+
+@given(tree=states.trees(), data=st.data())
+def test_choosing_any_leaf_gives_that_leaf(tree: Any, data: st.DataObject) -> None:
+    leaves = list(names.walk({"root": tree}))
+    name, value = data.draw(st.sampled_from(leaves))
+    assert holds(names.choose({"root": tree}, lambda other: other == name), value)
+
+
+def holds(tree: Any, value: Any) -> bool:
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return tree is value or any(holds(child, value) for child in inner)

@@ -1,0 +1,241 @@
+"""The safetensors container: the reference implementation's files, plus checksums that it ignores and we verify."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastensor
+from fastensor import CorruptCheckpointError, UnsupportedContentError, UnverifiedCheckpointWarning
+from fastensor.backends import registry
+
+DTYPES = [d for d in states.DTYPES if d != torch.complex128] + [
+    dtype for name in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu") if (dtype := getattr(torch, name, None))
+]
+STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3)}
+BACKENDS = [name for name in registry.names() if name != "torch"]
+
+texts = st.text(max_size=8)
+shapes = st.lists(st.integers(0, 5), max_size=4) | st.just([70_001])
+tensors = st.builds(states._random_bytes, st.sampled_from(DTYPES), shapes, st.integers(0, 99))
+dicts = st.dictionaries(texts.filter(lambda name: name != "__metadata__"), tensors, max_size=6)
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack("<Q", data[:8])
+    header: dict[str, Any] = json.loads(data[8 : 8 + length])
+    return header
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+
+
+@given(state=dicts, metadata=st.none() | st.dictionaries(texts, texts, max_size=1))
+def test_without_checksums_it_is_the_file_of_safetensors(state: dict[str, Tensor], metadata: Any) -> None:
+    if not state and metadata == {}:
+        metadata = None  # for that, the reference implementation writes invalid JSON
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = Path(folder, "ours.safetensors"), Path(folder, "theirs.safetensors")
+        fastensor.save(state, ours, metadata=metadata, checksums=False, durable=False)
+        safetensors.torch.save_file(state, theirs, metadata)
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+@given(state=dicts, metadata=st.none() | st.dictionaries(texts, texts, max_size=4), checksums=st.booleans())
+def test_everyone_reads_the_same(state: dict[str, Tensor], metadata: Any, checksums: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.safetensors")
+        fastensor.save(state, path, metadata=metadata, checksums=checksums, durable=False)
+        assert_same(safetensors.torch.load_file(path), state)
+        if checksums:
+            assert_same(fastensor.load(path), state)
+        else:
+            with pytest.warns(UnverifiedCheckpointWarning):
+                assert_same(fastensor.load(path), state)
+        with safetensors.safe_open(path, "pt") as opened:
+            found = dict(opened.metadata() or {})
+        assert ("fastensor.crc32" in found) == checksums
+        found.pop("fastensor.crc32", None)
+        assert found == (metadata or {})
+
+
+@given(state=dicts)
+def test_files_of_safetensors_are_loaded(state: dict[str, Tensor]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x")
+        safetensors.torch.save_file(state, path)
+        with pytest.warns(UnverifiedCheckpointWarning):
+            assert_same(fastensor.load(path), state)
+
+
+def test_packed_four_bit_floats(tmp_path: Path) -> None:
+    dtype = getattr(torch, "float4_e2m1fn_x2", None)
+    if dtype is None:
+        pytest.skip("this torch has no float4_e2m1fn_x2")
+    state = {"w": torch.arange(12, dtype=torch.uint8).reshape(3, 4).view(dtype)}
+    fastensor.save(state, tmp_path / "a.safetensors", checksums=False)
+    safetensors.torch.save_file(state, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    fastensor.save(state, tmp_path / "a.safetensors")
+    assert_same(fastensor.load(tmp_path / "a.safetensors"), state)
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_large_tensors_by_every_backend(tmp_path: Path, backend: str) -> None:
+    base = torch.randint(0, 256, (11 << 20,), dtype=torch.uint8)
+    state = {"a": base[: 5 << 20], "b": base[5 << 20 : -3], "small": torch.ones(3), "none": torch.empty(0, 3)}
+    report = fastensor.save(state, tmp_path / "x.safetensors", backend=backend, metadata={"k": "v"})
+    assert report.backend == ("numpy" if backend == "torch" else backend) or report.fallbacks
+    assert os.path.getsize(tmp_path / "x.safetensors") == report.nbytes
+    found, loaded = fastensor.load_with_report(tmp_path / "x.safetensors", backend=backend)
+    assert loaded.verified
+    assert list(found) == ["none", "small", "a", "b"]
+    assert_same(found, state)
+    assert_same(safetensors.torch.load_file(tmp_path / "x.safetensors"), state)
+    assert found["a"].untyped_storage().nbytes() == found["a"].nbytes
+
+
+def test_the_name_decides_unless_the_caller_does(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x.ckpt", container="safetensors")
+    assert header_of((tmp_path / "x.ckpt").read_bytes()).keys() == {"__metadata__", *STATE}
+    fastensor.save({"any": object}, tmp_path / "x.safetensors", container="torch")
+    assert (tmp_path / "x.safetensors").read_bytes()[:2] == b"PK"
+    with pytest.raises(ValueError, match="'torch', 'safetensors' or None, found 'zip'"):
+        fastensor.save(STATE, tmp_path / "y", container="zip")  # type: ignore[arg-type]
+    for wrong in ({"metadata": {"a": "b"}}, {"checksums": False}):
+        with pytest.raises(ValueError, match="for safetensors"):
+            fastensor.save(STATE, tmp_path / "y.ckpt", **wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "y.ckpt").exists()
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not a dict": ([torch.ones(1)], "found list.*ckpt"),
+    "a number": ({"a": 3}, "'a'.*type int"),
+    "a dict inside": ({"a": {"b": torch.ones(1)}}, "'a'.*type dict"),
+    "a name of another type": ({3: torch.ones(1)}, "3.*type int, expected str"),
+    "the name of the metadata": ({"__metadata__": torch.ones(1)}, "use another"),
+    "a surrogate": ({"\ud800": torch.ones(1)}, "surrogate"),
+    "complex128": ({"a": torch.ones(1, dtype=torch.complex128)}, "no torch.complex128.*view_as_real"),
+    "expanded": ({"a": torch.ones(1).expand(2)}, "not contiguous"),
+    "a bit field": ({"a": torch.empty(2, dtype=torch.complex32)}, "no torch.complex32"),
+    "sparse": ({"a": torch.ones(2).to_sparse()}, "not dense.*to_dense"),
+    "transposed": ({"a": torch.ones(2, 3).t()}, r"not contiguous.*\.contiguous\(\)"),
+    "conjugate": ({"a": torch.ones(2, dtype=torch.complex64).conj()}, "resolve_conj"),
+    "meta": ({"a": torch.empty(2, device="meta")}, "meta device"),
+    "tied": ((lambda t: {"a": t, "b": t})(torch.ones(3)), r"share memory.*\['a', 'b'\].*clone"),
+    "overlapping": ((lambda t: {"a": t[:3], "b": t[2:]})(torch.ones(5)), r"\['a', 'b'\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_what_to_do_and_leave_the_old_file(tmp_path: Path, name: str) -> None:
+    state, message = REFUSED[name]
+    fastensor.save(STATE, tmp_path / "x.safetensors")
+    with pytest.raises(UnsupportedContentError, match=message) as caught:
+        fastensor.save(state, tmp_path / "x.safetensors")
+    assert isinstance(caught.value, ValueError)
+    assert_same(fastensor.load(tmp_path / "x.safetensors"), STATE)
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def test_what_safetensors_refuses_is_refused(tmp_path: Path) -> None:
+    """And two things more: for these the reference implementation writes wrong values, and a file that it cannot read."""
+    for name, (state, _) in REFUSED.items():
+        if name not in ("conjugate", "the name of the metadata"):
+            with pytest.raises(BaseException):  # noqa: B017, PT011  # it raises what it likes, panics included
+                safetensors.torch.save_file(state, tmp_path / "x")
+
+
+def test_disjoint_views_of_one_storage_are_no_ties(tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    fastensor.save({"a": base[:4], "b": base[4:]}, tmp_path / "x.safetensors")
+    assert_same(fastensor.load(tmp_path / "x.safetensors"), {"a": base[:4], "b": base[4:]})
+
+
+@pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": "\ud800"}, {"fastensor.crc32": "0"}])
+def test_metadata_is_texts(tmp_path: Path, metadata: Any) -> None:
+    with pytest.raises(UnsupportedContentError, match="metadata"):
+        fastensor.save(STATE, tmp_path / "x.safetensors", metadata=metadata)
+
+
+def test_names_that_look_like_the_entry_for_checksums(tmp_path: Path) -> None:
+    metadata = {'x"fastensor.crc32': "00000000 00000000", "y": '"fastensor.crc32":"00000000'}
+    state = {'"fastensor.crc32":"00000000': torch.ones(3)}
+    fastensor.save(state, tmp_path / "x.safetensors", metadata=metadata)
+    assert_same(fastensor.load(tmp_path / "x.safetensors"), state)
+
+
+def test_a_new_file_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        fastensor.save(STATE, tmp_path / "x.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("map_location", [None, "cpu", "meta", torch.device("cpu"), {"cpu": "meta"}, lambda s, loc: s])
+def test_every_form_of_map_location(tmp_path: Path, map_location: Any) -> None:
+    fastensor.save(STATE, tmp_path / "x.safetensors")
+    torch.save(STATE, tmp_path / "x.pt")
+    found = fastensor.load(tmp_path / "x.safetensors", map_location)
+    assert found["w"].device == torch.load(tmp_path / "x.pt", map_location)["w"].device
+
+
+def test_mapped_tensors_are_private(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x.safetensors")
+    before = (tmp_path / "x.safetensors").read_bytes()
+    found = fastensor.load(tmp_path / "x.safetensors", mmap=True)
+    assert_same(found, STATE)
+    found["w"].zero_()
+    assert (tmp_path / "x.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flipped_bit_is_named(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "x.safetensors"
+    fastensor.save(STATE, path)
+    data = bytearray(path.read_bytes())
+    at = data.index(STATE["w"].numpy().tobytes())
+    data[at + 10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=rf"tensor 'w' \(48 bytes at offset {at}\) has CRC32"):
+        fastensor.load(path, backend=backend)
+    assert not torch.equal(fastensor.load(path, verify=False, backend=backend)["w"], STATE["w"])
+    assert fastensor.load(path, keys=["b"])["b"].sum() == 2
+
+
+def test_a_file_changed_by_another_tool_that_kept_our_entry(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    fastensor.save(STATE, path)
+    with safetensors.safe_open(path, "pt") as opened:
+        kept = opened.metadata()
+    safetensors.torch.save_file({"w": torch.zeros(3)}, path, kept)
+    with pytest.raises(CorruptCheckpointError, match="another tool changed it"):
+        fastensor.load(path)
+    assert fastensor.load(path, verify=False)["w"].sum() == 0
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
+    header = b'{"w":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    (tmp_path / "x").write_bytes(struct.pack("<Q", len(header)) + header + b"abc")
+    with pytest.raises(UnsupportedContentError, match="'w' is of dtype F6_E2M3"):
+        fastensor.load(tmp_path / "x", verify=False)
