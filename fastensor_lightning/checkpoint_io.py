@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import fastensor
-from fastensor.checkpoint.publish import make_directories, remove_file
-from fastensor.checkpoint.report import announce
+from fastensor.checkpoint.files import make_parent, remove
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ class FastensorCheckpointIO(CheckpointIO):
         verify: as in :func:`fastensor.load`.
 
     A single save can override ``backend`` and ``durable``: ``trainer.save_checkpoint(path, storage_options={"durable":
-    False})``. Picklable. Saves are called on global rank 0, loads on all ranks; both block. URLs of remote filesystems
-    are handed to Lightning's own plugin, which is logged.
+    False})``. Picklable. Saves are called on global rank 0, loads on all ranks; both block. Paths may be URLs of remote
+    filesystems (``s3://...``), as in :func:`fastensor.save`.
 
     >>> from lightning.pytorch import Trainer
     >>> trainer = Trainer(plugins=[FastensorCheckpointIO()], logger=False, accelerator="cpu")
@@ -85,13 +83,9 @@ class FastensorCheckpointIO(CheckpointIO):
             OSError: the directory is missing and cannot be created.
         """
         options = self._options(storage_options)
-        local = _local_path(path)
-        if local is None:
-            _stock_plugin(path).save_checkpoint(checkpoint, path)
-            return
-        make_directories(os.path.dirname(os.path.abspath(local)), durable=options["durable"])
+        make_parent(path, durable=options["durable"])
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
-        report = fastensor.save(checkpoint, local, follow_symlinks=False, **options)
+        report = fastensor.save(checkpoint, path, container="torch", follow_symlinks=False, **options)
         _logger.debug("saved %s", report)
         self.last_save = report
         for listener in self._listeners:
@@ -111,16 +105,10 @@ class FastensorCheckpointIO(CheckpointIO):
             FileNotFoundError: there is no such file.
             fastensor.FastensorError: as :func:`fastensor.load`.
         """
-        local = _local_path(path)
         if map_location is None:
             map_location = self.map_location
-        if local is None:
-            loaded: dict[str, Any] = _stock_plugin(path).load_checkpoint(
-                path, map_location=map_location, weights_only=weights_only
-            )
-            return loaded
         checkpoint: dict[str, Any] = fastensor.load(
-            local, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
+            path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
         )
         return checkpoint
 
@@ -129,13 +117,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
         Nothing happens if there is none.
         """
-        local = _local_path(path)
-        if local is None:
-            _stock_plugin(path).remove_checkpoint(path)
-        elif os.path.isdir(local) and not os.path.islink(local):
-            shutil.rmtree(local)
-        elif os.path.lexists(local):
-            remove_file(local)
+        remove(path)
 
     def teardown(self) -> None:
         """Nothing is pending between calls, so there is nothing to do; the plugin can be used again."""
@@ -160,17 +142,3 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"found {overrides!r}"
             )
         return {"backend": self.backend, "durable": self.durable, **overrides}
-
-
-def _local_path(path: str | os.PathLike[str]) -> str | None:
-    """The path on a local filesystem; None for a URL of another one."""
-    text = os.fspath(path)
-    if "://" not in text:
-        return text
-    return text.removeprefix("file://") if text.startswith("file://") else None
-
-
-def _stock_plugin(path: str | os.PathLike[str]) -> Any:
-    scheme = os.fspath(path).partition("://")[0]
-    announce("fastensor", f"paths of {scheme}:// go through Lightning's own checkpoint plugin")
-    return load_classes("TorchCheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")[0]()

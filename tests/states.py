@@ -146,7 +146,12 @@ def _assert_equal_tensors(found: Tensor, expected: Tensor) -> None:
         return
     assert found.is_conj() == expected.is_conj()
     assert found.storage_offset() == expected.storage_offset()
-    assert list(found.untyped_storage()) == list(expected.untyped_storage()) or torch.equal(found, expected)
+    one, other = _bytes_of(found.untyped_storage()), _bytes_of(expected.untyped_storage())
+    assert torch.equal(one, other) or torch.equal(found, expected)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def storages_of(value: Any) -> list[int]:

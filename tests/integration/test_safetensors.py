@@ -157,7 +157,7 @@ def test_refusals_say_what_to_do_and_leave_the_old_file(tmp_path: Path, name: st
 
 
 def test_what_safetensors_refuses_is_refused(tmp_path: Path) -> None:
-    """And two things more: for these the reference implementation writes wrong values, and a file that it cannot read."""
+    """And two things more: for these the reference writes wrong values, and a file that it cannot read."""
     for name, (state, _) in REFUSED.items():
         if name not in ("conjugate", "the name of the metadata"):
             with pytest.raises(BaseException):  # noqa: B017, PT011  # it raises what it likes, panics included

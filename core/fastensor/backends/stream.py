@@ -6,7 +6,7 @@ Memory beyond the state is one buffer of the ring.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import Protocol
 
 from isal import isal_zlib
 
@@ -44,10 +44,18 @@ def _checksums(source: Source) -> tuple[int, ...]:
         return stager.checksums
 
 
+class Readable(Protocol):
+    """What of a binary file is used."""
+
+    def seek(self, offset: int, whence: int = ..., /) -> int: ...
+
+    def read(self, size: int = ..., /) -> bytes: ...
+
+
 class StreamReader:
     """Reads a seekable binary file from ``start`` on. See :class:`fastensor.backends.base.Reader`."""
 
-    def __init__(self, file: BinaryIO, start: int) -> None:
+    def __init__(self, file: Readable, start: int) -> None:
         self._file = file
         self._start = start
 
@@ -66,7 +74,7 @@ class StreamReader:
         pass
 
 
-def read_block(file: BinaryIO, block: memoryview) -> int:
+def read_block(file: Readable, block: memoryview) -> int:
     """Fill ``block`` from the file's position; returns the number of bytes read, fewer only at the end."""
     filled = 0
     while filled < block.nbytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -11,6 +12,7 @@ from fastensor.errors import UnknownFilesystemError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 Location: TypeAlias = str | os.PathLike[str] | BinaryIO
 """A path, a URL that ``fsspec`` knows, or an open binary file."""
 
@@ -35,7 +37,7 @@ def locate(location: Location) -> str | RemotePath | BinaryIO:
     if isinstance(location, str | os.PathLike):
         text: Any = os.fspath(location)
         if isinstance(text, str):
-            return _resolve_url(text) if "://" in text else text
+            return _resolve_url(text) if _URL.match(text) else text
     elif hasattr(location, "read") or hasattr(location, "write"):
         return location
     raise TypeError(

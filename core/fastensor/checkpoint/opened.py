@@ -14,6 +14,7 @@ from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.fallback import use_first
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.remote import RemoteFile
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
 from fastensor.select.rule import choose_reader
@@ -133,8 +134,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
             if isinstance(target, str):
                 file: OpenedFile = _open_local(target, where, stack)
             elif isinstance(target, RemotePath):
-                remote = stack.enter_context(target.filesystem.open(target.path, "rb"))
-                file = StreamFile(remote, where)
+                file = RemoteFile(target, where, stack)
             else:
                 file = _borrow(target, where)
         if file.nbytes <= 0:

@@ -1,67 +1,182 @@
-"""Writing files of remote filesystems: the only place that knows in what those of ``fsspec`` differ."""
+"""Files of remote filesystems: the only place that knows in what those of ``fsspec`` differ."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
+import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+from typing import Any, BinaryIO, cast
 
+from fastensor.backends import stream
+from fastensor.backends.base import Extent, Reader
+from fastensor.backends.memory import BUFFER_NBYTES
+from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
+from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import RemotePath
+from fastensor.checkpoint.report import Fallback
+from fastensor.errors import BackendUnavailableError, FastensorError
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
-_TEMPORARY_SUFFIX = ".fastensor-tmp"
+TEMPORARY_SUFFIX = ".fastensor-tmp"
+_PARALLEL_NBYTES = 8 << 20
+"""Less than this is not worth opening a file several times."""
 
 
 @contextmanager
 def replacing(target: RemotePath) -> Iterator[BinaryIO]:
     """A file that takes the target's place when the block is left, and never if it raises.
 
-    Object stores show nothing of an upload before it is complete. Elsewhere a temporary is written and renamed, which
-    is atomic where the filesystem's rename is.
+    Object stores show nothing of an upload before it is complete. Elsewhere a temporary beside the target is written
+    and renamed, which is atomic where the filesystem's rename is.
+
+    Raises:
+        OSError: the filesystem refused something.
     """
     filesystem = target.filesystem
-    file = filesystem.open(target.path, "wb", autocommit=False)
-    if _commits(file):
-        try:
-            yield cast(BinaryIO, file)
+    temporary = f"{target.path}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
+    with refusals_as_os_errors():
+        file = filesystem.open(temporary, "wb")
+        invisible = _is_invisible_until_closed(file)
+        if invisible:
+            _abandon(file)  # nothing has been sent yet
+            file = filesystem.open(target.path, "wb")
+    try:
+        yield cast(BinaryIO, _Sink(file))
+        with refusals_as_os_errors():
             file.close()
-        except BaseException:
-            _abandon(file)
-            raise
-        file.commit()
-    else:
+            if not invisible:
+                filesystem.mv(temporary, target.path)
+    except BaseException:
         _abandon(file)
-        yield from _renaming(filesystem, target.path)
+        if not invisible:
+            with contextlib.suppress(Exception):  # the filesystem may be gone; the first error is the one to show
+                filesystem.rm(temporary)
+        raise
 
 
-def _commits(file: Any) -> bool:
-    """Whether the filesystem shows a file only when it is told to."""
+def _is_invisible_until_closed(file: Any) -> bool:
+    """Whether the filesystem gives a file its name only when it is complete, and can be told to drop it."""
     from fsspec.spec import AbstractBufferedFile
 
-    commit = getattr(type(file), "commit", None)
-    return commit is not None and commit is not AbstractBufferedFile.commit
+    return isinstance(file, AbstractBufferedFile) and type(file).discard is not AbstractBufferedFile.discard
 
 
 def _abandon(file: Any) -> None:
-    """Drop an upload. Closing the file, which also its collection does, would otherwise complete it."""
-    with contextlib.suppress(Exception):
-        file.discard()
-    file.closed = True
+    """Drop what was written. Closing the file, which also its collection does, would publish it."""
+    from fsspec.spec import AbstractBufferedFile
+
+    with contextlib.suppress(Exception):  # the filesystem may be gone; the first error is the one to show
+        if isinstance(file, AbstractBufferedFile):
+            file.discard()
+        else:
+            file.close()
+    if isinstance(file, AbstractBufferedFile):
+        file.closed = True
 
 
-def _renaming(filesystem: AbstractFileSystem, path: str) -> Iterator[BinaryIO]:
-    temporary = f"{path}.{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}"
-    file = filesystem.open(temporary, "wb")
+@contextmanager
+def refusals_as_os_errors() -> Iterator[None]:
+    """Filesystems raise what they like when a network fails; here all of it becomes ``OSError`` with an errno."""
     try:
-        yield cast(BinaryIO, file)
-        file.close()
-        filesystem.mv(temporary, path)
-    except BaseException:
-        _abandon(file)
-        with contextlib.suppress(Exception):
-            filesystem.rm(temporary)
+        yield
+    except (OSError, FastensorError) as error:
+        if isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError):
+            code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+            raise OSError(code, str(error)) from error
         raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+
+
+class _Sink(io.RawIOBase):
+    """A file that is written, whose failures are ``OSError``s. Does not own it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        with refusals_as_os_errors():
+            return int(self._file.write(data))
+
+
+class RemoteFile:
+    """A file of a remote filesystem, open for reading. See :class:`fastensor.checkpoint.opened.OpenedFile`.
+
+    Object stores are asked for several ranges at a time, all of them of the version that was there at the opening.
+    """
+
+    path = None
+    resident_fraction = 0.0
+
+    def __init__(self, target: RemotePath, where: str, resources: ExitStack) -> None:
+        self.where = where
+        self._target = target
+        self._resources = resources
+        self._version: str | None = None
+        self._file = self._open(block_size=BUFFER_NBYTES)
+        self.nbytes = self._file.seek(0, os.SEEK_END)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        self._file.seek(offset)
+        return stream.read_block(self._file, buffer)
+
+    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
+        plain = stream.StreamReader(self._file, 0)
+        if sum(extent.end - extent.begin for extent in order) < _PARALLEL_NBYTES or not self._file.independent:
+            return stream.NAME, plain
+        handles: SimpleQueue[_Handle] = SimpleQueue()
+        for _ in range(TRANSFERS_IN_FLIGHT):
+            handles.put(self._open(cache_type="none"))
+
+        def read(buffer: memoryview, offset: int) -> int:
+            handle = handles.get()
+            try:
+                handle.seek(offset)
+                return stream.read_block(handle, buffer)
+            finally:
+                handles.put(handle)
+
+        try:
+            return stream.NAME, RingReader(read, 1, order, elsewhere=plain, resources=ExitStack())
+        except BackendUnavailableError as error:  # no thread can be started any more
+            give_up("reading in parallel", str(error), fallbacks)
+            return stream.NAME, plain
+
+    def _open(self, **options: Any) -> _Handle:
+        with refusals_as_os_errors():
+            file = self._target.filesystem.open(self._target.path, "rb", **options)
+        handle = _Handle(self._resources.enter_context(file))
+        if self._version is None:
+            self._version = handle.version
+        if handle.version != self._version:
+            raise OSError(errno.EBUSY, "the file was replaced while it was being read")
+        return handle
+
+
+class _Handle(io.RawIOBase):
+    """An open file whose failures are ``OSError``s. Does not own it."""
+
+    def __init__(self, file: Any) -> None:
+        from fsspec.spec import AbstractBufferedFile
+
+        self._file = file
+        self.independent = isinstance(file, AbstractBufferedFile)
+        """Whether it has a position of its own: files in memory are one, however often they are opened."""
+        self.version = str(file.details.get("ETag")) if self.independent else ""
+        """Differs between contents; the store sees to it that all reads are of this one."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with refusals_as_os_errors():
+            return int(self._file.seek(offset, whence))
+
+    def read(self, size: int = -1) -> bytes:
+        with refusals_as_os_errors():
+            data: bytes = self._file.read(size)
+            return data

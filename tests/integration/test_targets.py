@@ -1,0 +1,315 @@
+"""Saving to and loading from what is not a path of this machine: URLs and open files."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastensor
+from fastensor import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, UnknownFilesystemError
+from fastensor_lightning import FastensorCheckpointIO
+
+STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "n": {"epoch": 3}}
+TENSORS = {"w": STATE["w"], "b": STATE["b"], "large": torch.randint(0, 255, (13 << 20,), dtype=torch.uint8)}
+
+
+@pytest.fixture(params=["memory", "s3", "file"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty folder."""
+    if request.param == "s3":
+        yield f"{request.getfixturevalue('s3_url')}/run"
+        return
+    if request.param == "file":
+        yield f"file://{tmp_path}"
+        return
+    yield "memory://run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def names_in(folder: str) -> list[str]:
+    filesystem, path = fsspec.core.url_to_fs(folder)
+    return sorted(name.rpartition("/")[2] for name in filesystem.find(path))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    states.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
+def test_round_trips(folder: str, suffix: str) -> None:
+    for name, state in (("small", {"w": STATE["w"]}), ("large", TENSORS), ("small", TENSORS)):
+        url = f"{folder}/{name}.{suffix}"
+        report = fastensor.save(state, url)
+        assert report.durable == folder.startswith("file")
+        found, loaded = fastensor.load_with_report(url)
+        assert loaded.verified
+        assert loaded.nbytes == report.nbytes
+        assert_same({key: found[key] for key in state}, state)
+        assert_same(fastensor.load(url, keys=["w"]), {"w": state["w"]})
+    assert names_in(folder) == [f"large.{suffix}", f"small.{suffix}"]
+
+
+def test_the_bytes_are_those_of_a_local_file(folder: str, tmp_path: Path) -> None:
+    fastensor.save(TENSORS, tmp_path / "local.safetensors")
+    fastensor.save(TENSORS, f"{folder}/remote.safetensors")
+    with fsspec.open(f"{folder}/remote.safetensors", "rb") as file:
+        assert file.read() == (tmp_path / "local.safetensors").read_bytes()
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+
+def test_a_failed_save_keeps_what_was_there(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{folder}/x.ckpt"
+    fastensor.save(STATE, url)
+    with pytest.raises(ValueError, match="not this one"):
+        fastensor.save(Unpicklable(), url)
+    from fastensor.backends import staging, stream
+
+    original = staging.Stager.finish
+
+    def fail_late(self: Any, window: Any) -> memoryview:
+        if window.offset:
+            raise KeyboardInterrupt
+        return original(self, window)
+
+    if not folder.startswith("file"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(stream.Stager, "finish", fail_late)
+            fastensor.save(TENSORS, url)
+    assert_same(fastensor.load(url), STATE)
+    assert names_in(folder) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("method", ["put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"])
+def test_an_upload_that_the_store_refuses(s3_url: str, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    import s3fs
+
+    url = f"{s3_url}/x.safetensors"
+    large = {"w": torch.zeros(60 << 20, dtype=torch.uint8)}  # more than one part
+    fastensor.save({"w": torch.ones(1)}, url)
+    original = s3fs.S3FileSystem.call_s3
+    failed = []
+
+    def refuse(self: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == method:
+            failed.append(name)
+            raise ConnectionLost("the network is down")
+        return original(self, name, *arguments, **options)
+
+    state = {"w": torch.zeros(3)} if method == "put_object" else large
+    with monkeypatch.context() as patch, pytest.raises(CheckpointWriteError, match="down.*kept") as caught:
+        patch.setattr(s3fs.S3FileSystem, "call_s3", refuse)
+        fastensor.save(state, url)
+    assert failed
+    assert caught.value.errno == errno.EIO
+    assert fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", []) == []
+    assert_same(fastensor.load(f"{url}"), {"w": torch.ones(1)})
+
+
+class ConnectionLost(Exception):
+    """Network libraries raise errors that are not ``OSError``s."""
+
+
+def test_a_download_that_fails(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    url = f"{s3_url}/x.ckpt"
+    fastensor.save(TENSORS, url)
+    original = s3fs.S3File._fetch_range
+    calls = []
+
+    def fail(self: Any, start: int, end: int) -> bytes:
+        calls.append(start)
+        if len(calls) == 4:
+            raise ConnectionLost("the network is down")
+        data: bytes = original(self, start, end)
+        return data
+
+    monkeypatch.setattr(s3fs.S3File, "_fetch_range", fail)
+    with pytest.raises(CheckpointReadError, match="ConnectionLost: the network is down"):
+        fastensor.load(url)
+
+
+def test_damage_in_a_bucket_is_noticed(s3_url: str) -> None:
+    for suffix in ("ckpt", "safetensors"):
+        url = f"{s3_url}/x.{suffix}"
+        fastensor.save(TENSORS, url)
+        filesystem, path = fsspec.core.url_to_fs(url)
+        data = bytearray(filesystem.cat_file(path))
+        data[len(data) // 2] ^= 1
+        filesystem.pipe_file(path, bytes(data))
+        with pytest.raises(CorruptCheckpointError, match="CRC32"):
+            fastensor.load(url)
+        filesystem.pipe_file(path, bytes(data[:-1000]))
+        with pytest.raises(CorruptCheckpointError, match="cut off"):
+            fastensor.load(url)
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastensor.checkpoint import remote
+
+    url = f"{s3_url}/x.safetensors"
+    fastensor.save(TENSORS, url)
+    original = remote.RemoteFile.open_reader
+
+    def replace_first(self: Any, *arguments: Any) -> Any:
+        fastensor.save({**TENSORS, "w": torch.zeros(12)}, url)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(remote.RemoteFile, "open_reader", replace_first)
+    with pytest.raises(CheckpointReadError, match="replaced"):
+        fastensor.load(url)
+
+
+def test_a_wrapped_filesystem() -> None:
+    fastensor.save(STATE, "memory://run/x.ckpt")
+    assert_same(fastensor.load("simplecache::memory://run/x.ckpt"), STATE)
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_what_is_not_there(folder: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        fastensor.load(f"{folder}/nothing.ckpt")
+
+
+def test_urls_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(UnknownFilesystemError, match=r"foo://x: fsspec cannot reach it.*s3fs"):
+        fastensor.save(STATE, "foo://x")
+    with pytest.raises(UnknownFilesystemError, match="gcsfs"):
+        fastensor.load("gs://bucket/x")
+    weird = tmp_path / "a::b"
+    fastensor.save(STATE, weird)
+    assert_same(fastensor.load(weird), STATE)
+
+
+@pytest.mark.parametrize("kind", [pathlib.Path, pathlib.PurePosixPath, str])
+def test_every_kind_of_path(tmp_path: Path, kind: Any) -> None:
+    fastensor.save(STATE, kind(tmp_path / "x y"))
+    assert_same(fastensor.load(kind(tmp_path / "x y")), STATE)
+
+
+@pytest.mark.parametrize("wrong", [b"bytes", 3, None])
+def test_what_is_no_path(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="expected a path.*found"):
+        fastensor.save(STATE, wrong)
+    with pytest.raises(TypeError, match="expected a path.*found"):
+        fastensor.load(wrong)
+
+
+@given(tree=states.trees(), before=st.binary(max_size=5))
+def test_open_files(tree: Any, before: bytes) -> None:
+    buffer = io.BytesIO(before)
+    buffer.seek(0, os.SEEK_END)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = fastensor.save(tree, buffer)
+        assert buffer.tell() == len(before) + report.nbytes
+        buffer.seek(len(before))
+        states.assert_equal(
+            fastensor.load(buffer, weights_only=False),
+            torch.load(io.BytesIO(buffer.getvalue()[len(before) :]), weights_only=False),
+        )
+
+
+def test_open_files_on_a_disk(tmp_path: Path) -> None:
+    with open(tmp_path / "x", "wb") as file:
+        report = fastensor.save(STATE, file)
+    assert (report.durable, report.backend, report.path) == (False, "stream", str(tmp_path / "x"))
+    assert_same(torch.load(tmp_path / "x"), STATE)
+    with open(tmp_path / "x", "rb") as file:
+        found, loaded = fastensor.load_with_report(file)
+        assert not file.closed
+    assert loaded.backend == "numpy"
+    assert_same(found, STATE)
+    with open(tmp_path / "y.safetensors", "wb+") as both:
+        fastensor.save({"w": STATE["w"]}, both)
+        both.seek(0)
+        assert_same(fastensor.load(both), {"w": STATE["w"]})
+    with tempfile.SpooledTemporaryFile() as spooled:
+        fastensor.save(STATE, spooled)  # type: ignore[arg-type]
+        spooled.seek(0)
+        assert_same(fastensor.load(spooled), STATE)  # type: ignore[arg-type]
+
+
+def test_open_files_of_the_wrong_kind(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as pipe, os.fdopen(writing, "wb"), pytest.raises(CheckpointReadError, match="seek"):
+        fastensor.load(pipe)
+    with open(tmp_path / "text", "w+") as text:
+        with pytest.raises(CheckpointWriteError, match="mode 'wb'"):
+            fastensor.save(STATE, text)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointReadError, match="mode 'rb'"):
+            fastensor.load(text)  # type: ignore[arg-type]
+    with open(tmp_path / "text", "rb") as read_only, pytest.raises(CheckpointWriteError, match="mode 'wb'"):
+        fastensor.save(STATE, read_only)
+    buffer = io.BytesIO()
+    fastensor.save(STATE, buffer)
+    with pytest.raises(CorruptCheckpointError, match=r"seek\(0\)"):
+        fastensor.load(buffer)
+    with pytest.raises(ValueError, match="mmap"):
+        fastensor.load(io.BytesIO(buffer.getvalue()), mmap=True)
+
+
+def test_an_open_file_that_fails() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(CheckpointWriteError, match="no space.*part of it") as caught:
+        fastensor.save(STATE, Full())
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_pipe_can_be_written(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as source, os.fdopen(writing, "wb") as sink:
+        fastensor.save({"w": STATE["w"]}, sink, container="safetensors")
+        sink.close()
+        assert_same(fastensor.load(io.BytesIO(source.read())), {"w": STATE["w"]})
+
+
+def test_the_plugin_with_urls(folder: str) -> None:
+    plugin = FastensorCheckpointIO()
+    url = f"{folder}/deep/er/x.ckpt"
+    plugin.save_checkpoint(STATE, url)
+    assert_same(plugin.load_checkpoint(url), STATE)
+    assert plugin.last_save
+    assert plugin.last_save.nbytes > 0
+    plugin.remove_checkpoint(url)
+    plugin.remove_checkpoint(url)
+    with pytest.raises(FileNotFoundError):
+        plugin.load_checkpoint(url)
+
+
+def test_training_into_a_bucket(s3_url: str, tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    options: dict[str, Any] = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False}
+    options |= {"enable_model_summary": False, "limit_train_batches": 2, "limit_val_batches": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saving = ModelCheckpoint(dirpath=f"{s3_url}/run", save_top_k=2, monitor="step", mode="max", save_last=True)
+        Trainer(plugins=[FastensorCheckpointIO()], callbacks=[saving], max_epochs=3, **options).fit(BoringModel())
+        assert len(names_in(f"{s3_url}/run")) == 3
+        trainer = Trainer(plugins=[FastensorCheckpointIO()], max_epochs=4, enable_checkpointing=False, **options)
+        trainer.fit(BoringModel(), ckpt_path=saving.last_model_path)
+    assert trainer.current_epoch == 4
