@@ -1,5 +1,7 @@
 """Fastensor: PyTorch checkpoints at the speed of the disk, atomic, durable and verified, in standard files."""
 
+from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.lazy import LazyCheckpoint, open
 from fastensor.checkpoint.load import load, load_with_report
 from fastensor.checkpoint.report import Fallback, LoadReport, SaveReport
 from fastensor.checkpoint.save import save
@@ -25,6 +27,9 @@ __all__ = [
     "save",
     "load",
     "load_with_report",
+    "open",
+    "LazyCheckpoint",
+    "TensorInfo",
     "SaveReport",
     "LoadReport",
     "Fallback",

@@ -97,7 +97,9 @@ def test_a_failed_save_keeps_what_was_there(folder: str, monkeypatch: pytest.Mon
     assert names_in(folder) == ["x.ckpt"]
 
 
-@pytest.mark.parametrize("method", ["put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"])
+@pytest.mark.parametrize(
+    "method", ["put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload"]
+)
 def test_an_upload_that_the_store_refuses(s3_url: str, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     import s3fs
 

@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 
 from fastensor.backends import registry
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, explained, opened, read_exactly
+from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation
 from fastensor.checkpoint.report import LoadReport
 from fastensor.checkpoint.request import Loaded, LoadRequest
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
 from fastensor.errors import UnverifiedCheckpointWarning
-from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
+from fastensor.stitch.containers import Container
 
 
 def load(
@@ -126,10 +126,3 @@ def load_with_report(
 
 Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]
 _LOADERS: dict[Container, Loader] = {"torch": load_zip, "safetensors": load_safetensors, "legacy": load_legacy}
-
-
-def container_of(file: OpenedFile) -> Container:
-    """What kind of file it is."""
-    with explained(file.where):
-        start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
-    return recognize(start, file.nbytes, file.where)

@@ -18,6 +18,7 @@ from fastensor.checkpoint.remote import RemoteFile
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
 from fastensor.select.rule import choose_reader
+from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _LOCAL_FILES = (io.FileIO, io.BufferedReader, io.BufferedRandom)
 
@@ -200,3 +201,10 @@ def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
     if file.readinto(offset, memoryview(data)) != nbytes:
         raise CorruptCheckpointError(f"{file.where}: the file ends before offset {offset + nbytes}; it was cut off")
     return bytes(data)
+
+
+def container_of(file: OpenedFile) -> Container:
+    """What kind of file it is."""
+    with explained(file.where):
+        start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
+    return recognize(start, file.nbytes, file.where)

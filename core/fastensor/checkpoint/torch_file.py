@@ -38,7 +38,7 @@ def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load a zip archive."""
     archive = read_directory(file)
-    reason = _reason_for_torch(archive)
+    reason = reason_for_torch(archive)
     if request.mmap or reason:
         verified = request.checked and _verify_compressed(file, archive)
         if reason:
@@ -173,7 +173,7 @@ def _chosen_of_whole(result: Any, request: LoadRequest, file: OpenedFile) -> Any
     return result if request.keys is None else select(result, KeyPatterns(request.keys), file.where)
 
 
-def _reason_for_torch(archive: ZipDirectory) -> str:
+def reason_for_torch(archive: ZipDirectory) -> str:
     """Why torch has to read an archive by itself; empty if it need not."""
     if any(record.name.endswith("/constants.pkl") for record in archive.records):
         return "the file is a TorchScript archive, which torch.jit loads"
@@ -203,9 +203,14 @@ def _verify_compressed(file: OpenedFile, archive: ZipDirectory) -> bool:
     return True
 
 
-def _announce_byte_order(archive: ZipDirectory) -> None:
+def is_of_other_byte_order(archive: ZipDirectory) -> bool:
+    """Whether the file was written on a machine of the other byte order."""
     other = "big" if sys.byteorder == "little" else "little"
-    if any(record.name.endswith("/byteorder") and record.nbytes == len(other) for record in archive.records):
+    return any(record.name.endswith("/byteorder") and record.nbytes == len(other) for record in archive.records)
+
+
+def _announce_byte_order(archive: ZipDirectory) -> None:
+    if is_of_other_byte_order(archive):
         announce("loading without conversion", "the file was written with the other byte order; torch swaps it")
 
 

@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ class StorageRef:
     """The device that it was saved from, such as ``cuda:0``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
     """A tensor of the checkpoint."""
 
@@ -72,6 +72,9 @@ class Opaque:
     def __setitem__(self, key: Any, item: Any) -> None:
         self.parts.append(item)
 
+    def __call__(self, *arguments: Any) -> Opaque:
+        return Opaque(f"{self.name}(...)", [self, *arguments])
+
 
 def read_structure(data: bytes, *, where: str) -> Any:
     """The object that the pickle describes: dicts, lists and plain values as they are, the rest as records.
@@ -95,18 +98,19 @@ def storages_in(value: Any) -> Iterator[StorageRef]:
         value = stack.pop()
         if isinstance(value, StorageRef):
             yield value
-            continue
-        if not isinstance(value, dict | list | tuple | set | TensorRef | Opaque) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, TensorRef):
-            stack += [value.storage, *value.parts]
-        elif isinstance(value, Opaque):
-            stack += value.parts
-        elif isinstance(value, dict):
-            stack += [*value.keys(), *value.values()]
-        else:
-            stack += value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            stack += _inside(value)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, TensorRef):
+        return (value.storage, *value.parts)
+    if isinstance(value, Opaque):
+        return value.parts
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    return value if isinstance(value, list | tuple | set) else ()
 
 
 def _rebuild_tensor(
@@ -249,9 +253,9 @@ def _opaque(name: str) -> type[Opaque]:
     class Unknown(Opaque):
         __slots__ = ()
 
-        def __new__(cls, *arguments: Any, **options: Any) -> Any:
-            self = object.__new__(cls)
-            Opaque.__init__(self, name, [*arguments, *options.values()])
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:  # cls may be an instance: a class that was made
+            self = object.__new__(Unknown)
+            Opaque.__init__(self, name, [cls, *arguments, *options.values()])
             return self
 
         def __init__(self, *arguments: Any, **options: Any) -> None:

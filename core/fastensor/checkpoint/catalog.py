@@ -1,0 +1,188 @@
+"""What a checkpoint holds and where, without reading tensors: the same for every container."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastensor.checkpoint.names import walk
+from fastensor.checkpoint.opened import OpenedFile, container_of
+from fastensor.checkpoint.safetensors_file import read_header
+from fastensor.checkpoint.torch_file import (
+    is_of_other_byte_order,
+    read_directory,
+    read_pickle,
+    reason_for_torch,
+    records_by_key,
+)
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.stitch.containers import Container
+from fastensor.stitch.safetensors import Entry, torch_dtype
+from fastensor.stitch.torch_pickle import Opaque, TensorRef, read_structure
+from fastensor.stitch.torch_records import Checks
+from fastensor.stitch.zip_directory import Record, ZipDirectory
+
+_SHOWN = 60
+"""Characters of a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a checkpoint says about one of its tensors."""
+
+    name: str
+    """The way to it, as for ``keys`` of :func:`fastensor.load`."""
+    kind: str
+    """``Tensor``, ``Parameter``, the name of a subclass; ``sparse``, ``quantized``, ``meta``."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    part: str
+    """The part of the file that holds its bytes: a record, or the tensor itself. Tied tensors have the same. Empty for
+    tensors that are made of several others, and those without bytes."""
+    crc32: int | None
+    """Of that part; None without checksums."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of bytes that holds one tensor, or several that share memory."""
+
+    name: str
+    nbytes: int
+    crc32: int | None
+    """None if there is nothing to compare it with."""
+    origin: Record | Entry | None
+    """What the file says about it; None if it is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A dense tensor, and where it is."""
+
+    info: TensorInfo
+    part: Part
+    offset: int
+    """In the part, in elements."""
+    stride: tuple[int, ...]
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of the same geometry, without memory. Its storage is the part."""
+        numel = self.part.nbytes // self.info.dtype.itemsize
+        base = torch.empty(numel, dtype=self.info.dtype, device="meta")
+        return base.as_strided(self.info.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What a checkpoint holds."""
+
+    container: Container
+    tensors: Mapping[str, TensorInfo]
+    located: Mapping[str, Located]
+    """Those of the tensors that are dense and plain."""
+    others: Mapping[str, str]
+    """What else there is: names, and values in words."""
+    metadata: Mapping[str, str]
+    """Of a safetensors file."""
+    checked: bool
+    """Whether the file carries checksums."""
+    archive: ZipDirectory | None
+    """Of a torch file."""
+
+
+def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
+    """Find out what a checkpoint holds. Nothing of it is run or imported.
+
+    Args:
+        file: the checkpoint.
+        verify: compare what is read, a header or a pickle, with its checksum.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged or not a checkpoint.
+        UnsupportedContentError: it is one that only torch can read, and only whole.
+    """
+    container = container_of(file)
+    if container == "safetensors":
+        return _of_safetensors(file, verify)
+    if container == "torch":
+        return _of_torch(file, verify)
+    raise UnsupportedContentError(
+        f"{file.where}: not a zip archive (torch wrote such files before 1.6, which say nothing about themselves "
+        f"without being run) and not safetensors; load it whole, and save it again"
+    )
+
+
+def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
+    header = read_header(file, verify=verify)
+    located = {}
+    for entry in header.entries:
+        dtype = torch_dtype(entry, file.where)
+        info = TensorInfo(entry.name, "Tensor", dtype, entry.shape, entry.name, entry.crc32)
+        stride = torch.empty(entry.shape, device="meta").stride()
+        located[entry.name] = Located(info, Part(entry.name, entry.nbytes, entry.crc32, entry), 0, stride)
+    infos = {name: one.info for name, one in located.items()}
+    return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, None)
+
+
+def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
+    archive = read_directory(file)
+    if reason := reason_for_torch(archive):
+        raise UnsupportedContentError(f"{file.where}: {reason}; load it whole")
+    structure = read_structure(read_pickle(file, archive, verify=verify), where=file.where)
+    checks = Checks(archive, enabled=True)
+    parts = {
+        key: Part(record.name, record.nbytes, record.crc32 if checks.payload else None, record)
+        for key, record in records_by_key(archive).items()
+    }
+    swapped = is_of_other_byte_order(archive)
+    tensors: dict[str, TensorInfo] = {}
+    located: dict[str, Located] = {}
+    others: dict[str, str] = {}
+    for name, value in walk(structure):
+        if not isinstance(value, TensorRef):
+            others[name] = _in_words(value)
+            continue
+        part = _part_of(value, name, parts, file.where)
+        crc32 = part.crc32 if part else None
+        info = TensorInfo(name, value.kind, value.dtype, value.shape, part.name if part else "", crc32)
+        tensors[name] = info
+        if part is not None and value.plain and not swapped:
+            located[name] = Located(info, part, value.offset, value.stride)
+    return Catalog("torch", tensors, located, others, {}, checks.payload, archive)
+
+
+_EMPTY = Part("", 0, None, None)
+
+
+def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str) -> Part | None:
+    """The record that a tensor lies in; None if it does not lie in one.
+
+    Raises:
+        CorruptCheckpointError: there is no such record, or the tensor is not inside.
+    """
+    if tensor.storage is None:
+        return None
+    numel = torch.Size(tensor.shape).numel()
+    end = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
+    part = parts.get(tensor.storage.key, _EMPTY)
+    if numel and end * tensor.dtype.itemsize > part.nbytes:
+        raise CorruptCheckpointError(
+            f"{where}: tensor {name!r} needs {end * tensor.dtype.itemsize} bytes of record {tensor.storage.key!r}, "
+            f"which has {part.nbytes}; the file was damaged, or is not one of torch's"
+        )
+    return part
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Opaque):
+        return f"<{value.name}>"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,0 +1,231 @@
+"""``fastensor.open``: a checkpoint whose tensors are read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from typing import Any, Self, TypeAlias
+
+import torch
+
+from fastensor.backends import registry
+from fastensor.backends.base import Extent
+from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
+from fastensor.checkpoint.checksums import Checked, checksum_of
+from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.opened import OpenedFile, explained, opened
+from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.safetensors_file import host_storage, memory_of
+from fastensor.checkpoint.torch_file import open_record
+from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.stitch.torch_records import Checks
+from fastensor.stitch.zip_directory import Record
+
+Index: TypeAlias = Any
+"""An int, a slice, None, an Ellipsis, or a tuple of these."""
+
+
+def open(  # users write fastensor.open
+    path: Location,
+    map_location: MapLocation = None,
+    *,
+    verify: bool | None = None,
+    backend: str = registry.AUTO,
+) -> LazyCheckpoint:
+    """Open a checkpoint for reading single tensors of it.
+
+    Args:
+        path: a file of torch or of safetensors, as for :func:`fastensor.load`.
+        map_location: where tensors go, as for ``torch.load``. None means the host.
+        verify: compare what is read with the CRC32s in the file. None means True. A slice can only be verified by
+            reading the whole tensor, in bounded memory, the first time that one of its slices is asked for: with False,
+            only the slice is read.
+        backend: as for :func:`fastensor.load`; used for large tensors.
+
+    Returns:
+        A mapping from names to tensors, to be closed, or used in a ``with`` block.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
+        UnsupportedContentError: the file can only be loaded whole (files of torch before 1.6, TorchScript).
+        CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
+
+    No code of the file is run and none of its classes is imported: this is safe for any file.
+
+    >>> import os, tempfile, torch, fastensor
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")
+    >>> _ = fastensor.save({"model": {"weight": torch.arange(6).reshape(3, 2)}, "epoch": 3}, path)
+    >>> with fastensor.open(path) as checkpoint:
+    ...     print(list(checkpoint), checkpoint.info["model.weight"].shape, checkpoint.others)
+    ...     print(checkpoint["model.weight"], checkpoint["model.weight", 1:])
+    ['model.weight'] (3, 2) {'epoch': '3'}
+    tensor([[0, 1],
+            [2, 3],
+            [4, 5]]) tensor([[2, 3],
+            [4, 5]])
+    """
+    if backend != registry.AUTO:
+        registry.get(backend)
+    with ExitStack() as stack:
+        file = stack.enter_context(opened(path))
+        catalog = read_catalog(file, verify=verify is not False)
+        return LazyCheckpoint(file, catalog, stack.pop_all(), map_location, verify is not False, backend)
+
+
+class LazyCheckpoint(Mapping[str, torch.Tensor]):
+    """A mapping from names to tensors, each of which is read when it is asked for. Made by :func:`fastensor.open`.
+
+    ``checkpoint[name]`` gives a tensor with memory of its own; ties are not kept, and a parameter or another subclass
+    comes as a plain tensor. ``checkpoint[name, 10:20]``, with any index that makes a view (ints, slices, None,
+    Ellipsis), reads no more than the range of bytes that the result lies in, and gives a contiguous tensor.
+
+    For one thread at a time.
+    """
+
+    def __init__(
+        self,
+        file: OpenedFile,
+        catalog: Catalog,
+        resources: ExitStack,
+        map_location: MapLocation,
+        verify: bool,
+        backend: str,
+    ) -> None:
+        self._file = file
+        self._catalog = catalog
+        self._resources = resources
+        self._map_location = map_location
+        self._verify = verify
+        self._backend = backend
+        self._checks = Checks(catalog.archive, enabled=verify) if catalog.archive else None
+        self._sound: set[str] = set()
+        """Parts of which slices were read, and whose checksum has been compared."""
+
+    @property
+    def container(self) -> str:
+        """``torch`` or ``safetensors``."""
+        return self._catalog.container
+
+    @property
+    def info(self) -> Mapping[str, TensorInfo]:
+        """What the file says about each tensor; nothing is read."""
+        return self._catalog.tensors
+
+    @property
+    def others(self) -> Mapping[str, str]:
+        """What the file holds beside tensors: names, and values in words."""
+        return self._catalog.others
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The ``__metadata__`` of a safetensors file, without our checksums."""
+        return self._catalog.metadata
+
+    @property
+    def verified(self) -> bool:
+        """Whether what is read is compared with checksums: they are wanted, and the file has them."""
+        return self._verify and self._catalog.checked
+
+    def __getitem__(self, key: str | tuple[Any, ...]) -> torch.Tensor:
+        """A tensor, or a slice of one.
+
+        Raises:
+            UnknownKeyError: there is no tensor of that name.
+            IndexError, TypeError: the index does not fit, or would need a copy.
+            UnsupportedContentError: the tensor is not a dense one; :func:`fastensor.load` with ``keys`` gives it.
+            CorruptCheckpointError: it does not match its checksum.
+            CheckpointReadError: the operating system failed to deliver the bytes.
+        """
+        name, index = (key[0], key[1:]) if isinstance(key, tuple) else (key, None)
+        located = self._find(name)
+        whole = located.on_meta()
+        view = whole if index is None else _index(whole, index, name)
+        tensor = self._read(located.part, view)
+        return tensor if index is None else tensor.contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalog.tensors)
+
+    def __len__(self) -> int:
+        return len(self._catalog.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalog.tensors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, unless it was given open. Calling it again does nothing."""
+        self._resources.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._file.where!r}: {len(self)} tensors>"
+
+    def _find(self, name: str) -> Located:
+        if name in self._catalog.located:
+            return self._catalog.located[name]
+        if name in self._catalog.tensors:
+            kind = self._catalog.tensors[name].kind
+            raise UnsupportedContentError(
+                f"{self._file.where}: {name!r} ({kind}) is more than its bytes; fastensor.load(..., keys=[{name!r}]) "
+                f"gives it"
+            )
+        raise UnknownKeyError(f"{self._file.where}: no tensor in it is called {name!r}; list() of this gives the names")
+
+    def _read(self, part: Part, view: torch.Tensor) -> torch.Tensor:
+        """The tensor that ``view`` is a picture of: on the meta device, with the part as its storage."""
+        offset = int(view.storage_offset()) * view.dtype.itemsize
+        steps = zip(view.shape, view.stride(), strict=True)
+        numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
+        storage = host_storage(numel * view.dtype.itemsize)
+        with explained(self._file.where):
+            self._fill(part, self._begin_of(part), offset, memory_of(storage))
+        placed = place(storage, "cpu", self._map_location)
+        empty = torch.empty(0, dtype=view.dtype, device=placed.device)
+        return empty.set_(placed, 0, view.shape, view.stride())
+
+    def _begin_of(self, part: Part) -> int:
+        """Where the bytes of a part begin in the file."""
+        if isinstance(part.origin, Record):
+            assert self._checks is not None
+            return open_record(self._file, self._checks, part.origin).begin
+        return 0 if part.origin is None else part.origin.begin
+
+    def _fill(self, part: Part, begin: int, offset: int, memory: memoryview) -> None:
+        """Read a range of a part. If it is not the whole part, that is verified first, once."""
+        if not memory.nbytes:
+            return
+        checked = self._checked(part, begin)
+        if checked is not None and memory.nbytes < part.nbytes:
+            if part.name not in self._sound:
+                checked.compare(checksum_of(self._file, begin, part.nbytes), self._file.where)
+                self._sound.add(part.name)
+            checked = None
+        at = begin + offset
+        _, reader = self._file.open_reader([Extent(at, at + memory.nbytes)], self._backend, [])
+        with closing(reader):
+            found = reader.readinto(at, memory, checksum=checked is not None)
+        if checked is not None:
+            checked.compare(found, self._file.where)
+
+    def _checked(self, part: Part, begin: int) -> Checked | None:
+        """What to compare a part with; None if there is nothing, or no wish to."""
+        if not self._verify or part.crc32 is None:
+            return None
+        kind = "record" if isinstance(part.origin, Record) else "tensor"
+        return Checked(f"{kind} {part.name!r}", begin, part.nbytes, part.crc32)
+
+
+def _index(whole: torch.Tensor, index: Index, name: str) -> torch.Tensor:
+    view = whole[index]
+    if view.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        raise TypeError(
+            f"{name!r}: an index of ints, slices, None and Ellipsis is expected, found {index!r}; read the tensor "
+            f"whole for others"
+        )
+    return view

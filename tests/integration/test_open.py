@@ -1,0 +1,221 @@
+"""Lazy reading: names and shapes at once, tensors and slices of them when they are asked for."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastensor
+from fastensor import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
+from fastensor.backends import posix, registry
+
+WEIGHTS = {"w": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7, dtype=torch.bfloat16), "s": torch.tensor(3)}
+
+
+class Hyper:
+    """A class that weights_only=True refuses; importing it would be seen."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+@pytest.fixture(params=["ckpt", "safetensors"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    fastensor.save(WEIGHTS, tmp_path / f"x.{request.param}")
+    return tmp_path / f"x.{request.param}"
+
+
+def test_names_and_shapes(path: Path) -> None:
+    with fastensor.open(path) as found:
+        assert set(found) == set(WEIGHTS)
+        assert len(found) == 3
+        assert "w" in found
+        assert "x" not in found
+        assert (found.info["w"].shape, found.info["w"].dtype) == ((20, 30), torch.float32)
+        assert (found.info["w"].nbytes, found.info["s"].shape) == (2400, ())
+        assert found.verified
+        assert repr(found).endswith("3 tensors>")
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_tensors_are_equal_and_have_memory_of_their_own(path: Path, backend: str) -> None:
+    with fastensor.open(path, backend=backend) as found:
+        tensors = dict(found)
+        again = found["w"]
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(tensors[name], tensor)
+        assert tensors[name].untyped_storage().nbytes() == tensor.nbytes
+    assert again.data_ptr() != tensors["w"].data_ptr()
+
+
+INDICES: list[Any] = [
+    3, -1, slice(2, 5), slice(None, None, 7), slice(5, 2), Ellipsis, None, (3, 4), (slice(1, 3), slice(None, None, 2)),
+    (Ellipsis, -1), (None, slice(3), 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("verify", [True, False])
+def test_slices(path: Path, index: Any, verify: bool) -> None:
+    key = ("w", *index) if isinstance(index, tuple) else ("w", index)
+    with fastensor.open(path, verify=verify) as found:
+        part = found[key]
+    assert torch.equal(part, WEIGHTS["w"][index])
+    assert part.is_contiguous()
+
+
+@given(tensor=states.dense(), data=st.data(), suffix=st.sampled_from(["ckpt", "safetensors"]))
+def test_any_slice_of_any_tensor(tensor: torch.Tensor, data: st.DataObject, suffix: str) -> None:
+    steps = st.builds(slice, st.integers(-8, 8), st.integers(-8, 8), st.none() | st.integers(1, 3))
+    index = tuple(data.draw(steps) for _ in range(data.draw(st.integers(0, tensor.dim()))))
+    state = {"w": tensor.t() if tensor.dim() == 2 and suffix == "ckpt" else tensor}
+    if suffix == "safetensors" and tensor.dtype == torch.complex128:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, f"x.{suffix}")
+        fastensor.save(state, path, durable=False)
+        with fastensor.open(path) as found:
+            states.assert_equal(found[("w", *index)], state["w"][index].contiguous().clone())
+            whole = found["w"]
+            assert (whole.shape, whole.stride()) == (state["w"].shape, state["w"].stride())
+
+
+@pytest.mark.parametrize("index", [[1, 2], torch.tensor([1]), torch.ones(20, dtype=torch.bool), "x", 99, (0, 0, 0)])
+def test_indices_that_do_not_fit(path: Path, index: Any) -> None:
+    with fastensor.open(path) as found, pytest.raises((TypeError, IndexError)):
+        found[("w", *index) if isinstance(index, tuple) else ("w", index)]
+
+
+def test_a_slice_reads_only_its_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = posix.read_fully
+
+    def count(fd: int, buffer: memoryview, offset: int, **options: Any) -> int:
+        read.append(buffer.nbytes)
+        return original(fd, buffer, offset, **options)
+
+    with fastensor.open(path, verify=False) as found:
+        monkeypatch.setattr(posix, "read_fully", count)
+        assert found["w", 4:6].shape == (2, 30)
+    assert sum(read) in (240, 240 + 30)  # the local header of the record
+
+
+def damage(path: Path, tensor: torch.Tensor, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(tensor.numpy().tobytes()) + at] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_is_noticed_in_tensors_and_in_their_slices(path: Path) -> None:
+    damage(path, WEIGHTS["w"], 2000)
+    with fastensor.open(path) as found:
+        assert torch.equal(found["b"], WEIGHTS["b"])
+        for key in ("w", ("w", 1)):
+            with pytest.raises(CorruptCheckpointError, match=r"'(archive/data/0|w)' \(2400 bytes at offset \d+\)"):
+                found[key]
+    with fastensor.open(path, verify=False) as found:
+        assert torch.equal(found["w", 1], WEIGHTS["w"][1])
+
+
+def test_views_ties_and_kinds_of_a_torch_file(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    state = OrderedDict(
+        view=base[10:20], strided=base.reshape(10, 10).t()[::2], tied=base, parameter=torch.nn.Parameter(base),
+        subclass=base.as_subclass(states.Scaled), empty=torch.empty(0, 3), lists=[[torch.ones(2)], 7],
+    )  # fmt: skip
+    fastensor.save(state, tmp_path / "x")
+    with fastensor.open(tmp_path / "x") as found:
+        assert list(found) == ["view", "strided", "tied", "parameter", "subclass", "empty", "lists.0.0"]
+        assert found.others == {"lists.1": "7"}
+        assert [found.info[name].kind for name in ("view", "parameter", "subclass")] == [
+            "Tensor", "Parameter", "Scaled",
+        ]  # fmt: skip
+        assert found.info["view"].part == found.info["tied"].part
+        assert found["view"].untyped_storage().nbytes() == 40
+        for name in ("view", "strided", "tied", "empty"):
+            assert torch.equal(found[name], state[name])
+        assert type(found["parameter"]) is type(found["subclass"]) is torch.Tensor
+        assert found["strided"].stride() == state["strided"].stride()
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "quantized", "conjugate", "meta"])
+def test_what_is_more_than_its_bytes(tmp_path: Path, kind: str) -> None:
+    fastensor.save({"x": states._special(kind, 1), "w": torch.ones(1)}, tmp_path / "x")
+    with fastensor.open(tmp_path / "x") as found:
+        assert found.info["x"].shape
+        assert found["w"] == 1
+        with pytest.raises(UnsupportedContentError, match=r"keys=\['x'\]"):
+            found["x"]
+
+
+def test_classes_of_the_file_are_neither_run_nor_needed(tmp_path: Path) -> None:
+    fastensor.save({"hyper": Hyper(), "w": torch.ones(3)}, tmp_path / "x")
+    with fastensor.open(tmp_path / "x") as found:
+        assert torch.equal(found["w"], torch.ones(3))
+        assert "Hyper>" in found.others["hyper"]
+
+
+def test_names_that_are_not_there(path: Path) -> None:
+    with fastensor.open(path) as found:
+        with pytest.raises(UnknownKeyError, match="'nope'"):
+            found["nope"]
+        assert found.get("nope") is None
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "x.pt")
+    safetensors.torch.save_file(WEIGHTS, tmp_path / "x.safetensors", {"k": "v"})
+    for name, verified in (("x.pt", True), ("x.safetensors", False)):
+        with fastensor.open(tmp_path / name) as found:
+            assert found.verified == verified
+            assert all(torch.equal(found[key], tensor) for key, tensor in WEIGHTS.items())
+            assert found.metadata == ({} if verified else {"k": "v"})
+
+
+def legacy(path: Path) -> None:
+    torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False)
+
+
+def torchscript(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
+
+
+@pytest.mark.parametrize("write", [legacy, torchscript])
+def test_files_that_can_only_be_loaded_whole(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path / "x")
+    with pytest.raises(UnsupportedContentError, match="load it whole"):
+        fastensor.open(tmp_path / "x")
+
+
+def test_open_files_stay_open_and_others_are_closed(path: Path) -> None:
+    buffer = io.BytesIO(path.read_bytes())
+    with fastensor.open(buffer) as found:
+        assert torch.equal(found["w", 3], WEIGHTS["w"][3])
+    assert not buffer.closed
+    before = len(os.listdir("/proc/self/fd"))
+    found = fastensor.open(path)
+    found.close()
+    found.close()
+    with pytest.raises(CorruptCheckpointError):
+        fastensor.open(io.BytesIO(b"PK\3\4" + bytes(100)))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_map_location(path: Path) -> None:
+    with fastensor.open(path, "meta") as found:
+        assert found["w"].device.type == "meta"
