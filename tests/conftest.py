@@ -1,5 +1,11 @@
-"""Hypothesis runs a fixed, small sample by default; ``make torture`` runs a large random one."""
+"""Hypothesis runs a small, fixed sample by default, ``make torture`` a large random one; tests tally what they did."""
 
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -7,3 +13,35 @@ settings.register_profile(
 )
 settings.register_profile("torture", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+_TALLY = pytest.StashKey[Counter[str]]()
+_WORKER_OUTPUT = "fastensor_tally"
+
+
+@pytest.fixture(scope="session")
+def tally(pytestconfig: pytest.Config) -> Counter[str]:
+    """What tests count by name (``tally["faults injected"] += 1``); the sums stand at the end of pytest's output."""
+    return pytestconfig.stash[_TALLY]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLY] = Counter()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist sends its counts to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_WORKER_OUTPUT] = dict(session.config.stash[_TALLY])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker is done; one that crashed has sent nothing."""
+    node.config.stash[_TALLY].update(getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT, {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[_TALLY]:
+        terminalreporter.section("tally")
+        for name, count in sorted(config.stash[_TALLY].items()):
+            terminalreporter.write_line(f"{name}: {count}")

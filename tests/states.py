@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -169,3 +170,18 @@ def storages_of(value: Any) -> list[int]:
 def pattern(addresses: list[int]) -> list[int]:
     """Which of them are the same: positions of first occurrences."""
     return [addresses.index(address) for address in addresses]
+
+
+def names_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree by the names that ``keys`` has for them."""
+    if isinstance(value, Tensor):
+        yield name, value
+    items = (
+        value.items()
+        if type(value) in (dict, OrderedDict)
+        else enumerate(value)
+        if type(value) in (list, tuple)
+        else ()
+    )
+    for key, inner in items:
+        yield from names_of(inner, f"{name}.{key}" if name else str(key))

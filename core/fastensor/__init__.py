@@ -1,10 +1,13 @@
 """Fastensor: PyTorch checkpoints at the speed of the disk, atomic, durable and verified, in standard files."""
 
 from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.convert import convert
+from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.lazy import LazyCheckpoint, open
 from fastensor.checkpoint.load import load, load_with_report
 from fastensor.checkpoint.report import Fallback, LoadReport, SaveReport
 from fastensor.checkpoint.save import save
+from fastensor.checkpoint.verify import Damage, DamagedCheckpointError, VerifyReport, verify
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,
@@ -30,6 +33,14 @@ __all__ = [
     "open",
     "LazyCheckpoint",
     "TensorInfo",
+    # looking inside
+    "verify",
+    "VerifyReport",
+    "Damage",
+    "inspect",
+    "Inspection",
+    "convert",
+    # what was done
     "SaveReport",
     "LoadReport",
     "Fallback",
@@ -38,6 +49,7 @@ __all__ = [
     "CheckpointWriteError",
     "CheckpointReadError",
     "CorruptCheckpointError",
+    "DamagedCheckpointError",
     "UnsafeCheckpointError",
     "UnsupportedContentError",
     "UnknownKeyError",

@@ -1,4 +1,4 @@
-"""Processes are really killed in mid-save: the path holds the old or the new content, whole."""
+"""Processes are really killed in mid-save: the path holds the old or the new content, whole, or none if new."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -16,61 +22,114 @@ import torch
 import fastensor
 from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
 
-NUMEL = 4 << 20
-
-SAVER = """
-import os, sys, torch, fastensor
-torch.set_num_threads(1)
-path, numel = sys.argv[1], int(sys.argv[2])
-states = [{"w": torch.full((numel,), float(i)), "i": i} for i in range(2)]
-fastensor.save(states[0], path)
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        print("saving", os.getpid(), flush=True)
-        for i in range(1000):
-            fastensor.save(states[(i + int(line)) % 2], path)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    print("dead", flush=True)
-"""
+NUMEL, SMALL_NUMEL = 1 << 20, 700_000
+NEVER = 10**9
 
 
-def kill_repeatedly(path: Path, times: int, seed: int) -> set[int]:
-    """Kill saving processes, forked from a warm parent, at random moments; returns the contents that were found."""
-    rng = random.Random(seed)
-    found = set()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(path), str(NUMEL)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdin
-    assert parent.stdout
-    try:
-        for number in range(times):
-            print(number, file=parent.stdin, flush=True)
-            word, pid = parent.stdout.readline().split()
-            assert word == "saving"
-            select.select([], [], [], rng.uniform(0, 0.2))  # the moment of the kill
-            os.kill(int(pid), signal.SIGKILL)
-            assert parent.stdout.readline().strip() == "dead"
-            state = fastensor.load(path, verify=True)
-            assert torch.equal(state["w"], torch.full((NUMEL,), float(state["i"])))
-            found.add(state["i"])
-            left = [name for name in os.listdir(path.parent) if name.endswith(TEMPORARY_SUFFIX)]
-            assert len(left) <= 1
-    finally:
-        parent.stdin.close()
-        parent.wait()
-        parent.stdout.close()
+class Saver:
+    """The process of ``saver.py``, whose warm children are to die."""
+
+    def __init__(self, path: Path, commands: IO[str], answers: IO[str], *, numel: int, new: bool) -> None:
+        self.path = path
+        self._commands = commands
+        self._answers = answers
+        self._numel = numel
+        self._new = new
+
+    def start(self, number: int, *, fatal: int = 0) -> int:
+        """Let a child save; returns its process id."""
+        print(number, fatal, file=self._commands, flush=True)
+        word, pid = self._answers.readline().split()
+        assert word == "saving"
+        return int(pid)
+
+    def wait(self) -> int:
+        """Returns the exit code of the child; that of a killed one is negative."""
+        word, code = self._answers.readline().split()
+        assert word == "dead"
+        return int(code)
+
+    def content(self) -> int | None:
+        """Which state the path holds, whole; None if there is none. Nothing else was left but one temporary."""
+        left = [name for name in os.listdir(self.path.parent) if name != self.path.name]
+        assert len(left) <= 1
+        assert all(name.endswith(TEMPORARY_SUFFIX) for name in left)
+        if self._new and not self.path.exists():
+            return None
+        state = fastensor.load(self.path, verify=True)
+        assert torch.equal(state["w"], torch.full((self._numel,), float(state["i"])))
+        return int(state["i"])
+
+
+@contextmanager
+def saver(path: Path, *, numel: int, new: bool) -> Iterator[Saver]:
+    script = Path(__file__).with_name("saver.py")
+    command = [sys.executable, str(script), str(path), str(numel), "new" if new else "overwrite"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        yield Saver(path, process.stdin, process.stdout, numel=numel, new=new)
+    assert process.returncode == 0
     fastensor.save({"done": True}, path)
     assert os.listdir(path.parent) == [path.name]
+
+
+def seconds_of_one_save(saving: Saver) -> float:
+    saving.start(0, fatal=NEVER)
+    started = time.perf_counter()
+    assert saving.wait() == 0
+    return time.perf_counter() - started
+
+
+def kill_at_random_moments(path: Path, tally: Counter[str], *, new: bool, times: int, seed: int) -> set[int | None]:
+    """Within the first three saves of a process, at whatever pace they go; returns the contents that were found."""
+    rng = random.Random(seed)
+    found = set()
+    with saver(path, numel=NUMEL, new=new) as saving:
+        seconds = min(seconds_of_one_save(saving) for _ in range(3))
+        for number in range(times):
+            pid = saving.start(number)
+            select.select([], [], [], rng.uniform(0, 3 * seconds))  # the moment of the kill
+            os.kill(pid, signal.SIGKILL)
+            assert saving.wait() == -signal.SIGKILL
+            found.add(saving.content())
+            tally["processes killed"] += 1
     return found
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    assert kill_repeatedly(tmp_path / "x", times=25, seed=0) == {0, 1}
+targets = pytest.mark.parametrize("new", [False, True], ids=["overwrite", "new"])
+
+
+@targets
+def test_killed_at_random_moments(tmp_path: Path, tally: Counter[str], new: bool) -> None:
+    found = kill_at_random_moments(tmp_path / "x", tally, new=new, times=25, seed=0)
+    assert found >= ({None} if new else {0, 1})
 
 
 @pytest.mark.torture
-def test_killed_at_many_random_moments(tmp_path: Path) -> None:
-    assert kill_repeatedly(tmp_path / "x", times=300, seed=1) == {0, 1}
+@targets
+def test_killed_at_many_random_moments(tmp_path: Path, tally: Counter[str], new: bool) -> None:
+    found = kill_at_random_moments(tmp_path / "x", tally, new=new, times=200, seed=1)
+    assert found >= ({None} if new else {0, 1})
+
+
+@targets
+def test_killed_before_the_nth_call(tmp_path: Path, tally: Counter[str], new: bool) -> None:
+    """For every N: the moments that random ones hardly meet."""
+    found = []
+    with saver(tmp_path / "x", numel=SMALL_NUMEL, new=new) as saving:
+        for fatal in count(1):
+            (tmp_path / "x").unlink(missing_ok=True)
+            if not new:
+                fastensor.save({"w": torch.full((SMALL_NUMEL,), 0.0), "i": 0}, tmp_path / "x")
+            saving.start(1, fatal=fatal)
+            code = saving.wait()
+            found.append(saving.content())
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL
+            tally["processes killed"] += 1
+    before = None if new else 0
+    assert len(found) > 10
+    assert found == [before] * found.count(before) + [1] * found.count(1), "once there, it stays"
+    assert {before, 1} == set(found[:-1]), "some were killed after the rename"

@@ -6,6 +6,7 @@ import random
 import struct
 import warnings
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,9 @@ def test_a_flipped_bit_in_the_payload_is_named(sound: bytes, tmp_path: Path, bac
 
 
 @pytest.mark.parametrize("count", [1500, pytest.param(None, marks=pytest.mark.torture)], ids=["sample", "all"])
-def test_bits_flipped_anywhere_are_noticed_or_harmless(sound: bytes, tmp_path: Path, count: int | None) -> None:
+def test_bits_flipped_anywhere_are_noticed_or_harmless(
+    sound: bytes, tmp_path: Path, count: int | None, tally: Counter[str]
+) -> None:
     rng = random.Random(0)
     refused = 0
     bits = rng.sample(range(8 * len(sound)), count or 8 * len(sound))
@@ -69,18 +72,23 @@ def test_bits_flipped_anywhere_are_noticed_or_harmless(sound: bytes, tmp_path: P
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / "x").write_bytes(damaged)
         refused += assert_refused_or_equal(tmp_path / "x", bit)
+        tally["bits flipped"] += 1
     assert refused > len(bits) / 2
 
 
-def test_a_file_cut_off_anywhere_is_refused(sound: bytes, tmp_path: Path) -> None:
+def test_a_file_cut_off_anywhere_is_refused(sound: bytes, tmp_path: Path, tally: Counter[str]) -> None:
     for length in [0, 1, 3, 4, 30, 64, *range(100, len(sound), 97), len(sound) - 22, len(sound) - 1]:
         (tmp_path / "x").write_bytes(sound[:length])
         with pytest.raises(FastensorError):
             load_quietly(tmp_path / "x")
+        tally["files cut off"] += 1
 
 
 @given(data=st.binary(max_size=200))
-def test_any_bytes_behind_a_zip_signature(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_behind_a_zip_signature(
+    tmp_path_factory: pytest.TempPathFactory, tally: Counter[str], data: bytes
+) -> None:
+    tally["files of random bytes"] += 1
     path = tmp_path_factory.mktemp("any") / "x"
     path.write_bytes(b"PK\x03\x04" + data)
     with pytest.raises(CorruptCheckpointError):
@@ -88,7 +96,8 @@ def test_any_bytes_behind_a_zip_signature(tmp_path_factory: pytest.TempPathFacto
 
 
 @given(data=st.binary(min_size=1, max_size=300))
-def test_any_bytes_at_all(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_at_all(tmp_path_factory: pytest.TempPathFactory, tally: Counter[str], data: bytes) -> None:
+    tally["files of random bytes"] += 1
     path = tmp_path_factory.mktemp("any") / "x"
     path.write_bytes(data)
     with pytest.raises((FastensorError, RuntimeError)):

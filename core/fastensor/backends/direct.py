@@ -51,7 +51,7 @@ class DirectBackend:
         with _refusals_reported():
             direct_fd = posix.reopen_direct(fd)
         with ExitStack() as undo:
-            undo.callback(os.close, direct_fd)
+            undo.callback(posix.close_read_only, direct_fd)
             with _refusals_reported(), borrowed_ring() as ring:
                 block = ring.buffer(0).view[: limits.offset_alignment]
                 posix.read_fully(direct_fd, block, 0, alignment=limits.offset_alignment)

@@ -7,6 +7,7 @@ for EINTR, interrupted calls. All of them release the GIL while they wait.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -119,6 +120,12 @@ def set_direct(fd: int, enabled: bool) -> None:
 def reopen_direct(fd: int) -> int:
     """A second descriptor of the same file, for reading with O_DIRECT. The caller closes it."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def close_read_only(fd: int) -> None:
+    """Close a descriptor that nothing was written through: a failure to do so loses nothing, and Linux frees it."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def memory_filesystem(fd: int) -> str | None:

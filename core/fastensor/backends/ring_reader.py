@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 from isal import isal_zlib
 
-from fastensor.backends import posix
 from fastensor.backends.base import Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Buffer, borrowed_ring
 from fastensor.backends.numpy import copy_with_checksum
@@ -156,8 +155,9 @@ class RingReader:
                 fetch = self._fetched(number)
                 begin = offset - fetch.begin
                 count = min(fetch.filled.result() - begin, buffer.nbytes)
-                if count <= 0:
-                    raise posix.EndOfFile(f"the file ends before offset {offset + buffer.nbytes}")
+                if count <= 0:  # the file ended, or the read came back short at an odd place
+                    parts.append((buffer.nbytes, self._elsewhere.readinto(offset, buffer, checksum=checksum)))
+                    break
                 parts.append((count, self._copy(fetch, begin, buffer[:count], checksum)))
                 offset += count
                 buffer = buffer[count:]

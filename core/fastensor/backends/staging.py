@@ -15,6 +15,7 @@ from isal import isal_zlib
 
 from fastensor.backends.memory import Buffer, copy_memory
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload, Piece
+from fastensor.stitch.source import FileBytes
 
 _BLOCK_NBYTES = 512 << 10
 """Copied and checksummed at a time, so that the second pass finds the bytes in the processor's cache."""
@@ -45,10 +46,10 @@ class Stager:
     devices are copied synchronously.
     """
 
-    def __init__(self, image: Image, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, image: Image, storages: Sequence[torch.UntypedStorage | FileBytes]) -> None:
         self._image = image
         self._storages = storages
-        self._addresses = [s.data_ptr() if s.device.type == "cpu" else 0 for s in storages]
+        self._addresses = [_address(storage) for storage in storages]
         self._checksums = [0] * len(storages)
         self._streams = _streams_behind_current(storages)
         self.asynchronous = bool(self._streams)
@@ -90,10 +91,13 @@ class Stager:
                     self._fill_in_blanks(window, segment, begin, count, at)
             else:
                 self._check_size(segment)
+                storage = self._storages[segment.index]
                 if self._addresses[segment.index]:
                     self._copy_from_host(window, piece, segment)
+                elif isinstance(storage, torch.UntypedStorage):
+                    self._copy_from_device(window, piece, segment, storage)
                 else:
-                    self._copy_from_device(window, piece, segment)
+                    self._copy_from_file(window, piece, segment, storage)
         for device, stream in self._streams.items():
             with torch.cuda.device(device):
                 window.events.append(stream.record_event())
@@ -138,9 +142,15 @@ class Stager:
             at += count
             source += count
 
-    def _copy_from_device(self, window: Window, piece: Piece, payload: Payload) -> None:
+    def _copy_from_file(self, window: Window, piece: Piece, payload: Payload, file: FileBytes) -> None:
         index = payload.index
-        storage = self._storages[index]
+        data = window.buffer.view[piece.position : piece.position + piece.nbytes]
+        crc32 = file.readinto(payload.before + piece.begin, data)
+        self._checksums[index] = isal_zlib.crc32_combine(self._checksums[index], crc32, piece.nbytes)
+        if piece.begin + piece.nbytes == payload.nbytes:
+            file.check(self._checksums[index])
+
+    def _copy_from_device(self, window: Window, piece: Piece, payload: Payload, storage: torch.UntypedStorage) -> None:
         begin = payload.before + piece.begin
         target = window.buffer.as_tensor()[piece.position : piece.position + piece.nbytes]
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -151,17 +161,25 @@ class Stager:
             window.late.append(piece)
         else:
             data = window.buffer.view[piece.position : piece.position + piece.nbytes]
-            self._add_to_checksum(index, data)
+            self._add_to_checksum(payload.index, data)
 
     def _add_to_checksum(self, index: int, data: memoryview) -> None:
         self._checksums[index] = isal_zlib.crc32(data, self._checksums[index])
 
 
+def _address(storage: torch.UntypedStorage | FileBytes) -> int:
+    """Where a storage is on the host; 0 if it is not."""
+    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+        return storage.data_ptr()
+    return 0
+
+
 def _streams_behind_current(
-    storages: Sequence[torch.UntypedStorage],
+    storages: Sequence[torch.UntypedStorage | FileBytes],
 ) -> dict[torch.device, torch.cuda.Stream]:
     streams = {}
-    for device in {s.device for s in storages if s.device.type == "cuda"}:
+    devices = {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
+    for device in {device for device in devices if device.type == "cuda"}:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
         stream.wait_stream(torch.cuda.current_stream(device))
         streams[device] = stream

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, BinaryIO
 
+import torch
 from isal import isal_zlib
 
 from fastensor.backends import posix
@@ -12,6 +17,9 @@ from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
 from fastensor.stitch.torch_zip import TorchZip
+
+_GATHERED_NBYTES = 64 << 10
+"""torch writes five small pieces per record and more: they are put together up to this size."""
 
 
 class TorchBackend:
@@ -27,15 +35,81 @@ class TorchBackend:
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
         if not isinstance(source, TorchZip):
-            raise BackendUnavailableError("torch.save writes only its own container")
-        os.lseek(fd, 0, os.SEEK_SET)
-        with os.fdopen(fd, "wb", closefd=False) as file:
+            raise BackendUnavailableError("torch.save writes only its own container, and from memory")
+        if _leaves_holes():
+            raise BackendUnavailableError(
+                "torch.serialization.skip_data is active, so torch would leave the values out"
+            )
+        with file_for_torch(partial(posix.write_fully, fd)) as file:
             source.write_with_torch(file)
         posix.truncate(fd, source.image.nbytes)
         return ()
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         return _PlainReader(fd)
+
+
+@contextmanager
+def file_for_torch(write: Callable[[memoryview, int], object]) -> Iterator[BinaryIO]:
+    """A file for ``torch.save``, all of which has gone through ``write`` when the block is left.
+
+    Args:
+        write: puts bytes at an offset, all of them, before it returns. Called in order; there are gaps between its
+            calls only where ``torch.serialization.skip_data`` makes torch leave some.
+
+    Raises:
+        BaseException: what the first failing ``write`` raised; there was none after it.
+    """
+    raw = _FileForTorch(write)
+    try:
+        with io.BufferedWriter(raw, _GATHERED_NBYTES) as file:
+            yield file
+    except Exception as error:
+        if raw.failure is not None:
+            raise raw.failure from error
+        raise
+    if raw.failure is not None:
+        raise raw.failure
+
+
+class _FileForTorch(io.RawIOBase):
+    """Keeps the first failure aside, and drops what comes after it.
+
+    torch calls from C++ that ignores what a write returns, goes on after an exception, and raises it at its end, or,
+    depending on where it came, a ``RuntimeError`` about a wrong position instead. So it hears of no failure.
+    """
+
+    def __init__(self, write: Callable[[memoryview, int], object]) -> None:
+        self._write = write
+        self._position = 0
+        self.failure: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR or offset < 0:
+            raise io.UnsupportedOperation(f"seek to {offset} (whence {whence}): torch only leaves holes")
+        self._position += offset
+        return self._position
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if self.failure is None:
+            try:
+                self._write(view, self._position)
+            except BaseException as failure:  # noqa: BLE001  # raised when torch has returned
+                self.failure = failure.with_traceback(None)  # its frames hold torch's memory, which torch frees
+        self._position += view.nbytes
+        return view.nbytes
+
+
+def _leaves_holes() -> bool:
+    options = getattr(torch.serialization, "_serialization_tls", None)
+    return bool(getattr(options, "skip_data", False))
 
 
 class _PlainReader:

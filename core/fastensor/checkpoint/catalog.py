@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
+from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.checkpoint.torch_file import (
     is_of_other_byte_order,
+    open_record,
     read_directory,
     read_pickle,
     reason_for_torch,
@@ -23,7 +26,7 @@ from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry, torch_dtype
 from fastensor.stitch.torch_pickle import Opaque, TensorRef, read_structure
 from fastensor.stitch.torch_records import Checks
-from fastensor.stitch.zip_directory import Record, ZipDirectory
+from fastensor.stitch.zip_directory import Record
 
 _SHOWN = 60
 """Characters of a value."""
@@ -62,6 +65,11 @@ class Part:
     origin: Record | Entry | None
     """What the file says about it; None if it is empty."""
 
+    def checked(self, begin: int) -> Checked | None:
+        """What its bytes, which begin there, are to be compared with."""
+        kind = "record" if isinstance(self.origin, Record) else "tensor"
+        return None if self.crc32 is None else Checked(f"{kind} {self.name!r}", begin, self.nbytes, self.crc32)
+
 
 @dataclass(frozen=True, slots=True)
 class Located:
@@ -94,8 +102,21 @@ class Catalog:
     """Of a safetensors file."""
     checked: bool
     """Whether the file carries checksums."""
-    archive: ZipDirectory | None
+    checks: Checks | None = None
     """Of a torch file."""
+    structure: Any = None
+    """Of a torch file: what its pickle describes, symbolically."""
+
+    def begin_of(self, part: Part, file: OpenedFile) -> int:
+        """Where the bytes of a part begin in the file.
+
+        Raises:
+            CorruptCheckpointError: its local header contradicts the directory.
+        """
+        if isinstance(part.origin, Record):
+            assert self.checks is not None
+            return open_record(file, self.checks, part.origin).begin
+        return 0 if part.origin is None else part.origin.begin
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
@@ -129,7 +150,7 @@ def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
         stride = torch.empty(entry.shape, device="meta").stride()
         located[entry.name] = Located(info, Part(entry.name, entry.nbytes, entry.crc32, entry), 0, stride)
     infos = {name: one.info for name, one in located.items()}
-    return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, None)
+    return Catalog("safetensors", infos, located, {}, header.metadata, header.checked)
 
 
 def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
@@ -146,7 +167,8 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     tensors: dict[str, TensorInfo] = {}
     located: dict[str, Located] = {}
     others: dict[str, str] = {}
-    for name, value in walk(structure):
+    for path, value in walk(structure):
+        name = _unique(path, tensors.keys() | others.keys()) if path in tensors or path in others else path
         if not isinstance(value, TensorRef):
             others[name] = _in_words(value)
             continue
@@ -156,7 +178,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         tensors[name] = info
         if part is not None and value.plain and not swapped:
             located[name] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, checks.payload, archive)
+    return Catalog("torch", tensors, located, others, {}, checks.payload, checks, structure)
 
 
 _EMPTY = Part("", 0, None, None)
@@ -179,6 +201,11 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
             f"which has {part.nbytes}; the file was damaged, or is not one of torch's"
         )
     return part
+
+
+def _unique(name: str, taken: Set[str]) -> str:
+    """Another name for a second value of the same one, such as that of the key 1 beside the key "1"."""
+    return next(other for number in count(2) if (other := f"{name}#{number}") not in taken)
 
 
 def _in_words(value: Any) -> str:

@@ -9,39 +9,87 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, cast
+from functools import partial
+from typing import BinaryIO, NamedTuple
 
 from fastensor.backends import posix, registry, stream
+from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.fallback import use_first
-from fastensor.checkpoint.location import RemotePath
+from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.publish import (
     Target,
     Temporary,
     copy_ownership,
     publish,
+    resolve_target,
     temporary_for,
     wait_for_space,
 )
 from fastensor.checkpoint.remote import replacing
-from fastensor.checkpoint.report import Fallback
-from fastensor.errors import CheckpointWriteError
+from fastensor.checkpoint.report import Fallback, SaveReport
+from fastensor.errors import CheckpointWriteError, FastensorError
 from fastensor.select.rule import choose_writer
 from fastensor.stitch.source import Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
 
 
+def deliver(
+    path: Location,
+    plan: Callable[[list[Fallback]], Source | None],
+    let_torch_write: Callable[[BinaryIO], None],
+    *,
+    backend: str,
+    durable: bool,
+    follow_symlinks: bool,
+) -> SaveReport:
+    """Plan a file and bring it there.
+
+    Args:
+        path: where to.
+        plan: called once the target has been looked at; None if torch has to write the file by itself. It may add to
+            the fallbacks.
+        let_torch_write: does so.
+        backend, durable, follow_symlinks: as for :func:`fastensor.save`.
+
+    Raises:
+        CheckpointWriteError: it could not be written; the message says what is there now.
+        Exception: whatever ``plan`` raises; then nothing has been written.
+    """
+    started = time.perf_counter()
+    if backend != registry.AUTO:
+        registry.get(backend)
+    found = locate(path)
+    target = resolve_target(found, follow_symlinks=follow_symlinks) if isinstance(found, str) else found
+    delivery = _Delivery(let_torch_write, name_of(path), backend, durable)
+    with delivery.timed("plan"):
+        delivery.source = plan(delivery.fallbacks)
+    written = _write_to(target, delivery)
+    return SaveReport(
+        path=written.path,
+        nbytes=written.nbytes,
+        backend=written.backend,
+        durable=written.durable,
+        plan_seconds=delivery.seconds["plan"],
+        write_seconds=delivery.seconds["write"],
+        sync_seconds=delivery.seconds.get("sync", 0.0),
+        publish_seconds=delivery.seconds.get("publish", 0.0),
+        seconds=time.perf_counter() - started,
+        fallbacks=tuple(delivery.fallbacks),
+    )
+
+
 @dataclass(slots=True)
-class Delivery:
+class _Delivery:
     """What is to be delivered, and how it went so far."""
 
-    source: Source | None
-    """None if torch has to write the file by itself."""
     let_torch_write: Callable[[BinaryIO], None]
     where: str
     """The target's name, for messages."""
     backend: str
     durable: bool
+    source: Source | None = None
+    """None if torch has to write the file by itself."""
     fallbacks: list[Fallback] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     """By stage."""
@@ -53,37 +101,30 @@ class Delivery:
         self.seconds[stage] = time.perf_counter() - started
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What was delivered."""
-
+class _Written(NamedTuple):
     path: str
     nbytes: int
     backend: str
     durable: bool
 
 
-def deliver(delivery: Delivery, target: Target | RemotePath | BinaryIO) -> Written:
-    """Write the file.
-
-    Raises:
-        CheckpointWriteError: it could not be written; the message says what is there now.
-    """
+def _write_to(target: Target | RemotePath | BinaryIO, delivery: _Delivery) -> _Written:
     if isinstance(target, Target):
         return _to_disk(delivery, target)
+    used = stream.NAME if delivery.source else "torch"
     if isinstance(target, RemotePath):
         kept = "what was there before is kept"
         with delivery.timed("write"), _refusals_explained(delivery.where, kept), replacing(target) as file:
             nbytes = _to_stream(delivery, file)
-        return Written(target.url, nbytes, stream.NAME if delivery.source else "torch", False)
+        return _Written(target.url, nbytes, used, False)
     _check_writable(target, delivery.where)
     with delivery.timed("write"), _refusals_explained(delivery.where, "the open file holds a part of it"):
         nbytes = _to_stream(delivery, target)
         target.flush()
-    return Written(delivery.where, nbytes, stream.NAME if delivery.source else "torch", False)
+    return _Written(delivery.where, nbytes, used, False)
 
 
-def _to_disk(delivery: Delivery, target: Target) -> Written:
+def _to_disk(delivery: _Delivery, target: Target) -> _Written:
     """Write to a temporary, sync it, publish it."""
     with temporary_for(target) as temporary, _explained(temporary, target.path):
         with delivery.timed("write"):
@@ -95,14 +136,14 @@ def _to_disk(delivery: Delivery, target: Target) -> Written:
                 posix.sync_file(temporary.fd)
         with delivery.timed("publish"):
             publish(temporary, target, durable=delivery.durable)
-    return Written(target.path, nbytes, used, delivery.durable)
+    return _Written(target.path, nbytes, used, delivery.durable)
 
 
-def _write(delivery: Delivery, fd: int) -> str:
+def _write(delivery: _Delivery, fd: int) -> str:
     """Move the image with the wanted backend or else with the next one that can; returns its name."""
     source = delivery.source
     if source is None:
-        with os.fdopen(fd, "wb", closefd=False) as file:
+        with file_for_torch(partial(posix.write_fully, fd)) as file:
             delivery.let_torch_write(file)
         return "torch"
     nbytes = source.image.nbytes
@@ -116,13 +157,14 @@ def _write(delivery: Delivery, fd: int) -> str:
     return used
 
 
-def _to_stream(delivery: Delivery, file: BinaryIO) -> int:
+def _to_stream(delivery: _Delivery, file: BinaryIO) -> int:
     """Write to a file from its position on; returns how much."""
     counted = _Counted(file)
-    if delivery.source is None:
-        delivery.let_torch_write(cast(BinaryIO, counted))
-    else:
+    if delivery.source is not None:
         stream.write_stream(delivery.source, counted.write)
+        return counted.nbytes
+    with file_for_torch(lambda data, offset: counted.write(data)) as own:
+        delivery.let_torch_write(own)
     return counted.nbytes
 
 
@@ -133,19 +175,13 @@ class _Counted:
         self._file = file
         self.nbytes = 0
 
-    def write(self, data: memoryview) -> int:
-        total = memoryview(data).nbytes
-        rest = memoryview(data).cast("B")
-        while rest.nbytes:
-            written = self._file.write(rest)
+    def write(self, data: memoryview) -> None:
+        while data.nbytes:
+            written = self._file.write(data)
             if not written:
                 raise OSError(errno.EIO, "the file accepts no more bytes")
-            rest = rest[written:]
-        self.nbytes += total
-        return total
-
-    def flush(self) -> None:
-        self._file.flush()
+            self.nbytes += written
+            data = data[written:]
 
 
 def _check_writable(file: BinaryIO, where: str) -> None:
@@ -159,6 +195,8 @@ def _check_writable(file: BinaryIO, where: str) -> None:
 def _explained(temporary: Temporary, path: str) -> Iterator[None]:
     try:
         yield
+    except FastensorError:
+        raise
     except OSError as error:
         outcome = (
             "the new file is in place, but a power failure may bring back what was there before"
@@ -172,7 +210,7 @@ def _explained(temporary: Temporary, path: str) -> Iterator[None]:
 def _refusals_explained(where: str, outcome: str) -> Iterator[None]:
     try:
         yield
-    except CheckpointWriteError:
+    except FastensorError:
         raise
     except OSError as error:
         raise CheckpointWriteError(

@@ -16,10 +16,7 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.safetensors_file import host_storage, memory_of
-from fastensor.checkpoint.torch_file import open_record
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
-from fastensor.stitch.torch_records import Checks
-from fastensor.stitch.zip_directory import Record
 
 Index: TypeAlias = Any
 """An int, a slice, None, an Ellipsis, or a tuple of these."""
@@ -98,7 +95,6 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         self._map_location = map_location
         self._verify = verify
         self._backend = backend
-        self._checks = Checks(catalog.archive, enabled=verify) if catalog.archive else None
         self._sound: set[str] = set()
         """Parts of which slices were read, and whose checksum has been compared."""
 
@@ -184,17 +180,10 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
         storage = host_storage(numel * view.dtype.itemsize)
         with explained(self._file.where):
-            self._fill(part, self._begin_of(part), offset, memory_of(storage))
+            self._fill(part, self._catalog.begin_of(part, self._file), offset, memory_of(storage))
         placed = place(storage, "cpu", self._map_location)
         empty = torch.empty(0, dtype=view.dtype, device=placed.device)
         return empty.set_(placed, 0, view.shape, view.stride())
-
-    def _begin_of(self, part: Part) -> int:
-        """Where the bytes of a part begin in the file."""
-        if isinstance(part.origin, Record):
-            assert self._checks is not None
-            return open_record(self._file, self._checks, part.origin).begin
-        return 0 if part.origin is None else part.origin.begin
 
     def _fill(self, part: Part, begin: int, offset: int, memory: memoryview) -> None:
         """Read a range of a part. If it is not the whole part, that is verified first, once."""
@@ -217,8 +206,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         """What to compare a part with; None if there is nothing, or no wish to."""
         if not self._verify or part.crc32 is None:
             return None
-        kind = "record" if isinstance(part.origin, Record) else "tensor"
-        return Checked(f"{kind} {part.name!r}", begin, part.nbytes, part.crc32)
+        return part.checked(begin)
 
 
 def _index(whole: torch.Tensor, index: Index, name: str) -> torch.Tensor:

@@ -78,6 +78,24 @@ def walk(tree: Any) -> Iterator[tuple[str, Any]]:
             raise UnsupportedContentError(f"it holds more than {MOST_NAMES} values; load it whole")
 
 
+def find(tree: Any, name: str) -> Any:
+    """The branch or leaf of that name; None if there is none.
+
+    >>> find({"a": {"b.c": {"d": 1}}}, "a.b.c")
+    {'d': 1}
+    """
+    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
+    while stack:
+        at, value, above = stack.pop()
+        if at == name:
+            return value
+        for key, child in _children(value, above) or ():
+            inner = _join(at, key)
+            if name == inner or name.startswith(f"{inner}."):
+                stack.append((inner, child, (*above, id(value))))
+    return None
+
+
 def select(tree: Any, keys: KeyPatterns, where: str) -> Any:
     """:func:`choose`, if every pattern chooses something.
 

@@ -148,7 +148,7 @@ def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
         kind = errno.EISDIR if os.path.isdir(path) else errno.EINVAL
         raise CheckpointReadError(kind, "cannot load: expected a checkpoint file, found something else", where)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    stack.callback(os.close, fd)
+    stack.callback(posix.close_read_only, fd)
     return LocalFile(fd, where, path)
 
 

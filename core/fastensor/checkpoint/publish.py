@@ -115,7 +115,8 @@ def temporary_for(target: Target) -> Iterator[Temporary]:
         try:
             os.close(temporary.fd)
         except OSError as error:
-            raise _failure(error, "closing the file that was written failed", target.path) from error
+            outcome = "the new file is in place" if temporary.published else "what was there before is kept"
+            raise _failure(error, f"closing the file that was written failed; {outcome}", target.path) from error
 
 
 def copy_ownership(temporary: Temporary, target: Target) -> None:
@@ -181,11 +182,11 @@ def _keeping_open(path: str) -> Iterator[None]:
     try:
         yield
     finally:
-        closing = threading.Thread(target=os.close, args=(fd,), name="fastensor-free")
+        closing = threading.Thread(target=posix.close_read_only, args=(fd,), name="fastensor-free")
         try:
             closing.start()
         except RuntimeError:  # no thread can be started any more
-            os.close(fd)
+            posix.close_read_only(fd)
         else:
             _freeing.append(closing)
 

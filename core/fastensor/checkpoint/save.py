@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.checkpoint.deliver import Delivery, deliver
+from fastensor.checkpoint.deliver import deliver
 from fastensor.checkpoint.fallback import give_up
-from fastensor.checkpoint.location import Location, locate, name_of
-from fastensor.checkpoint.publish import resolve_target
-from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.report import Fallback, SaveReport
 from fastensor.errors import LayoutError
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.containers import is_safetensors_name
+from fastensor.stitch.source import Source
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
@@ -85,44 +84,31 @@ def save(
     >>> torch.load(path)["weight"].shape
     torch.Size([2, 3])
     """
-    started = time.perf_counter()
-    if backend != registry.AUTO:
-        registry.get(backend)
-    where = name_of(path)
-    kind = _container(container, where, metadata, checksums)
-    found = locate(path)
-    target = resolve_target(found, follow_symlinks=follow_symlinks) if isinstance(found, str) else found
+    kind = choose_container(container, name_of(path), metadata, checksums)
+
+    def plan(fallbacks: list[Fallback]) -> Source | None:
+        if kind == "safetensors":
+            return safetensors.plan(obj, metadata=metadata, checksums=checksums)
+        try:
+            return torch_zip.plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+        except LayoutError as error:
+            give_up("stitching", str(error), fallbacks)
+            return None
 
     def let_torch_write(file: BinaryIO) -> None:
         torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 
-    delivery = Delivery(None, let_torch_write, where, backend=backend, durable=durable)
-    with delivery.timed("plan"):
-        if kind == "safetensors":
-            delivery.source = safetensors.plan(obj, metadata=metadata, checksums=checksums)
-        else:
-            try:
-                delivery.source = torch_zip.plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-            except LayoutError as error:
-                give_up("stitching", str(error), delivery.fallbacks)
-    written = deliver(delivery, target)
-    return SaveReport(
-        path=written.path,
-        nbytes=written.nbytes,
-        backend=written.backend,
-        durable=written.durable,
-        plan_seconds=delivery.seconds["plan"],
-        write_seconds=delivery.seconds["write"],
-        sync_seconds=delivery.seconds.get("sync", 0.0),
-        publish_seconds=delivery.seconds.get("publish", 0.0),
-        seconds=time.perf_counter() - started,
-        fallbacks=tuple(delivery.fallbacks),
-    )
+    return deliver(path, plan, let_torch_write, backend=backend, durable=durable, follow_symlinks=follow_symlinks)
 
 
-def _container(
+def choose_container(
     wanted: SavedContainer | None, name: str, metadata: Mapping[str, str] | None, checksums: bool
 ) -> SavedContainer:
+    """Which container a file is to be.
+
+    Raises:
+        ValueError: there is no such container, or it has no metadata or always checksums.
+    """
     if wanted not in (None, "torch", "safetensors"):
         raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}")
     kind = wanted or ("safetensors" if is_safetensors_name(name) else "torch")

@@ -40,7 +40,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     archive = read_directory(file)
     reason = reason_for_torch(archive)
     if request.mmap or reason:
-        verified = request.checked and _verify_compressed(file, archive)
+        verified = request.checked and verify_compressed(file, archive)
         if reason:
             give_up("the verifying reader", reason, request.fallbacks)
         return Loaded(_chosen_of_whole(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
@@ -186,7 +186,7 @@ def _is_compressed(archive: ZipDirectory) -> bool:
     return any(record.compressed for record in archive.records)
 
 
-def _verify_compressed(file: OpenedFile, archive: ZipDirectory) -> bool:
+def verify_compressed(file: OpenedFile, archive: ZipDirectory) -> bool:
     """Check every record, so that a damaged method field does not turn plain bytes into something else unnoticed.
 
     Returns whether there was something to check.

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from fastensor.stitch.image import Image
+
+
+class FileBytes(Protocol):
+    """A run of bytes of another file, for payload that need not be in memory. Used by one thread at a time."""
+
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def readinto(self, begin: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` with what stands from ``begin`` on; returns the CRC32 of it."""
+
+    def check(self, crc32: int) -> None:
+        """Raise if the bytes, of which this is the CRC32, are not the right ones. Called once all have been read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +32,7 @@ class Source:
     """
 
     image: Image
-    storages: tuple[torch.UntypedStorage, ...]
+    storages: tuple[torch.UntypedStorage | FileBytes, ...]
     """Payload segment ``i`` of the image is a part of, or all of, ``storages[i]``."""
 
     @property

@@ -88,6 +88,7 @@ class Recording:
 class TorchZip(Source):
     """The planned image of one object. Every payload segment is a whole storage; empty ones are in no segment."""
 
+    storages: tuple[torch.UntypedStorage, ...]
     recording: Recording
     alignment: int
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import itertools
 import os
 import pickle
 import random
@@ -26,6 +27,7 @@ from fastensor.backends import posix
 from fastensor.backends.base import Backend, Extent
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.torch_zip import TorchZip, plan
+from fastensor.testing.faults import failing_call, short_call
 
 STORAGE_NBYTES = (0, 1, 63, 511, 4095, 4096, 4097, 65536, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, (9 << 20) + 7)
 _SLACK_NBYTES = 8 << 20
@@ -134,11 +136,39 @@ class BackendTests:
 
     def test_passes_on_a_failing_write(self, backend: Backend, fd: int) -> None:
         with (
-            mock.patch.object(os, "pwrite", side_effect=OSError(errno.EIO, "injected")),
-            mock.patch.object(os, "fdopen", return_value=_Failing()),
-            pytest.raises(OSError, match="injected"),
+            mock.patch.object(os, "pwrite", side_effect=OSError(errno.ENOSPC, "injected")),
+            pytest.raises(OSError, match="injected") as caught,
         ):
             backend.write(make_source(RING_NBYTES), fd)
+        assert caught.value.errno == errno.ENOSPC
+
+    def test_passes_on_whichever_call_fails(self, backend: Backend, fd: int) -> None:
+        source = make_source(5 << 20, 100)
+        for number in itertools.count(1):
+            os.ftruncate(fd, 0)
+            failure: OSError | None = None
+            with failing_call(number, errno.EDQUOT) as fault:
+                try:
+                    backend.write(source, fd)
+                except OSError as error:
+                    failure = error
+            if not fault.fired:
+                break
+            assert failure is not None, fault
+            assert failure.errno == errno.EDQUOT, fault
+        assert failure is None
+        assert number > 2
+
+    def test_goes_on_after_short_writes(self, backend: Backend, fd: int) -> None:
+        source = make_source(5 << 20, 100)
+        for number in itertools.count(1):
+            os.ftruncate(fd, 0)
+            with short_call(number) as fault:
+                backend.write(source, fd)
+            if not fault.fired:
+                break
+            _check_contents(fd, source)
+        assert number > 2
 
     @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
     def test_reads_what_is_there_in_any_order(self, backend: Backend, fd: int, order: str) -> None:
@@ -190,15 +220,19 @@ class BackendTests:
             reader.readinto(0, memoryview(bytearray(len(content))), checksum=True)
         reader.close()
 
-
-class _Failing(io.RawIOBase):
-    """A file that accepts nothing."""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        raise OSError(errno.EIO, "injected")
+    def test_goes_on_after_short_reads(self, backend: Backend, fd: int) -> None:
+        content, extents = _random_file(fd)
+        for number in itertools.count(1):
+            buffer = bytearray(len(content))
+            with short_call(number) as fault:
+                reader = backend.open_reader(fd, len(content), extents)
+                for extent in extents:
+                    reader.readinto(extent.begin, memoryview(buffer)[extent.begin : extent.end], checksum=False)
+                reader.close()
+            if not fault.fired:
+                break
+            assert buffer == content, fault
+        assert number > 2
 
 
 def _resident_nbytes(field: str) -> int:
@@ -208,6 +242,10 @@ def _resident_nbytes(field: str) -> int:
 
 def _check_written(backend: Backend, fd: int, source: TorchZip) -> None:
     backend.write(source, fd)
+    _check_contents(fd, source)
+
+
+def _check_contents(fd: int, source: TorchZip) -> None:
     size = os.fstat(fd).st_size
     assert size == source.image.nbytes
     with os.fdopen(os.dup(fd), "rb") as file:

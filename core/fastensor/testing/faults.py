@@ -1,4 +1,4 @@
-"""Making the Nth system call fail, to show that every failure is survived."""
+"""Making the Nth system call fail, or move less than it was asked to, to show that both are survived."""
 
 from __future__ import annotations
 
@@ -7,29 +7,13 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from unittest import mock
 
-from fastensor.backends import posix
+from fastensor.testing.calls import Call, intercepted
 
-_CALLS: tuple[tuple[Any, str], ...] = (
-    (os, "open"),
-    (os, "stat"),
-    (os, "fstat"),
-    (os, "pwrite"),
-    (os, "preadv"),
-    (os, "fsync"),
-    (os, "ftruncate"),
-    (os, "fchmod"),
-    (os, "lseek"),
-    (os, "rename"),
-    (fcntl, "flock"),
-    (fcntl, "fcntl"),
-    (posix, "_call"),
-)
+_fcntl, _fstat = fcntl.fcntl, os.fstat  # as they are outside of any block
 
 
 @dataclass(slots=True)
@@ -39,42 +23,70 @@ class Fault:
     calls: int = 0
     """Calls seen so far."""
     fired: str = ""
-    """The call that failed; empty while none has."""
+    """The call that was chosen; empty while none has been."""
+
+
+def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[Fault]:
+    """Let the ``number``-th system call of Fastensor's I/O in the block fail with ``code``, counting from 1.
+
+    Counted are the calls of :mod:`fastensor.testing.calls`, from all threads of the process. A failing call has done
+    nothing, but for ``close``, after which Linux has freed the descriptor whatever it returns. Blocks may be nested;
+    not for use by several threads at a time.
+
+    >>> with failing_call(1, errno.ENOSPC) as fault:
+    ...     os.stat("/")
+    Traceback (most recent call last):
+    OSError: [Errno 28] No space left on device
+    >>> fault
+    Fault(calls=1, fired='stat')
+    """
+
+    def fail(call: Call) -> Any:
+        if call.name == "close":
+            call.perform()
+        raise OSError(code, os.strerror(code))
+
+    return _injected(number, fail)
+
+
+def short_call(number: int) -> AbstractContextManager[Fault]:
+    """Let the ``number``-th system call of Fastensor's I/O in the block move about a third of what it was asked to.
+
+    As a signal, a disk that gets full or a network filesystem may do to any ``pwrite`` or ``preadv``: the caller has
+    to go on from there. The part is not aligned to anything, unless the file is open for direct I/O. Calls that move
+    nothing are made as they are. Otherwise as :func:`failing_call`.
+    """
+    return _injected(number, _cut_short)
 
 
 @contextmanager
-def failing_call(number: int, code: int = errno.EIO) -> Iterator[Fault]:
-    """Let the ``number``-th system call of Fastensor's I/O in the block fail with ``code``, counting from 1.
-
-    Counted are the calls that open, look at, read, write, sync, lock, preallocate and rename files, from all threads
-    of the process. Not for use by several threads at a time.
-    """
+def _injected(number: int, outcome: Callable[[Call], Any]) -> Iterator[Fault]:
     fault = Fault()
     lock = threading.Lock()
 
-    def intercept(original: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
+    def intercept(call: Call) -> Any:
         with lock:
             fault.calls += 1
-            fails = fault.calls == number
-            if fails:
-                fault.fired = name
-        if fails:
-            raise OSError(code, os.strerror(code))
-        return original(*arguments, **options)
+            chosen = fault.calls == number
+            if chosen:
+                fault.fired = call.name
+        return outcome(call) if chosen else call.perform()
 
-    with _patched(intercept):
+    with intercepted(intercept):
         yield fault
 
 
-@contextmanager
-def _patched(intercept: Callable[..., Any]) -> Iterator[None]:
-    patches = [
-        mock.patch.object(module, name, partial(intercept, getattr(module, name), name)) for module, name in _CALLS
-    ]
-    for patch in patches:
-        patch.start()
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.stop()
+def _cut_short(call: Call) -> Any:
+    match call.name, call.arguments:
+        case "pwrite", (fd, data, *position):
+            return call.function(fd, _part(fd, data), *position, **call.options)
+        case "preadv", (fd, [buffer, *_], *position):
+            return call.function(fd, [_part(fd, buffer)], *position, **call.options)
+        case _:
+            return call.perform()
+
+
+def _part(fd: int, buffer: Any) -> memoryview:
+    view = memoryview(buffer).cast("B")
+    unit = _fstat(fd).st_blksize if _fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else 1
+    return view[: max(view.nbytes // 3 // unit * unit, unit)]

@@ -1,0 +1,47 @@
+"""``fastensor convert A B``"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from fastensor.checkpoint.convert import convert
+from fastensor.cli.output import OK, human_size, print_json, progress_bar
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="write the tensors of a file as another container",
+        description="Write a dict of tensors as .safetensors, or as .ckpt or .pt for torch.load, in bounded memory and "
+        "verified on the way. B is replaced atomically.",
+    )
+    parser.add_argument("source", metavar="A", help="path or URL of the file to read")
+    parser.add_argument("target", metavar="B", help="path or URL of the file to write; its ending names the container")
+    parser.add_argument("--root", metavar="KEY", help="the dict of tensors inside A, such as state_dict")
+    parser.add_argument("--copy-ties", action="store_true", help="write tensors that share memory each by itself")
+    parser.add_argument("--no-checksums", action="store_true", help="write the very file of safetensors")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare A with its checksums")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    with progress_bar(options.target) as progress:
+        report = convert(
+            options.source,
+            options.target,
+            root=options.root,
+            checksums=not options.no_checksums,
+            copy_ties=options.copy_ties,
+            verify=not options.no_verify,
+            progress=progress,
+        )
+    if options.json:
+        print_json(asdict(report))
+    else:
+        rate = human_size(report.bytes_per_second)
+        print(f"{report.path}: {human_size(report.nbytes)} in {report.seconds:.2f} s ({rate}/s)")
+    return OK

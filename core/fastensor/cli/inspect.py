@@ -1,0 +1,87 @@
+"""``fastensor inspect FILE``"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.inspect import Inspection, inspect
+from fastensor.checkpoint.names import KeyPatterns
+from fastensor.cli.output import OK, human_size, print_json, print_table
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a file holds",
+        description="Show what a checkpoint holds, without reading its tensors and without running any of its code.",
+    )
+    parser.add_argument("file", metavar="FILE", help="path or URL")
+    parser.add_argument("--keys", nargs="+", metavar="KEY", help="show only these: names or glob patterns")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = inspect(options.file)
+    tensors, others = list(found.tensors), dict(found.others)
+    if options.keys:
+        keys = KeyPatterns(options.keys)
+        tensors = [tensor for tensor in tensors if keys(tensor.name)]
+        others = {name: text for name, text in others.items() if keys(name)}
+        keys.check_all_met([*(tensor.name for tensor in found.tensors), *found.others], found.path)
+    if options.json:
+        print_json(_as_json(found, tensors, others))
+    else:
+        _print(found, tensors, others)
+    return OK
+
+
+def _as_json(found: Inspection, tensors: list[TensorInfo], others: dict[str, str]) -> dict[str, Any]:
+    described = [{**asdict(tensor), "dtype": _dtype(tensor), "nbytes": tensor.nbytes} for tensor in tensors]
+    return {
+        "path": found.path,
+        "container": found.container,
+        "nbytes": found.nbytes,
+        "checked": found.checked,
+        "tensors": described,
+        "others": others,
+        "metadata": dict(found.metadata),
+        "ties": found.ties,
+        "refused_by_weights_only": found.refused,
+    }
+
+
+def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str]) -> None:
+    checked = "with checksums" if found.checked else "without checksums"
+    print(f"{found.path}: {found.container}, {human_size(found.nbytes)}, {checked}")
+    print(f"{len(found.tensors)} tensors of {human_size(found.tensor_nbytes)}, {len(found.others)} other values")
+    if tensors:
+        print()
+        rows = [
+            [
+                tensor.name,
+                tensor.kind,
+                _dtype(tensor),
+                " × ".join(map(str, tensor.shape)) or "scalar",
+                human_size(tensor.nbytes),
+                "" if tensor.crc32 is None else f"{tensor.crc32:08x}",
+            ]
+            for tensor in tensors
+        ]
+        print_table(["tensor", "kind", "dtype", "shape", "size", "CRC32"], rows, right=(4,))
+    for title, texts in (("value", others), ("metadata", found.metadata)):
+        if texts:
+            print()
+            print_table([title, ""], [[name, text] for name, text in texts.items()])
+    for names in found.ties:
+        print(f"\nshare memory: {', '.join(names)}")
+    if found.refused:
+        print(f"\nweights_only=True refuses: {', '.join(found.refused)}")
+
+
+def _dtype(tensor: TensorInfo) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,46 @@
+"""Arguments in, exit status out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from fastensor.cli import convert, inspect, verify
+from fastensor.cli.output import FAILED, INTERRUPTED
+from fastensor.errors import FastensorError
+
+_COMMANDS = (verify, inspect, convert)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+
+    Returns:
+        0 if all is well; 1 if a file is damaged, missing or refused; 2 for wrong arguments; 3 if a file has no
+        checksums to verify; 130 if interrupted.
+    """
+    parser = argparse.ArgumentParser("fastensor", description="Look into PyTorch and safetensors checkpoints.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        module.add_to(commands)
+    options = parser.parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they would say is in the tables
+            status: int = options.run(options)
+            sys.stdout.flush()
+    except (FastensorError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever reads our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        print(f"fastensor: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status

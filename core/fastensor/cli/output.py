@@ -1,0 +1,70 @@
+"""What the commands print: tables, JSON, progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+OK, FAILED, UNCHECKED, INTERRUPTED = 0, 1, 3, 130
+_LONG_NBYTES = 256 << 20
+"""Work on less than this is over before a progress bar has been read."""
+
+
+def human_size(nbytes: float) -> str:
+    """
+    >>> human_size(999), human_size(2048), human_size(3 << 30)
+    ('999 B', '2.0 KiB', '3.0 GiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        nbytes /= 1024
+        if nbytes < 1024 or unit == "TiB":
+            break
+    return f"{nbytes:.1f} {unit}"
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Print rows under a head, columns aligned.
+
+    Args:
+        head: titles of the columns.
+        rows: as many texts each.
+        right: which columns are aligned to the right.
+    """
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        cells = [
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def print_json(value: Any) -> None:
+    """Print a value for other programs."""
+    print(json.dumps(value, indent=2))
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback for bytes done and to do, which shows a bar on a terminal if the work is long."""
+    bar: Any = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None and total >= _LONG_NBYTES and sys.stderr.isatty():
+            bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+        if bar is not None:
+            bar.update(done - bar.n)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,332 @@
+"""``verify``, ``inspect`` and ``convert``, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastensor
+from fastensor import CorruptCheckpointError, DamagedCheckpointError, UnsupportedContentError
+from fastensor.backends import registry
+from fastensor.cli import main
+
+WEIGHTS = {"w": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7, dtype=torch.bfloat16), "s": torch.tensor(3)}
+CHECKPOINT = {"state_dict": WEIGHTS, "epoch": 3, "lists": [torch.ones(2), "text"]}
+
+
+class Hyper:
+    """A class that weights_only=True refuses."""
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    fastensor.save(CHECKPOINT, tmp_path / "x.ckpt")
+    return tmp_path / "x.ckpt"
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> Path:
+    fastensor.save(WEIGHTS, tmp_path / "x.safetensors", metadata={"made": "here"})
+    return tmp_path / "x.safetensors"
+
+
+def damage(path: Path, *tensors: torch.Tensor) -> None:
+    data = bytearray(path.read_bytes())
+    for tensor in tensors:
+        data[data.index(tensor.view(-1).view(torch.uint8).numpy().tobytes()) + 3] ^= 1
+    path.write_bytes(data)
+
+
+# verify
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_sound_files(ckpt: Path, tensors: Path, backend: str) -> None:
+    for path, parts in ((ckpt, 10), (tensors, 4)):
+        done: list[tuple[int, int]] = []
+        report = fastensor.verify(path, backend=backend, progress=lambda *now: done.append(now))  # noqa: B023
+        assert report.complete
+        assert (report.compared, report.uncompared, report.damage) == (parts, 0, ())
+        assert report.nbytes == path.stat().st_size
+        assert done[-1][0] == done[-1][1] > 2400
+        assert done == sorted(done)
+
+
+def test_every_damaged_part_is_listed(ckpt: Path, tensors: Path) -> None:
+    for path, names in ((ckpt, ["record 'archive/data/0'", "record 'archive/data/1'"]), (tensors, ["'w'", "'b'"])):
+        damage(path, WEIGHTS["w"], WEIGHTS["b"])
+        with pytest.raises(DamagedCheckpointError) as caught:
+            fastensor.verify(path)
+        found = caught.value.report.damage
+        assert len(found) == 2
+        for name, one in zip(names, found, strict=True):
+            assert name in one.part
+            assert one.found != one.expected
+            assert str(one) in str(caught.value)
+        assert isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    torch.save(CHECKPOINT, tmp_path / "torch.pt")
+    safetensors.torch.save_file(WEIGHTS, tmp_path / "x.safetensors")
+    torch.save(WEIGHTS, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    with torch.utils.serialization.config.patch({"save.compute_crc32": False}):
+        torch.save(WEIGHTS, tmp_path / "unchecked.pt")
+    assert fastensor.verify(tmp_path / "torch.pt").complete
+    for name in ("x.safetensors", "legacy.pt", "unchecked.pt"):
+        report = fastensor.verify(tmp_path / name)
+        assert not report.complete
+        assert report.compared == 0
+    data = bytearray((tmp_path / "torch.pt").read_bytes())
+    data[data.index(WEIGHTS["w"].numpy().tobytes()) + 9] ^= 1
+    (tmp_path / "torch.pt").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match=r"'torch/data/0'"):
+        fastensor.verify(tmp_path / "torch.pt")
+
+
+def test_a_compressed_archive(ckpt: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(ckpt) as old, zipfile.ZipFile(tmp_path / "z", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CorruptCheckpointError, match="compressed"):
+        fastensor.verify(tmp_path / "z")
+    with zipfile.ZipFile(ckpt) as old, zipfile.ZipFile(tmp_path / "z", "w", zipfile.ZIP_STORED) as new:
+        for name in old.namelist():
+            kind = zipfile.ZIP_STORED if name.endswith("data.pkl") else zipfile.ZIP_DEFLATED
+            new.writestr(name, old.read(name), kind)
+    assert fastensor.verify(tmp_path / "z").complete
+
+
+def test_verifying_takes_bounded_memory(tmp_path: Path) -> None:
+    fastensor.save({"w": torch.zeros(300 << 20, dtype=torch.uint8)}, tmp_path / "x.ckpt")
+    code = (
+        "import fastensor, resource, sys\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"fastensor.verify({str(tmp_path / 'x.ckpt')!r})\n"
+        f"fastensor.convert({str(tmp_path / 'x.ckpt')!r}, {str(tmp_path / 'x.safetensors')!r})\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(result.stdout) << 10 < 130 << 20
+
+
+# inspect
+
+
+def test_what_is_inside(ckpt: Path, tensors: Path) -> None:
+    found = fastensor.inspect(ckpt)
+    assert [one.name for one in found.tensors] == ["state_dict.w", "state_dict.b", "state_dict.s", "lists.0"]
+    assert dict(found.others) == {"epoch": "3", "lists.1": "'text'"}
+    assert (found.container, found.checked, found.tensor_nbytes, found.refused) == ("torch", True, 2430, ())
+    found = fastensor.inspect(tensors)
+    assert (found.container, found.checked, dict(found.metadata)) == ("safetensors", True, {"made": "here"})
+    assert {one.name: one.crc32 is not None for one in found.tensors} == dict.fromkeys(WEIGHTS, True)
+
+
+def test_ties_and_refused_classes(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    fastensor.save({"a": shared, "b": shared[1:], "c": torch.ones(3), "hyper": Hyper()}, tmp_path / "x")
+    found = fastensor.inspect(tmp_path / "x")
+    assert found.ties == (("a", "b"),)
+    assert len(found.refused) == 1
+    assert found.refused[0].endswith("Hyper")
+
+
+def test_keys_that_look_the_same(tmp_path: Path) -> None:
+    fastensor.save({1: torch.ones(1), "1": torch.zeros(2)}, tmp_path / "x")
+    assert [one.name for one in fastensor.inspect(tmp_path / "x").tensors] == ["1", "1#2"]
+    with fastensor.open(tmp_path / "x") as found:
+        assert (found["1"].shape, found["1#2"].shape) == ((1,), (2,))
+
+
+@given(tree=states.trees())
+def test_anything_can_be_looked_into(tree: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = os.path.join(folder, "x")
+        fastensor.save({"tree": tree}, path, durable=False)
+        found = fastensor.inspect(path)
+        whole = fastensor.load(path, weights_only=False)
+        by_name = dict(states.names_of(whole))
+        for one in found.tensors:
+            tensor = by_name[one.name]
+            assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype)
+        with fastensor.open(path) as lazy:
+            for name in lazy.info:
+                try:
+                    tensor = lazy[name]
+                except UnsupportedContentError:
+                    continue
+                expected = by_name[name].detach().as_subclass(torch.Tensor)
+                bits = [one.contiguous().view(-1).view(torch.uint8) for one in (tensor, expected)]
+                assert torch.equal(*bits)
+
+
+# convert
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_there_and_back(ckpt: Path, tmp_path: Path, backend: str) -> None:
+    fastensor.convert(ckpt, tmp_path / "a.safetensors", root="state_dict", metadata={"k": "v"}, backend=backend)
+    assert all(torch.equal(safetensors.torch.load_file(tmp_path / "a.safetensors")[k], v) for k, v in WEIGHTS.items())
+    assert fastensor.inspect(tmp_path / "a.safetensors").metadata == {"k": "v"}
+    assert fastensor.verify(tmp_path / "a.safetensors").complete
+    fastensor.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", backend=backend)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    fastensor.convert(tmp_path / "a.safetensors", tmp_path / "c.pt", backend=backend)
+    loaded = torch.load(tmp_path / "c.pt")
+    assert all(torch.equal(loaded[k], v) for k, v in WEIGHTS.items())
+    assert fastensor.verify(tmp_path / "c.pt").complete
+    fastensor.convert(tmp_path / "c.pt", "memory://c.safetensors", backend=backend)
+    assert torch.equal(fastensor.load("memory://c.safetensors")["w"], WEIGHTS["w"])
+
+
+@given(state=st.dictionaries(st.text(max_size=5), states.dense(), max_size=4), checksums=st.booleans())
+def test_any_dict_of_tensors(state: dict[str, torch.Tensor], checksums: bool) -> None:
+    state = {
+        name: tensor
+        for name, tensor in state.items()
+        if tensor.dtype != torch.complex128 and name < "\ud800" and name != "__metadata__"
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state, f"{folder}/a.pt")
+        fastensor.convert(f"{folder}/a.pt", f"{folder}/b.safetensors", checksums=checksums, durable=False)
+        fastensor.save(state, f"{folder}/c.safetensors", checksums=checksums, durable=False)
+        assert Path(f"{folder}/b.safetensors").read_bytes() == Path(f"{folder}/c.safetensors").read_bytes()
+        fastensor.convert(f"{folder}/b.safetensors", f"{folder}/d.pt", durable=False)
+        states.assert_equal({name: torch.load(f"{folder}/d.pt")[name] for name in state}, state)
+
+
+def test_checksums_are_added_to_files_of_others(tmp_path: Path) -> None:
+    safetensors.torch.save_file(WEIGHTS, tmp_path / "x.safetensors", {"k": "v"})
+    fastensor.convert(tmp_path / "x.safetensors", tmp_path / "x.safetensors")
+    assert fastensor.verify(tmp_path / "x.safetensors").complete
+    assert fastensor.inspect(tmp_path / "x.safetensors").metadata == {"k": "v"}
+
+
+def test_ties_are_refused_or_copied(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    fastensor.save({"a": base, "b": base[10:20], "c": torch.ones(1)}, tmp_path / "x.ckpt")
+    with pytest.raises(UnsupportedContentError, match=r"\[\['a', 'b'\]\]; pass copy_ties=True"):
+        fastensor.convert(tmp_path / "x.ckpt", tmp_path / "x.safetensors")
+    fastensor.convert(tmp_path / "x.ckpt", tmp_path / "x.safetensors", copy_ties=True)
+    found = fastensor.load(tmp_path / "x.safetensors")
+    assert torch.equal(found["a"], base)
+    assert torch.equal(found["b"], base[10:20])
+
+
+def odd_states() -> dict[str, tuple[Any, str]]:
+    return {
+        "nested": (CHECKPOINT, "'state_dict' in it is something else; choose.*root: 'state_dict'"),
+        "a list": ([torch.ones(1)], "found list; it holds no such dict"),
+        "a number": ({"a": 3}, "'a' in it is something else"),
+        "an int for a name": ({3: torch.ones(1)}, "'3' in it is something else"),
+        "transposed": ({"a": torch.ones(2, 3).t()}, "not contiguous"),
+        "sparse": ({"a": torch.ones(2).to_sparse()}, "'a' in it is something else"),
+        "complex128": ({"a": torch.ones(1, dtype=torch.complex128)}, "no torch.complex128"),
+    }
+
+
+@pytest.mark.parametrize("name", odd_states())
+def test_what_cannot_be_converted_leaves_the_target(tmp_path: Path, tensors: Path, name: str) -> None:
+    state, message = odd_states()[name]
+    fastensor.save(state, tmp_path / "odd.ckpt")
+    before = tensors.read_bytes()
+    with pytest.raises(UnsupportedContentError, match=message):
+        fastensor.convert(tmp_path / "odd.ckpt", tensors)
+    assert tensors.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["odd.ckpt", "x.safetensors"]
+
+
+def test_damage_is_not_carried_over(ckpt: Path, tensors: Path) -> None:
+    before = tensors.read_bytes()
+    damage(ckpt, WEIGHTS["w"])
+    with pytest.raises(CorruptCheckpointError, match=r"'archive/data/0' \(2400 bytes"):
+        fastensor.convert(ckpt, tensors, root="state_dict")
+    assert tensors.read_bytes() == before
+    fastensor.convert(ckpt, tensors, root="state_dict", verify=False)
+    assert not torch.equal(fastensor.load(tensors)["w"], WEIGHTS["w"])
+
+
+# the command line
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_verify_prints_and_exits(capsys: Any, ckpt: Path, tensors: Path, tmp_path: Path) -> None:
+    status, out, err = run(capsys, "verify", ckpt, tensors)
+    assert (status, err, out.count("sound")) == (0, "", 2)
+    plain = tmp_path / "plain.safetensors"
+    safetensors.torch.save_file(WEIGHTS, plain)
+    status, out, _ = run(capsys, "verify", ckpt, plain)
+    assert status == 3
+    assert "no checksums" in out
+    assert run(capsys, "verify", "--allow-unchecked", ckpt, plain)[0] == 0
+    damage(tensors, WEIGHTS["w"])
+    (tmp_path / "cut").write_bytes(ckpt.read_bytes()[:999])
+    status, out, _ = run(capsys, "verify", ckpt, tensors, tmp_path / "cut", plain, tmp_path / "nothing")
+    assert status == 1
+    for text in ("damaged", "tensor 'w' (2400 bytes", "unreadable", "cut off", "No such file"):
+        assert text in out
+    status, out, _ = run(capsys, "verify", "--json", ckpt, tensors)
+    first, second = json.loads(out)
+    assert (first["result"], first["uncompared"], second["result"]) == ("sound", 0, "damaged")
+    assert second["damage"][0]["nbytes"] == 2400
+
+
+def test_inspect_prints(capsys: Any, ckpt: Path) -> None:
+    status, out, _ = run(capsys, "inspect", ckpt)
+    assert status == 0
+    for text in ("state_dict.w", "float32", "20 × 30", "2.3 KiB", "scalar", "epoch", "with checksums"):
+        assert text in out
+    status, out, _ = run(capsys, "inspect", ckpt, "--keys", "*.w", "--json")
+    found = json.loads(out)
+    assert [one["name"] for one in found["tensors"]] == ["state_dict.w"]
+    assert found["tensors"][0]["dtype"] == "float32"
+    status, _, err = run(capsys, "inspect", ckpt, "--keys", "x")
+    assert (status, "nothing in it" in err) == (1, True)
+
+
+def test_convert_writes(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
+    status, out, _ = run(capsys, "convert", ckpt, tmp_path / "y.safetensors", "--root", "state_dict", "--no-checksums")
+    assert (status, "y.safetensors" in out) == (0, True)
+    assert not fastensor.inspect(tmp_path / "y.safetensors").checked
+    status, _, err = run(capsys, "convert", ckpt, tmp_path / "z.safetensors")
+    assert (status, "root: 'state_dict'" in err) == (1, True)
+    assert not (tmp_path / "z.safetensors").exists()
+
+
+def test_the_program(ckpt: Path) -> None:
+    for command in ([sys.executable, "-m", "fastensor"], [str(Path(sys.executable).with_name("fastensor"))]):
+        result = subprocess.run([*command, "verify", str(ckpt)], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert "sound" in result.stdout
+    result = subprocess.run([*command], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "COMMAND" in result.stderr
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    fastensor.save({f"tensor {i}": torch.ones(1) for i in range(3000)}, tmp_path / "x.ckpt")
+    command = f"{sys.executable} -m fastensor inspect {tmp_path / 'x.ckpt'} | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert result.stdout.startswith(str(tmp_path / "x.ckpt"))
+    assert result.stderr == ""
