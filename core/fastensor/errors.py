@@ -45,6 +45,10 @@ class UnsupportedContentError(FastensorError, ValueError):
     """
 
 
+class StateChangedError(FastensorError, RuntimeError):
+    """A storage was resized while it was being saved. What was at the path before is kept."""
+
+
 class UnknownKeyError(FastensorError, KeyError):
     """A checkpoint holds nothing of the name, or nothing that matches the pattern, that was asked for."""
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,74 @@ def test_a_load_whose_nth_call_fails(tmp_path: Path, backend: str, name: str, co
     else:
         pytest.fail(f"a load takes more than {MOST_CALLS} calls")
     assert raised == 0 if code == SHORT else raised >= 5
+
+
+def attempts(path: Path, code: int, tally: Counter[str], action: Callable[[], object]) -> Iterator[Any]:
+    """Do it with the first call failing, then the second, and so on; yields the errors, or None where it succeeded."""
+    raised = 0
+    for number in range(1, MOST_CALLS):
+        failure: Any = None
+        with inject(number, code, tally) as fault:
+            try:
+                action()
+            except FastensorError as error:
+                failure = error
+            wait_for_space()
+        if failure is not None:
+            raised += 1
+            assert isinstance(failure, OSError)
+            assert failure.errno == code, fault
+            assert str(path.parent) in str(failure)
+        yield failure
+        if not fault.fired:
+            break
+    else:
+        pytest.fail(f"it takes more than {MOST_CALLS} calls")
+    assert raised == 0 if code == SHORT else raised >= 5
+
+
+@pytest.mark.parametrize("code", CODES, ids=name_of)
+@ways
+def test_a_verification_whose_nth_call_fails(
+    tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]
+) -> None:
+    path = tmp_path / name
+    fastensor.save(NEW, path)
+    for failure in attempts(path, code, tally, lambda: fastensor.verify(path, backend=backend)):
+        assert failure is None or isinstance(failure, fastensor.CheckpointReadError)
+    assert fastensor.verify(path).complete
+
+
+@pytest.mark.parametrize("code", CODES, ids=name_of)
+@ways
+def test_lazy_reading_whose_nth_call_fails(
+    tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]
+) -> None:
+    path = tmp_path / name
+    fastensor.save(NEW, path)
+
+    def read() -> None:
+        with fastensor.open(path, backend=backend) as found:
+            assert_equal(dict(found), NEW)
+            assert (found["w", 5:9] == 2).all()
+
+    for failure in attempts(path, code, tally, read):
+        assert failure is None or isinstance(failure, fastensor.CheckpointReadError)
+
+
+@pytest.mark.parametrize("code", CODES, ids=name_of)
+@ways
+def test_a_conversion_whose_nth_call_fails(
+    tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]
+) -> None:
+    source, target = tmp_path / name, tmp_path / ("y.ckpt" if name.endswith("safetensors") else "y.safetensors")
+    fastensor.save(NEW, source)
+    fastensor.save(OLD, target)
+    for failure in attempts(source, code, tally, lambda: fastensor.convert(source, target, backend=backend)):
+        in_place = failure is None or "the new file is in place" in str(failure)
+        assert content(target) == (2 if in_place else 1)
+        assert sorted(os.listdir(tmp_path)) == sorted([source.name, target.name])
+        fastensor.save(OLD, target)
 
 
 def test_a_temporary_that_cannot_be_removed_goes_with_the_next_save(tmp_path: Path, tally: Counter[str]) -> None:

@@ -81,7 +81,7 @@ class Backend(Protocol):
         Raises:
             BackendUnavailableError: this file cannot be written this way; another backend may start over on ``fd``.
             OSError: a write failed; what the file holds is undefined.
-            RuntimeError: the state changed while it was being saved.
+            StateChangedError: a storage was resized while it was being saved.
         """
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:

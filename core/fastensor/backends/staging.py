@@ -14,6 +14,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.memory import Buffer, copy_memory
+from fastensor.errors import StateChangedError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload, Piece
 from fastensor.stitch.source import FileBytes
 
@@ -73,7 +74,7 @@ class Stager:
         """Start copying the image's bytes ``[offset, offset + nbytes)`` into the buffer.
 
         Raises:
-            RuntimeError: a storage has another size than when the image was planned.
+            StateChangedError: a storage has another size than when the image was planned.
             ValueError: the buffer is smaller than that.
         """
         if nbytes > buffer.nbytes:
@@ -117,7 +118,7 @@ class Stager:
     def _check_size(self, payload: Payload) -> None:
         nbytes = self._storages[payload.index].nbytes()
         if nbytes != payload.storage_nbytes:
-            raise RuntimeError(
+            raise StateChangedError(
                 f"a storage of {payload.storage_nbytes} bytes was resized to {nbytes} while it was being saved; "
                 f"keep the state unchanged until save returns"
             )

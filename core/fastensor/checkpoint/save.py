@@ -69,6 +69,7 @@ def save(
         CheckpointWriteError: the operating system, or the remote filesystem, refused something. What was at ``path``
             before is still there, unless the message says that the new file is in place but may not survive a power
             failure. An open file holds a part of the new contents.
+        StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there.
         UnsupportedContentError: a safetensors file cannot hold that.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.

@@ -1,0 +1,126 @@
+"""States that cannot be saved, or change meanwhile, and processes that save to one name: whole files, no leftovers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.backends import registry, staging
+
+NOBODY = 65534
+RACER = (
+    """
+import sys, torch, fastensor
+path, number, times, container = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+for i in range(times):
+    fastensor.save({"w": torch.full((300_000,), number), "n": torch.tensor(number)}, path, container=container)
+"""
+    % NUMEL
+)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle this")
+
+
+def assert_old(path: Path) -> None:
+    assert (fastensor.load(path)["w"] == 1).all()
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("state", [{"a": Unpicklable()}, {"a": lambda: None}, {"w": [torch.ones(9), Unpicklable()]}])
+def test_what_cannot_be_pickled(tmp_path: Path, state: Any) -> None:
+    path = tmp_path / "x.ckpt"
+    fastensor.save({"w": torch.ones(10)}, path)
+    with pytest.raises(Exception, match="pickle"):
+        fastensor.save(state, path)
+    assert_old(path)
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+@pytest.mark.parametrize("nbytes", [0, 100, 5 << 20])
+@pytest.mark.parametrize("backend", ["auto", "direct", "numpy"])
+def test_a_storage_that_is_resized_meanwhile(tmp_path: Path, backend: str, nbytes: int, name: str) -> None:
+    path = tmp_path / name
+    fastensor.save({"w": torch.ones(10)}, path)
+    state = {"a": torch.ones(3 << 20, dtype=torch.uint8), "w": torch.ones(3 << 20, dtype=torch.uint8)}
+    begin = staging.Stager.begin
+
+    def resize_later(self: Any, buffer: Any, offset: int, count: int) -> Any:
+        if offset:
+            state["w"].untyped_storage().resize_(nbytes)
+        return begin(self, buffer, offset, count)
+
+    with (
+        mock.patch.object(staging.Stager, "begin", resize_later),
+        pytest.raises(fastensor.StateChangedError, match=rf"3145728 bytes was resized to {nbytes}.*unchanged"),
+    ):
+        fastensor.save(state, path, backend=backend)
+    assert_old(path)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_a_directory_that_is_read_only(backend: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not in pytest's, which others cannot enter
+        path = Path(folder, "x")
+        fastensor.save({"w": torch.ones(10)}, path)
+        os.chmod(folder, 0o555)
+        with (
+            as_nobody(),
+            pytest.raises(fastensor.CheckpointWriteError, match="temporary file in the target's") as caught,
+        ):
+            fastensor.save({"w": torch.zeros(10)}, path, backend=backend)
+        assert caught.value.errno == errno.EACCES
+        os.chmod(folder, 0o755)
+        assert_old(path)
+
+
+@pytest.mark.parametrize("length", [256, 300, 5000])
+def test_a_name_that_is_too_long(tmp_path: Path, length: int) -> None:
+    with pytest.raises(fastensor.CheckpointWriteError, match="File name too long"):
+        fastensor.save({"w": torch.ones(10)}, tmp_path / ("x" * length))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("container", ["torch", "safetensors"])
+def test_processes_that_save_to_one_name(tmp_path: Path, container: str) -> None:
+    path = tmp_path / "x"
+    commands = [[sys.executable, "-c", RACER, str(path), str(number), "40", container] for number in range(2)]
+    racers = [subprocess.Popen(command) for command in commands]
+    seen = set()
+    while any(racer.poll() is None for racer in racers):
+        if path.exists():
+            found = fastensor.load(path)
+            assert (found["w"] == found["n"]).all()
+            seen.add(int(found["n"]))
+    assert [racer.returncode for racer in racers] == [0, 0]
+    found = fastensor.load(path)
+    assert (found["w"] == found["n"]).all()
+    assert seen
+    assert os.listdir(tmp_path) == ["x"]
