@@ -20,15 +20,12 @@ import fastensor
 from fastensor.backends import registry, staging
 
 NOBODY = 65534
-RACER = (
-    """
+RACER = """
 import sys, torch, fastensor
 path, number, times, container = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 for i in range(times):
     fastensor.save({"w": torch.full((300_000,), number), "n": torch.tensor(number)}, path, container=container)
 """
-    % NUMEL
-)
 
 
 class Unpicklable:
@@ -93,7 +90,7 @@ def test_a_directory_that_is_read_only(backend: str) -> None:
         os.chmod(folder, 0o555)
         with (
             as_nobody(),
-            pytest.raises(fastensor.CheckpointWriteError, match="temporary file in the target's") as caught,
+            pytest.raises(fastensor.CheckpointWriteError, match="temporary file") as caught,
         ):
             fastensor.save({"w": torch.zeros(10)}, path, backend=backend)
         assert caught.value.errno == errno.EACCES
