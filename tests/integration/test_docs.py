@@ -27,6 +27,13 @@ def test_the_python_of_the_readme_runs_in_order(tmp_path: Path) -> None:
     assert len(blocks) >= 3
     (tmp_path / "tour.py").write_text("\n".join(blocks))
     run("tour.py", cwd=tmp_path)
+    commands = re.findall(r"^\$ fastensor (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        shown = re.search(rf"^\$ fastensor {re.escape(command)}\n(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+        out = run("-m", "fastensor", *command.split(), cwd=tmp_path)
+        assert shown
+        assert out.split()[:2] == shown[1].split()[:2]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -43,5 +43,5 @@ def _run(options: argparse.Namespace) -> int:
         print_json(asdict(report))
     else:
         rate = human_size(report.bytes_per_second)
-        print(f"{report.path}: {human_size(report.nbytes)} in {report.seconds:.2f} s ({rate}/s)")
+        print(f"{options.target}: {human_size(report.nbytes)} in {report.seconds:.2f} s ({rate}/s)")
     return OK
