@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,36 @@ def test_saving_takes_no_device_memory(tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated()
     fastensor.save(tensor, tmp_path / "x")
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("backend", ["direct", "numpy"])
+def test_safetensors_of_device_tensors(tmp_path: Path, backend: str) -> None:
+    base = torch.randn(20 << 20, device="cuda")
+    state = {"a": base[: 5 << 20], "b": base[5 << 20 :], "half": torch.randn(7, device="cuda").half()}
+    report = fastensor.save(state, tmp_path / "x.safetensors", backend=backend)
+    assert report.fallbacks == ()
+    for location in (None, "cuda"):
+        loaded = fastensor.load(tmp_path / "x.safetensors", location)
+        assert all(torch.equal(loaded[key].cpu(), state[key].cpu()) for key in state)
+        assert loaded["a"].is_cuda == (location == "cuda")
+    with fastensor.open(tmp_path / "x.safetensors", "cuda") as found:
+        assert torch.equal(found["a", 10:20], state["a"][10:20])
+
+
+def test_device_tensors_to_an_open_file(tmp_path: Path) -> None:
+    state = {"w": torch.randn(9 << 20, device="cuda")}
+    for container in ("torch", "safetensors"):
+        buffer = io.BytesIO()
+        fastensor.save(state, buffer, container=container)
+        buffer.seek(0)
+        assert torch.equal(fastensor.load(buffer, "cuda")["w"], state["w"])
+
+
+def test_a_part_of_a_checkpoint_straight_to_the_device(tmp_path: Path) -> None:
+    fastensor.save({"a": torch.randn(1000, device="cuda"), "b": torch.randn(1000)}, tmp_path / "x")
+    found = fastensor.load(tmp_path / "x", "cuda", keys=["a"])
+    assert list(found) == ["a"]
+    assert found["a"].is_cuda
 
 
 def test_the_plugin_loads_straight_to_the_device(tmp_path: Path) -> None:

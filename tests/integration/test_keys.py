@@ -162,3 +162,19 @@ def test_choosing_any_leaf_gives_that_leaf(tree: Any, data: st.DataObject) -> No
 def holds(tree: Any, value: Any) -> bool:
     inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
     return tree is value or any(holds(child, value) for child in inner)
+
+
+def test_a_pickle_that_only_python_understands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The symbolic reading gives up; then everything is read, and the rest dropped."""
+    from fastensor.checkpoint import torch_file
+
+    def give_up(data: bytes, *, where: str) -> Any:
+        raise fastensor.CorruptCheckpointError(f"{where}: not understood")
+
+    fastensor.save(CHECKPOINT, tmp_path / "x")
+    monkeypatch.setattr(torch_file, "read_structure", give_up)
+    found, report = fastensor.load_with_report(tmp_path / "x", keys=["state_dict.head"])
+    states.assert_equal(found, {"state_dict": OrderedDict({"head": WEIGHTS["head"]})})
+    assert "not understood" in report.fallbacks[0].reason
+    with pytest.raises(UnknownKeyError, match="nope"):
+        fastensor.load(tmp_path / "x", keys=["nope"])

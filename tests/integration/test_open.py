@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import tempfile
@@ -219,3 +220,10 @@ def test_open_files_stay_open_and_others_are_closed(path: Path) -> None:
 def test_a_map_location(path: Path) -> None:
     with fastensor.open(path, "meta") as found:
         assert found["w"].device.type == "meta"
+
+
+def test_one_that_is_forgotten_is_closed(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    fastensor.open(path)["w"]
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

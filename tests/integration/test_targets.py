@@ -9,6 +9,7 @@ import pathlib
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -315,3 +316,11 @@ def test_training_into_a_bucket(s3_url: str, tmp_path: Path) -> None:
         trainer = Trainer(plugins=[FastensorCheckpointIO()], max_epochs=4, enable_checkpointing=False, **options)
         trainer.fit(BoringModel(), ckpt_path=saving.last_model_path)
     assert trainer.current_epoch == 4
+
+
+def test_several_threads_read_one_file_in_memory() -> None:
+    fastensor.save(TENSORS, "memory://run/x.safetensors")
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: fastensor.load("memory://run/x.safetensors"), range(8)):
+            assert_same({key: found[key] for key in TENSORS}, TENSORS)
+    fsspec.filesystem("memory").store.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from typing import Any, Self, TypeAlias
@@ -91,7 +92,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
     ) -> None:
         self._file = file
         self._catalog = catalog
-        self._resources = resources
+        self._close = weakref.finalize(self, resources.close)
         self._map_location = map_location
         self._verify = verify
         self._backend = backend
@@ -157,7 +158,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Close the file, unless it was given open. Calling it again does nothing."""
-        self._resources.close()
+        self._close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._file.where!r}: {len(self)} tensors>"

@@ -152,12 +152,35 @@ class RemoteFile:
     def _open(self, **options: Any) -> _Handle:
         with refusals_as_os_errors():
             file = self._target.filesystem.open(self._target.path, "rb", **options)
+            if isinstance(file, io.BytesIO):  # of files in memory there is one, whose position all who open it share
+                file = _SharedFile(self._target)
         handle = _Handle(self._resources.enter_context(file))
         if self._version is None:
             self._version = handle.version
         if handle.version != self._version:
             raise OSError(errno.EBUSY, "the file was replaced while it was being read")
         return handle
+
+
+class _SharedFile(io.RawIOBase):
+    """A file that is read by ranges, at a position of its own."""
+
+    def __init__(self, target: RemotePath) -> None:
+        self._target = target
+        self._nbytes = int(target.filesystem.size(target.path))
+        self._position = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._nbytes if size < 0 else min(self._position + size, self._nbytes)
+        if end <= self._position:
+            return b""
+        data: bytes = self._target.filesystem.cat_file(self._target.path, start=self._position, end=end)
+        self._position += len(data)
+        return data
 
 
 class _Handle(io.RawIOBase):
@@ -168,7 +191,7 @@ class _Handle(io.RawIOBase):
 
         self._file = file
         self.independent = isinstance(file, AbstractBufferedFile)
-        """Whether it has a position of its own: files in memory are one, however often they are opened."""
+        """Whether reading through several at a time pays."""
         self.version = str(file.details.get("ETag")) if self.independent else ""
         """Differs between contents; the store sees to it that all reads are of this one."""
 

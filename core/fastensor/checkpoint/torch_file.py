@@ -15,7 +15,7 @@ from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.fallback import give_up
-from fastensor.checkpoint.names import KeyPatterns, choose, select
+from fastensor.checkpoint.names import KeyPatterns, select
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained, read_exactly
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.report import announce
@@ -32,7 +32,7 @@ def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
     give_up(
         "the verifying reader", "the file is not a zip archive (torch wrote such files before 1.6)", request.fallbacks
     )
-    return Loaded(_chosen_of_whole(_load_with_torch(file, request, is_zip=False), request, file), "torch", False)
+    return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", False)
 
 
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -43,7 +43,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         verified = request.checked and verify_compressed(file, archive)
         if reason:
             give_up("the verifying reader", reason, request.fallbacks)
-        return Loaded(_chosen_of_whole(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
+        return Loaded(_chosen(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
     _announce_byte_order(archive)
     skipped = _records_to_skip(file, archive, request)
     try:
@@ -99,7 +99,12 @@ def _records_to_skip(file: OpenedFile, archive: ZipDirectory, request: LoadReque
     """Names of the records that hold nothing of what was asked for."""
     if request.keys is None:
         return ()
-    structure = read_structure(read_pickle(file, archive, verify=request.checked), where=file.where)
+    data = read_pickle(file, archive, verify=request.checked)
+    try:
+        structure = read_structure(data, where=file.where)
+    except CorruptCheckpointError as error:  # torch's own unpickler may know what to make of it
+        give_up("partial reading", str(error), request.fallbacks)
+        return ()
     chosen = select(structure, KeyPatterns(request.keys), file.where)
     needed = {storage.key for storage in storages_in(chosen)}
     return {record.name for key, record in records_by_key(archive).items() if key not in needed}
@@ -129,9 +134,7 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
                 rebuild=lambda: _rebuild_without_values(file, archive, reader),
             )
             raise
-    if request.keys is not None:
-        result = choose(result, KeyPatterns(request.keys))
-    return Loaded(result, used, checks.payload)
+    return Loaded(_chosen(result, request, file), used, checks.payload)
 
 
 def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:
@@ -169,7 +172,7 @@ def _skipping(view: CheckedFile, map_location: MapLocation) -> MapLocation:
     return place_chosen
 
 
-def _chosen_of_whole(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
+def _chosen(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
     return result if request.keys is None else select(result, KeyPatterns(request.keys), file.where)
 
 

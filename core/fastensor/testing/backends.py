@@ -241,8 +241,11 @@ def _resident_nbytes(field: str) -> int:
 
 
 def _check_written(backend: Backend, fd: int, source: TorchZip) -> None:
-    backend.write(source, fd)
+    checksums = backend.write(source, fd)
     _check_contents(fd, source)
+    if checksums:
+        contents = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in source.storages]
+        assert list(checksums) == [zlib.crc32(content.numpy().data) for content in contents]
 
 
 def _check_contents(fd: int, source: TorchZip) -> None:
