@@ -128,9 +128,16 @@ def _load_dcp(path: Path, device: str) -> State:
 
 
 OURS = "fastensor"
+OURS_SAFETENSORS = "fastensor, safetensors"
 REFERENCE = "torch"
+SAFETENSORS = "safetensors"
 CONTENDERS = (
     Contender(OURS, lambda state, path: fastensor.save(state, path), lambda path, d: fastensor.load(path, d)),
+    Contender(
+        OURS_SAFETENSORS,
+        lambda state, path: fastensor.save(state, path, container="safetensors"),
+        lambda path, d: fastensor.load(path, d),
+    ),
     Contender(REFERENCE, _save_torch, lambda path, d: torch.load(path, d)),
     Contender(
         "torch, no crc / mmap",
@@ -138,7 +145,7 @@ CONTENDERS = (
         lambda path, d: _usable(torch.load(path, mmap=True), d),
     ),
     Contender(
-        "safetensors",
+        SAFETENSORS,
         _save_safetensors,
         lambda path, d: _usable(safetensors.torch.load_file(path), d),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from contenders import OURS, REFERENCE
+from contenders import OURS, OURS_SAFETENSORS, REFERENCE, SAFETENSORS
 
 LIMIT = "fio"
 LARGE_NBYTES = 256 << 20
@@ -36,8 +36,11 @@ def judge(rows: list[Row]) -> list[dict[str, Any]]:
             promise(model, "durable save / fio", _ratio(save, LIMIT), 1.10)
         peer = _fastest_peer(save)
         promise(model, f"durable save / fastest peer ({peer})", _ratio(save, peer), 1.0 if large else 1.05)
+        ratio = _ratio(save, SAFETENSORS, OURS_SAFETENSORS)
+        promise(model, "durable save of safetensors / safetensors", ratio, 1.0 if large else 1.05)
         if not large:
             continue
+        promise(model, "cold load of safetensors / safetensors", _ratio(cold, SAFETENSORS, OURS_SAFETENSORS), 1.05)
         peer = _fastest_peer(cold)
         promise(model, f"cold load / fastest peer ({peer})", _ratio(cold, peer), 1.05)
         promise(model, "torch / cold load", 1 / _ratio(cold, REFERENCE), 1.8, at_least=True)
@@ -53,11 +56,12 @@ def _by_contender(rows: list[Row], model: str, operation: str) -> dict[str, Row]
 
 
 def _fastest_peer(by_contender: dict[str, Row]) -> str:
-    return min((name for name in by_contender if name not in (OURS, LIMIT)), key=lambda n: by_contender[n]["seconds"])
+    peers = (name for name in by_contender if name not in (OURS, OURS_SAFETENSORS, LIMIT))
+    return min(peers, key=lambda name: by_contender[name]["seconds"])
 
 
-def _ratio(by_contender: dict[str, Row], name: str) -> float:
-    return float(by_contender[OURS]["seconds"] / by_contender[name]["seconds"])
+def _ratio(by_contender: dict[str, Row], name: str, ours: str = OURS) -> float:
+    return float(by_contender[ours]["seconds"] / by_contender[name]["seconds"])
 
 
 def table(rows: list[Row], machine: dict[str, str], verdicts: list[dict[str, Any]]) -> str:

@@ -93,7 +93,9 @@ def test_damage_elsewhere_does_not_matter(path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(path: Path) -> None:
-    with pytest.raises(UnknownKeyError, match=r"matches 'state_dict.tail', 'x\*'; there are epoch, state_dict.layer"):
+    with pytest.raises(
+        UnknownKeyError, match=r"matches 'state_dict.tail', 'x\*'; there are epoch, state_dict, state_dict.layer"
+    ):
         fastensor.load(path, keys=["epoch", "state_dict.tail", "x*"])
     with pytest.raises(KeyError):
         fastensor.load(path, keys=[""])
@@ -142,6 +144,8 @@ def test_a_tree_of_too_many_values_and_one_that_holds_itself() -> None:
         bomb = [bomb, bomb]
     with pytest.raises(UnsupportedContentError, match="more than 1000000"):
         list(names.walk(bomb))
+    with pytest.raises(UnsupportedContentError, match="characters"):
+        list(names.walk({"x" * 100_000: dict.fromkeys(range(2000), 1)}))
     loop: dict[str, Any] = {"a": 1}
     loop["self"] = loop
     assert [name for name, _ in names.walk(loop)] == ["a", "self"]
@@ -178,3 +182,29 @@ def test_a_pickle_that_only_python_understands(tmp_path: Path, monkeypatch: pyte
     assert "not understood" in report.fallbacks[0].reason
     with pytest.raises(UnknownKeyError, match="nope"):
         fastensor.load(tmp_path / "x", keys=["nope"])
+
+
+@pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
+def test_what_keys_may_be(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    fastensor.save({"w[0]": torch.zeros(1), "w0": torch.ones(1)}, path)
+    assert list(fastensor.load(path, keys=(key for key in ["w0"]))) == ["w0"]
+    assert list(fastensor.load(path, keys=["w[0]"])) == ["w[0]"], "a name is no pattern"
+    assert sorted(fastensor.load(path, keys=["*", "w0"])) == ["w0", "w[0]"], "one key may be within another"
+    with pytest.raises(ValueError, match="keys is empty"):
+        fastensor.load(path, keys=[])
+
+
+def test_attributes_of_a_branch_come_with_it(tmp_path: Path) -> None:
+    branch: Any = OrderedDict({"w": torch.ones(2), "v": torch.zeros(2)})
+    branch.extra = torch.full((3,), 7.0)
+    fastensor.save({"branch": branch, "rest": torch.ones(4)}, tmp_path / "x")
+    for keys in (["branch"], ["branch.w"]):
+        found = fastensor.load(tmp_path / "x", keys=keys)["branch"]
+        assert torch.equal(found.extra, branch.extra)
+    assert list(OrderedDict.keys(found)) == ["w"]
+
+
+def test_many_exact_names_are_found_at_once() -> None:
+    known = [f"layer.{i}.weight" for i in range(20_000)]
+    assert len(names.resolve(known, known, "x")) == 20_000

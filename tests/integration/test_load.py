@@ -318,7 +318,7 @@ def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         archive = parse_directory(lambda begin, n, fd=fd: os.pread(fd, n, begin), nbytes, where="x")
         reader = registry.get("numpy").open_reader(fd, nbytes, [])
-        file = CheckedFile(LocalFile(fd, "x", None), reader, Checks(archive, enabled=True))
+        file = CheckedFile(LocalFile(fd, "x"), reader, Checks(archive, enabled=True))
         record = next(record for record in archive.records if record.name == "archive/data/0")
         file.seek(record.header_offset)
         file.readinto(bytearray(30))

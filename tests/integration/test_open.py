@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import io
 import os
+import pickle
 import tempfile
 import warnings
 from collections import OrderedDict
@@ -227,3 +229,70 @@ def test_one_that_is_forgotten_is_closed(path: Path) -> None:
     fastensor.open(path)["w"]
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_is_closed_reads_nothing(path: Path) -> None:
+    found = fastensor.open(path)
+    found.close()
+    with pytest.raises(ValueError, match="is closed"):
+        found["w"]
+
+
+def test_a_borrowed_file_may_be_closed_meanwhile(path: Path) -> None:
+    file = path.open("rb")
+    with fastensor.open(file) as found:
+        file.close()
+        with (path.parent / "other").open("wb+"):
+            assert torch.equal(found["w"], WEIGHTS["w"])
+
+
+def test_it_cannot_be_sent_to_another_process(path: Path) -> None:
+    with fastensor.open(path) as found, pytest.raises(TypeError, match="open it again in each process"):
+        pickle.dumps(found)
+
+
+def test_a_wrapper_of_a_file_is_not_taken_for_it(path: Path) -> None:
+    packed = path.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    with gzip.open(packed) as unpacked, fastensor.open(io.BufferedReader(unpacked)) as found:
+        assert torch.equal(found["w"], WEIGHTS["w"])
+    with fastensor.open(io.BufferedReader(io.BytesIO(path.read_bytes()))) as found:  # type: ignore[arg-type]
+        assert torch.equal(found["w"], WEIGHTS["w"])
+
+
+def test_a_default_device_changes_nothing(path: Path) -> None:
+    with torch.device("meta"):
+        with fastensor.open(path) as found:
+            assert torch.equal(found["w"], WEIGHTS["w"])
+        assert torch.equal(fastensor.load(path)["w"], WEIGHTS["w"])
+
+
+def test_a_file_without_checksums_is_announced(tmp_path: Path) -> None:
+    safetensors.torch.save_file(WEIGHTS, tmp_path / "x.safetensors")
+    with pytest.warns(fastensor.UnverifiedCheckpointWarning, match="no checksums"):
+        fastensor.open(tmp_path / "x.safetensors").close()
+    with pytest.warns(fastensor.UnverifiedCheckpointWarning, match="no checksums"):
+        fastensor.convert(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
+
+
+def test_an_expanded_tensor_is_not_written_out(tmp_path: Path) -> None:
+    fastensor.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "x")
+    with fastensor.open(tmp_path / "x") as found:
+        assert found.info["w"].nbytes == 4 << 40
+        assert found["w", 5:].shape == ((1 << 40) - 5,)
+
+
+def test_a_mapped_file_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastensor.checkpoint import safetensors_file
+
+    path = tmp_path / "x.safetensors"
+    fastensor.save({"w": torch.ones(1000)}, path)
+    original = safetensors_file.read_header
+
+    def replace_it(*arguments: Any, **options: Any) -> Any:
+        header = original(*arguments, **options)
+        fastensor.save({"another, much longer name": torch.zeros(9)}, path)
+        return header
+
+    monkeypatch.setattr(safetensors_file, "read_header", replace_it)
+    assert (fastensor.load(path, mmap=True)["w"] == 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import pathlib
@@ -324,3 +325,126 @@ def test_several_threads_read_one_file_in_memory() -> None:
         for found in pool.map(lambda _: fastensor.load("memory://run/x.safetensors"), range(8)):
             assert_same({key: found[key] for key in TENSORS}, TENSORS)
     fsspec.filesystem("memory").store.clear()
+
+
+AWKWARD = ["a[1].ckpt", "a*.ckpt", "a?.ckpt", "deep/[x]/y.ckpt"]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_names_that_look_like_patterns(folder: str, name: str) -> None:
+    plugin = FastensorCheckpointIO()
+    others = [f"{folder}/a1.ckpt", f"{folder}/ab.ckpt", f"{folder}/deep/x/y.ckpt"]
+    for url in [*others, f"{folder}/{name}"]:
+        plugin.save_checkpoint(STATE, url)
+    assert len(names_in(folder)) == 4
+    assert_same(plugin.load_checkpoint(f"{folder}/{name}"), STATE)
+    plugin.remove_checkpoint(f"{folder}/{name}")
+    assert names_in(folder) == ["a1.ckpt", "ab.ckpt", "y.ckpt"]
+    plugin.remove_checkpoint(f"{folder}/deep")
+    assert names_in(folder) == ["a1.ckpt", "ab.ckpt"]
+
+
+def test_urls_that_name_no_file() -> None:
+    fastensor.save(STATE, "memory://run/x/y.ckpt")
+    for url in ("memory://run/x", "memory://run/x/", "memory://"):
+        with pytest.raises(CheckpointWriteError, match=r"directory|names no file"):
+            fastensor.save(STATE, url)
+    filesystem = fsspec.filesystem("memory")
+    assert filesystem.find("/") == ["/run/x/y.ckpt"]
+    filesystem.store.clear()
+
+
+def test_an_interrupt_while_an_upload_is_opened(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    fastensor.save(STATE, f"{s3_url}/x.ckpt")
+    original = s3fs.S3FileSystem.open
+
+    def interrupt(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        original(self, path, mode, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "open", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fastensor.save(STATE, f"{s3_url}/x.ckpt")
+        gc.collect()
+    assert_same(fastensor.load(f"{s3_url}/x.ckpt"), STATE)
+
+
+def test_uploads_are_forgotten(s3_url: str) -> None:
+    fastensor.save(STATE, f"{s3_url}/x.ckpt")
+    assert not fsspec.filesystem("s3").transaction.files
+
+
+def test_a_part_of_a_remote_file(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    state = {"bias": torch.ones(3), **{f"w{i}": torch.full((8 << 20,), i, dtype=torch.uint8) for i in range(6)}}
+    fetched: list[int] = []
+    original = s3fs.S3File._fetch_range
+
+    def count(self: Any, start: int, end: int) -> bytes:
+        data: bytes = original(self, start, end)
+        fetched.append(len(data))
+        return data
+
+    monkeypatch.setattr(s3fs.S3File, "_fetch_range", count)
+    for suffix in ("ckpt", "safetensors"):
+        url = f"{s3_url}/x.{suffix}"
+        fastensor.save(state, url)
+        fetched.clear()
+        assert_same(fastensor.load(url, keys=["bias"]), {"bias": state["bias"]})
+        assert sum(fetched) < 20 << 20
+        fetched.clear()
+        assert fastensor.verify(url).complete
+        assert sum(fetched) < 70 << 20
+        fetched.clear()
+        fastensor.convert(url, f"{s3_url}/y.{'ckpt' if suffix == 'safetensors' else 'safetensors'}")
+        assert sum(fetched) < 130 << 20
+
+
+def test_handles_do_not_pile_up(s3_url: str) -> None:
+    fastensor.save(TENSORS, f"{s3_url}/x.safetensors")
+    with fastensor.open(f"{s3_url}/x.safetensors") as found:
+        file: Any = found._file
+        for _ in range(5):
+            assert torch.equal(found["large"], TENSORS["large"])
+        assert file._opened == 4
+
+
+def test_a_state_that_changes_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastensor.backends import stream
+
+    tensor = torch.zeros(1000)
+    original = stream._checksums
+
+    def change(source: Any) -> Any:
+        found = original(source)
+        tensor.fill_(1)
+        return found
+
+    monkeypatch.setattr(stream, "_checksums", change)
+    with pytest.raises(fastensor.StateChangedError, match="changed while"):
+        fastensor.save({"w": tensor}, io.BytesIO(), container="safetensors")
+
+
+def test_file_objects_of_few_methods(tmp_path: Path) -> None:
+    """As much as torch.save and torch.load ask for."""
+
+    class Sink:
+        def __init__(self) -> None:
+            self.data = b""
+
+        def write(self, data: Any) -> None:
+            self.data += bytes(data)
+
+    class Source:
+        def __init__(self, data: bytes) -> None:
+            inner = io.BytesIO(data)
+            self.read, self.readline, self.seek, self.tell = inner.read, inner.readline, inner.seek, inner.tell
+
+    sink: Any = Sink()
+    fastensor.save(STATE, sink)
+    source: Any = Source(sink.data)
+    assert_same(fastensor.load(source), STATE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -102,13 +104,14 @@ def test_a_compressed_archive(ckpt: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(ckpt) as old, zipfile.ZipFile(tmp_path / "z", "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    with pytest.raises(CorruptCheckpointError, match="compressed"):
-        fastensor.verify(tmp_path / "z")
-    with zipfile.ZipFile(ckpt) as old, zipfile.ZipFile(tmp_path / "z", "w", zipfile.ZIP_STORED) as new:
-        for name in old.namelist():
-            kind = zipfile.ZIP_STORED if name.endswith("data.pkl") else zipfile.ZIP_DEFLATED
-            new.writestr(name, old.read(name), kind)
     assert fastensor.verify(tmp_path / "z").complete
+    with pytest.raises(UnsupportedContentError, match="compressed"):
+        fastensor.inspect(tmp_path / "z")
+    data = bytearray((tmp_path / "z").read_bytes())
+    data[data.index(b"data/0") + 40] ^= 1
+    (tmp_path / "z").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError):
+        fastensor.verify(tmp_path / "z")
 
 
 def test_verifying_takes_bounded_memory(tmp_path: Path) -> None:
@@ -124,7 +127,47 @@ def test_verifying_takes_bounded_memory(tmp_path: Path) -> None:
     assert int(result.stdout) << 10 < 130 << 20
 
 
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    for content in (bytes(2000), os.urandom(2000), b"hello"):
+        (tmp_path / "x").write_bytes(content)
+        for attempt in (fastensor.verify, fastensor.inspect, fastensor.load):
+            with pytest.raises(CorruptCheckpointError, match=r"x: .*offset 0"):
+                attempt(tmp_path / "x")  # type: ignore[operator]
+
+
+def test_a_damaged_pickle_is_listed_with_the_rest(ckpt: Path) -> None:
+    data = bytearray(ckpt.read_bytes())
+    data[data.index(b"state_dict")] ^= 1
+    ckpt.write_bytes(data)
+    damage(ckpt, WEIGHTS["w"])
+    with pytest.raises(DamagedCheckpointError) as caught:
+        fastensor.verify(ckpt)
+    assert [one.part for one in caught.value.report.damage] == [
+        "record 'archive/data.pkl'",
+        "record 'archive/data/0'",
+    ]
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.report == caught.value.report
+
+
 # inspect
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_of_pickle(tmp_path: Path, protocol: int) -> None:
+    fastensor.save(CHECKPOINT, tmp_path / "x", pickle_protocol=protocol)
+    found = fastensor.inspect(tmp_path / "x")
+    assert len(found.tensors) == 4
+    assert bool(found.refused) == (protocol > 3)
+
+
+def test_values_are_told_in_few_words(tmp_path: Path) -> None:
+    fastensor.save({"int": 10**5000, "text": "x" * 1000, "set": {1, 2}, "order": list(range(99))}, tmp_path / "x")
+    found = fastensor.inspect(tmp_path / "x").others
+    assert found["int"] == "<int of 16610 bits>"
+    assert (found["set"], found["order"]) == ("<set of 2>", "<list of 99>")
+    assert found["text"].startswith("'xxx")
+    assert len(found["text"]) <= 60
 
 
 def test_what_is_inside(ckpt: Path, tensors: Path) -> None:
@@ -231,12 +274,12 @@ def test_ties_are_refused_or_copied(tmp_path: Path) -> None:
 
 def odd_states() -> dict[str, tuple[Any, str]]:
     return {
-        "nested": (CHECKPOINT, "'state_dict' in it is something else; choose.*root: 'state_dict'"),
-        "a list": ([torch.ones(1)], "found list; it holds no such dict"),
-        "a number": ({"a": 3}, "'a' in it is something else"),
-        "an int for a name": ({3: torch.ones(1)}, "'3' in it is something else"),
+        "nested": (CHECKPOINT, "'state_dict' in it is no tensor; choose.*root: 'state_dict'"),
+        "a list": ([torch.ones(1)], "expected a dict of tensors, found none; it holds no such dict"),
+        "a number": ({"a": 3}, "'a' in it is no tensor"),
+        "an int for a name": ({3: torch.ones(1)}, "3 in it is called by a key of type int"),
         "transposed": ({"a": torch.ones(2, 3).t()}, "not contiguous"),
-        "sparse": ({"a": torch.ones(2).to_sparse()}, "'a' in it is something else"),
+        "sparse": ({"a": torch.ones(2).to_sparse()}, "'a' in it is a tensor that is more than its bytes"),
         "complex128": ({"a": torch.ones(1, dtype=torch.complex128)}, "no torch.complex128"),
     }
 
@@ -260,6 +303,48 @@ def test_damage_is_not_carried_over(ckpt: Path, tensors: Path) -> None:
     assert tensors.read_bytes() == before
     fastensor.convert(ckpt, tensors, root="state_dict", verify=False)
     assert not torch.equal(fastensor.load(tensors)["w"], WEIGHTS["w"])
+
+
+def test_names_that_look_the_same_are_not_confused(tmp_path: Path) -> None:
+    fastensor.save({"m.a": {"b": torch.ones(2)}, "m": {"a.b": torch.zeros(2)}}, tmp_path / "x.ckpt")
+    fastensor.convert(tmp_path / "x.ckpt", tmp_path / "y.safetensors", root="m")
+    states.assert_equal(fastensor.load(tmp_path / "y.safetensors"), {"a.b": torch.zeros(2)})
+
+
+def test_disjoint_views_of_one_storage_are_no_ties(tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    fastensor.save({"a": base[:4], "b": base[4:], "c": base[2:3]}, tmp_path / "x.ckpt")
+    assert fastensor.inspect(tmp_path / "x.ckpt").ties == (("a", "c"),)
+    fastensor.save({"a": base[:4], "b": base[4:]}, tmp_path / "x.ckpt")
+    fastensor.convert(tmp_path / "x.ckpt", tmp_path / "y.safetensors")
+    states.assert_equal(fastensor.load(tmp_path / "y.safetensors"), {"a": base[:4].clone(), "b": base[4:].clone()})
+
+
+def test_inner_dicts_are_found(tmp_path: Path) -> None:
+    fastensor.save({"model": {"state_dict": WEIGHTS}}, tmp_path / "x.ckpt")
+    with pytest.raises(UnsupportedContentError, match=r"root: 'model\.state_dict'"):
+        fastensor.convert(tmp_path / "x.ckpt", tmp_path / "y.safetensors")
+    fastensor.convert(tmp_path / "x.ckpt", tmp_path / "y.safetensors", root="model.state_dict")
+    assert fastensor.verify(tmp_path / "y.safetensors").complete
+
+
+def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
+    """A sparse one: its conversion is planned, and stopped at the first byte."""
+    nbytes = 1 << 42
+    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + nbytes)
+
+    class Enough(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        assert total == nbytes
+        raise Enough
+
+    with pytest.warns(fastensor.UnverifiedCheckpointWarning), pytest.raises(Enough):
+        fastensor.convert(tmp_path / "x.safetensors", io.BytesIO(), container="torch", progress=stop)
 
 
 # the command line
@@ -297,12 +382,14 @@ def test_inspect_prints(capsys: Any, ckpt: Path) -> None:
     assert status == 0
     for text in ("state_dict.w", "float32", "20 × 30", "2.3 KiB", "scalar", "epoch", "with checksums"):
         assert text in out
-    status, out, _ = run(capsys, "inspect", ckpt, "--keys", "*.w", "--json")
+    status, out, _ = run(capsys, "inspect", ckpt, "--key", "*.w", "--json")
     found = json.loads(out)
     assert [one["name"] for one in found["tensors"]] == ["state_dict.w"]
     assert found["tensors"][0]["dtype"] == "float32"
-    status, _, err = run(capsys, "inspect", ckpt, "--keys", "x")
+    status, _, err = run(capsys, "inspect", ckpt, "--key", "x")
     assert (status, "nothing in it" in err) == (1, True)
+    status, out, _ = run(capsys, "inspect", ckpt, "--key", "state_dict", "--json")
+    assert len(json.loads(out)["tensors"]) == 3
 
 
 def test_convert_writes(capsys: Any, ckpt: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from isal import isal_zlib
 from fastensor.backends import posix
 from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.staging import Stager
+from fastensor.errors import StateChangedError
 from fastensor.stitch.source import Source
 
 NAME = "stream"
@@ -24,7 +25,8 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
 
     Where checksums stand in front of what they are of, the state is staged twice, first for them alone.
     """
-    head = source.head(_checksums(source)) if source.checksums_first else b""
+    checksums = _checksums(source) if source.checksums_first else ()
+    head = source.head(checksums)
     total = source.image.nbytes
     with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
         buffer = ring.buffer(0, pin_for=stager.device)
@@ -33,6 +35,10 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
             known = head[offset : offset + data.nbytes]
             data[: len(known)] = known
             write(data)
+        if source.checksums_first and stager.checksums != checksums:
+            raise StateChangedError(
+                "tensors changed while they were being saved; keep them unchanged until save returns"
+            )
 
 
 def _checksums(source: Source) -> tuple[int, ...]:

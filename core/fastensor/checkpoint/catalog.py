@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from itertools import count
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
@@ -24,7 +26,7 @@ from fastensor.checkpoint.torch_file import (
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry, torch_dtype
-from fastensor.stitch.torch_pickle import Opaque, TensorRef, read_structure
+from fastensor.stitch.torch_pickle import Opaque, StorageRef, TensorRef, read_structure
 from fastensor.stitch.torch_records import Checks
 from fastensor.stitch.zip_directory import Record
 
@@ -37,7 +39,7 @@ class TensorInfo:
     """What a checkpoint says about one of its tensors."""
 
     name: str
-    """The way to it, as for ``keys`` of :func:`fastensor.load`."""
+    """The way to it, as for ``keys`` of :func:`fastensor.load`. A second tensor of the same name has ``#2`` added."""
     kind: str
     """``Tensor``, ``Parameter``, the name of a subclass; ``sparse``, ``quantized``, ``meta``."""
     dtype: torch.dtype
@@ -51,7 +53,7 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Of its elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,13 @@ class Located:
         base = torch.empty(numel, dtype=self.info.dtype, device="meta")
         return base.as_strided(self.info.shape, self.stride, self.offset)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte in the part, and the one behind the last."""
+        steps = sum((size - 1) * step for size, step in zip(self.info.shape, self.stride, strict=True))
+        itemsize = self.info.dtype.itemsize
+        return self.offset * itemsize, (self.offset + steps + 1) * itemsize if self.info.nbytes else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
@@ -106,17 +115,27 @@ class Catalog:
     """Of a torch file."""
     structure: Any = None
     """Of a torch file: what its pickle describes, symbolically."""
+    by_identity: Mapping[int, Located] = field(default_factory=dict)
+    """The located tensors by the identity of what the structure has for them: names may be ambiguous."""
 
-    def begin_of(self, part: Part, file: OpenedFile) -> int:
+    def begin_of(self, part: Part, reader: Reader, where: str) -> int:
         """Where the bytes of a part begin in the file.
 
         Raises:
             CorruptCheckpointError: its local header contradicts the directory.
+            OSError: it cannot be read.
         """
         if isinstance(part.origin, Record):
             assert self.checks is not None
-            return open_record(file, self.checks, part.origin).begin
+            return open_record(reader, self.checks, part.origin, where).begin
         return 0 if part.origin is None else part.origin.begin
+
+    def extent_of(self, part: Part) -> Extent | None:
+        """Where the bytes of a part are to be looked for; None if there are none."""
+        if isinstance(part.origin, Record):
+            assert self.checks is not None
+            return Extent(part.origin.header_offset, self.checks.end_of(part.origin))
+        return Extent(part.origin.begin, part.origin.end) if part.origin is not None and part.nbytes else None
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
@@ -167,8 +186,11 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     tensors: dict[str, TensorInfo] = {}
     located: dict[str, Located] = {}
     others: dict[str, str] = {}
+    by_identity: dict[int, Located] = {}
+    seen: Counter[str] = Counter()
     for path, value in walk(structure):
-        name = _unique(path, tensors.keys() | others.keys()) if path in tensors or path in others else path
+        seen[path] += 1
+        name = path if seen[path] == 1 else f"{path}#{seen[path]}"
         if not isinstance(value, TensorRef):
             others[name] = _in_words(value)
             continue
@@ -177,8 +199,8 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         info = TensorInfo(name, value.kind, value.dtype, value.shape, part.name if part else "", crc32)
         tensors[name] = info
         if part is not None and value.plain and not swapped:
-            located[name] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, checks.payload, checks, structure)
+            located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
+    return Catalog("torch", tensors, located, others, {}, checks.payload, checks, structure, by_identity)
 
 
 _EMPTY = Part("", 0, None, None)
@@ -203,13 +225,28 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
     return part
 
 
-def _unique(name: str, taken: Set[str]) -> str:
-    """Another name for a second value of the same one, such as that of the key 1 beside the key "1"."""
-    return next(other for number in count(2) if (other := f"{name}#{number}") not in taken)
+def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
+    """Groups of names of tensors that share bytes."""
+    spans = sorted((one.part.name, *one.span, name) for name, one in tensors.items() if one.info.nbytes)
+    groups: list[list[str]] = []
+    part, reached = "", 0
+    for name_of_part, begin, end, name in spans:
+        if groups and name_of_part == part and begin < reached:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            reached = 0
+        part, reached = name_of_part, max(reached, end)
+    return [sorted(group) for group in groups if len(group) > 1]
 
 
 def _in_words(value: Any) -> str:
-    if isinstance(value, Opaque):
-        return f"<{value.name}>"
-    text = repr(value)
+    """A short text. Containers are not looked into: they may be their own elements."""
+    if isinstance(value, Opaque | StorageRef):
+        return repr(value)
+    if isinstance(value, dict | list | tuple | set | frozenset) and value:
+        return f"<{type(value).__name__} of {len(value)}>"
+    if isinstance(value, int) and value.bit_length() > _SHOWN:
+        return f"<int of {value.bit_length()} bits>"
+    text = repr(value[:_SHOWN] if isinstance(value, str | bytes | bytearray) else value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

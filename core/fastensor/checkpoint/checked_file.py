@@ -9,7 +9,7 @@ from fastensor.backends.base import Reader
 from fastensor.checkpoint.checksums import Checked, checksum_of
 from fastensor.checkpoint.opened import FileView, OpenedFile
 from fastensor.stitch.torch_records import Checks, OpenRecord
-from fastensor.stitch.zip_directory import Record
+from fastensor.stitch.zip_directory import LOCAL_HEADER, Record
 
 
 class CheckedFile(FileView):
@@ -21,8 +21,8 @@ class CheckedFile(FileView):
         file: for what the backend's reader does not do.
         reader: closed by the caller, or here when a read fails: then no thread may write to torch's memory any more.
         checks: what can be compared.
-        skipped: names of records whose data is not read: torch's memory for it is left as it is, and whoever calls
-            torch sees to it that nobody looks.
+        skipped: names of records of which nothing is read: torch's memory for their data is left as it is, and whoever
+            calls torch sees to it that nobody looks.
     """
 
     def __init__(self, file: OpenedFile, reader: Reader, checks: Checks, skipped: Container[str] = ()) -> None:
@@ -55,6 +55,10 @@ class CheckedFile(FileView):
 
     def _fill(self, view: memoryview) -> None:
         offset = self._position
+        skipped = self._checks.record_at(offset) if view.nbytes == LOCAL_HEADER.size else None
+        if skipped is not None and skipped.name in self.skipped:
+            self._current = self._checks.stand_in(skipped, view)
+            return
         current = self._current
         inside = current is not None and current.contains(offset, view.nbytes)
         if current is not None and inside and current.record.name in self.skipped:
@@ -66,5 +70,5 @@ class CheckedFile(FileView):
             return
         checked = Checked.of_record(current)
         if view.nbytes != checked.nbytes:
-            found = checksum_of(self._file, checked.begin, checked.nbytes)
+            found = checksum_of(self._reader, checked.begin, checked.nbytes)
         checked.compare(found, self._file.where)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from isal import isal_zlib
 
-from fastensor.backends import posix
-from fastensor.checkpoint.opened import OpenedFile
+from fastensor.backends.base import Reader
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.torch_records import OpenRecord
 
@@ -44,13 +43,11 @@ class Checked:
         )
 
 
-def checksum_of(file: OpenedFile, begin: int, nbytes: int) -> int:
+def checksum_of(reader: Reader, begin: int, nbytes: int) -> int:
     """The CRC32 of a part of a file, in bounded memory."""
     block = memoryview(bytearray(min(nbytes, _BLOCK_NBYTES)))
     crc32 = 0
     for at in range(0, nbytes, _BLOCK_NBYTES):
         part = block[: nbytes - at]
-        if file.readinto(begin + at, part) != part.nbytes:
-            raise posix.EndOfFile(f"the file ends before offset {begin + nbytes}")
-        crc32 = isal_zlib.crc32(part, crc32)
+        crc32 = isal_zlib.crc32_combine(crc32, reader.readinto(begin + at, part, checksum=True), part.nbytes)
     return crc32

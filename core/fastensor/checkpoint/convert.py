@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,14 +12,14 @@ from typing import Any, BinaryIO
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Extent, Reader
-from fastensor.checkpoint.catalog import Catalog, Located, read_catalog
-from fastensor.checkpoint.checksums import Checked, checksum_of
+from fastensor.backends.base import Reader
+from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
+from fastensor.checkpoint.checksums import checksum_of
 from fastensor.checkpoint.deliver import deliver
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.names import find
+from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
-from fastensor.checkpoint.report import Fallback, SaveReport
+from fastensor.checkpoint.report import Fallback, SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
@@ -27,6 +28,8 @@ from fastensor.stitch.source import Source
 from fastensor.stitch.torch_pickle import TensorRef
 
 _SHOWN = 5
+_MAP_NORESERVE = 0x4000
+"""Of Linux; Python does not name it."""
 
 
 def convert(
@@ -46,7 +49,8 @@ def convert(
     """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt`` and ``.safetensors``.
 
     What is read is compared with its checksums, and the new file carries them, so this also adds them to files of other
-    tools. Bytes go through bounded memory; the target is replaced atomically, and not touched if anything fails.
+    tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: unless it is an open
+    file, it is not touched if anything fails.
 
     Args:
         source: a file that holds a dict from names to dense tensors, in any container but torch's of before 1.6.
@@ -83,6 +87,8 @@ def convert(
     with ExitStack() as stack:
         file = stack.enter_context(opened(source))
         catalog = read_catalog(file, verify=verify)
+        if verify and not catalog.checked:
+            warn_unverified(file.where, stacklevel=2)
         tensors = _tensors_of(catalog, root, file.where)
         if not copy_ties:
             _check_ties(tensors, file.where)
@@ -100,7 +106,7 @@ def convert(
             order = [tensors[names[_identity(storage)]] for storage in planned.storages]
             reading = _Reading(file, catalog, order, verify, backend, progress or (lambda done, total: None))
             stack.callback(reading.close)
-            return replace(planned, storages=reading.parts)
+            return replace(planned, storages=tuple(_TensorBytes(reading, one) for one in order))
 
         return deliver(target, plan, _refuse, backend=backend, durable=durable, follow_symlinks=True)
 
@@ -124,45 +130,44 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
         if root is not None:
             raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
         return dict(catalog.located)
-    branch = catalog.structure if root is None else find(catalog.structure, root)
+    branches = {node.name: node.value for node in nodes(catalog.structure) if isinstance(node.value, dict)}
+    branch = catalog.structure if root is None else branches.get(root)
     if not isinstance(branch, dict):
-        raise UnsupportedContentError(
-            f"{where}: expected a dict of tensors {'in it' if root is None else f'called {root!r}'}, found "
-            f"{type(branch).__name__}; {_roots_of(catalog)}"
-        )
+        what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {_advice(branches)}")
     found = {}
     for key, value in branch.items():
-        name = f"{root}.{key}" if root else str(key)
-        if not isinstance(key, str) or not isinstance(value, TensorRef) or name not in catalog.located:
+        if not isinstance(key, str) or id(value) not in catalog.by_identity:
+            name = f"{root}.{key}" if root else key
+            kind = "a tensor that is more than its bytes" if isinstance(value, TensorRef) else "no tensor"
+            kind = kind if isinstance(key, str) else f"called by a key of type {type(key).__name__}"
             raise UnsupportedContentError(
-                f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is something "
-                f"else; {_roots_of(catalog)}"
+                f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is {kind}; "
+                f"{_advice(branches)}"
             )
-        found[key] = catalog.located[name]
+        found[key] = catalog.by_identity[id(value)]
     return found
 
 
-def _roots_of(catalog: Catalog) -> str:
-    """Advice: which dicts of tensors a checkpoint holds."""
-    inner = catalog.structure.items() if isinstance(catalog.structure, dict) else ()
+def _advice(branches: Mapping[str, Any]) -> str:
+    """Which dicts of tensors there are."""
     roots = [
-        repr(key)
-        for key, value in inner
-        if isinstance(value, dict) and value and all(isinstance(one, TensorRef) for one in value.values())
+        repr(name)
+        for name, value in branches.items()
+        if value and all(isinstance(one, TensorRef) for one in value.values())
     ]
-    return f"choose one of its dicts of tensors with root: {', '.join(roots)}" if roots else "it holds no such dict"
+    return (
+        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN])}"
+        if roots
+        else "it holds no such dict"
+    )
 
 
 def _check_ties(tensors: Mapping[str, Located], where: str) -> None:
-    by_part: dict[str, list[str]] = {}
-    for name, one in tensors.items():
-        if one.info.nbytes:
-            by_part.setdefault(one.part.name, []).append(name)
-    ties = [names for names in by_part.values() if len(names) > 1]
-    if ties:
+    if ties := overlapping(tensors):
         raise UnsupportedContentError(
-            f"{where}: tensors share memory, which would be lost: {ties[:_SHOWN]}; pass copy_ties=True "
-            f"(--copy-ties) to write each of them by itself"
+            f"{where}: tensors share memory, which would be lost: {[group[:_SHOWN] for group in ties[:_SHOWN]]}; pass "
+            f"copy_ties=True (--copy-ties) to write each of them by itself"
         )
 
 
@@ -172,7 +177,13 @@ def _stand_in(name: str, one: Located, where: str) -> torch.Tensor:
             f"{where}: {name!r} is not contiguous, so its bytes cannot be copied as they are; load it, and save "
             f".contiguous()"
         )
-    return torch.empty(one.info.shape, dtype=one.info.dtype)
+    if not one.info.nbytes:
+        return torch.empty(one.info.shape, dtype=one.info.dtype, device="cpu")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE  # it may be larger than the machine's memory
+    memory = torch.frombuffer(mmap.mmap(-1, one.info.nbytes, flags=flags), dtype=torch.uint8)
+    stride = torch.empty(one.info.shape, device="meta").stride()
+    empty = torch.empty(0, dtype=one.info.dtype, device="cpu")
+    return empty.set_(memory.untyped_storage(), 0, one.info.shape, stride)
 
 
 class _Reading:
@@ -187,52 +198,67 @@ class _Reading:
         backend: str,
         progress: Progress,
     ) -> None:
+        extents = (catalog.extent_of(one.part) for one in order)
+        self._order = [extent for extent in dict.fromkeys(extents) if extent is not None]
         self._file = file
+        self._catalog = catalog
+        self._verify = verify
+        self._backend = backend
         self._progress = progress
-        self._done = 0
         self._total = sum(one.info.nbytes for one in order)
-        with explained(file.where):
-            self.parts = tuple(self._part(one, catalog, verify) for one in order)
-            extents = [Extent(part.begin, part.begin + part.nbytes()) for part in self.parts if part.nbytes()]
-            self._reader: Reader
-            _, self._reader = file.open_reader(extents, backend, [])
+        self._done = 0
+        self._first = next((one for one in order if one.info.nbytes), None)
+        self._reader: Reader | None = None
+        self._begins: dict[str, int] = {}
+        self._sound: set[str] = set()
+        """Parts of which views are read, and whose checksum has been compared."""
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
+    def readinto(self, one: Located, begin: int, buffer: memoryview) -> int:
+        """Read a range of a tensor; returns the CRC32."""
         with explained(self._file.where):
-            crc32 = self._reader.readinto(offset, buffer, checksum=True)
+            if one is self._first and begin == 0:  # perhaps once more: checksums are wanted in front, say
+                self._restart()
+            assert self._reader is not None
+            part = one.part
+            if part.name not in self._begins:
+                self._begins[part.name] = self._catalog.begin_of(part, self._reader, self._file.where)
+            start = self._begins[part.name]
+            if self._verify and one.info.nbytes < part.nbytes and part.name not in self._sound:
+                if checked := part.checked(start):
+                    checked.compare(checksum_of(self._reader, start, part.nbytes), self._file.where)
+                self._sound.add(part.name)
+            crc32 = self._reader.readinto(start + one.span[0] + begin, buffer, checksum=True)
         self._done += buffer.nbytes
-        self._progress(min(self._done, self._total), self._total)
+        self._progress(self._done, self._total)
         return crc32
 
-    def close(self) -> None:
-        self._reader.close()
+    def check(self, one: Located, crc32: int) -> None:
+        checked = one.part.checked(self._begins[one.part.name])
+        if self._verify and checked is not None and one.info.nbytes == one.part.nbytes:
+            checked.compare(crc32, self._file.where)
 
-    def _part(self, one: Located, catalog: Catalog, verify: bool) -> _TensorBytes:
-        begin = catalog.begin_of(one.part, self._file)
-        checked = one.part.checked(begin) if verify else None
-        if checked is not None and 0 < one.info.nbytes < one.part.nbytes:
-            checked.compare(checksum_of(self._file, begin, one.part.nbytes), self._file.where)
-            checked = None
-        begin += one.offset * one.info.dtype.itemsize
-        return _TensorBytes(self, begin, one.info.nbytes, checked, self._file.where)
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def _restart(self) -> None:
+        self.close()
+        _, self._reader = self._file.open_reader(self._order, self._backend, [])
+        self._done = 0
 
 
 class _TensorBytes:
     """See :class:`fastensor.stitch.source.FileBytes`."""
 
-    def __init__(self, reading: _Reading, begin: int, nbytes: int, checked: Checked | None, where: str) -> None:
-        self.begin = begin
+    def __init__(self, reading: _Reading, one: Located) -> None:
         self._reading = reading
-        self._nbytes = nbytes
-        self._checked = checked
-        self._where = where
+        self._one = one
 
     def nbytes(self) -> int:
-        return self._nbytes
+        return self._one.info.nbytes
 
     def readinto(self, begin: int, buffer: memoryview) -> int:
-        return self._reading.readinto(self.begin + begin, buffer)
+        return self._reading.readinto(self._one, begin, buffer)
 
     def check(self, crc32: int) -> None:
-        if self._checked is not None:
-            self._checked.compare(crc32, self._where)
+        self._reading.check(self._one, crc32)

@@ -16,6 +16,7 @@ from fastensor.backends import posix, registry, stream
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.fallback import use_first
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.publish import (
     Target,
     Temporary,
@@ -120,7 +121,8 @@ def _write_to(target: Target | RemotePath | BinaryIO, delivery: _Delivery) -> _W
     _check_writable(target, delivery.where)
     with delivery.timed("write"), _refusals_explained(delivery.where, "the open file holds a part of it"):
         nbytes = _to_stream(delivery, target)
-        target.flush()
+        if hasattr(target, "flush"):
+            target.flush()
     return _Written(delivery.where, nbytes, used, False)
 
 
@@ -177,7 +179,9 @@ class _Counted:
 
     def write(self, data: memoryview) -> None:
         while data.nbytes:
-            written = self._file.write(data)
+            written: int | None = self._file.write(data)
+            if written is None and not isinstance(self._file, io.RawIOBase):
+                written = data.nbytes  # not what the protocol asks for, but torch.save takes it, too
             if not written:
                 raise OSError(errno.EIO, "the file accepts no more bytes")
             self.nbytes += written
@@ -185,7 +189,7 @@ class _Counted:
 
 
 def _check_writable(file: BinaryIO, where: str) -> None:
-    if isinstance(file, io.TextIOBase) or not (hasattr(file, "write") and file.writable()):
+    if isinstance(file, io.TextIOBase) or not can(file, "writable", "write"):
         raise CheckpointWriteError(
             errno.EINVAL, "cannot save: expected a file opened in mode 'wb', found something else", where
         )

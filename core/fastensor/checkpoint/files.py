@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import shutil
+from typing import TYPE_CHECKING
 
 from fastensor.checkpoint import publish
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.remote import refusals_as_os_errors
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -22,13 +27,32 @@ def remove(path: str | os.PathLike[str]) -> None:
     target = locate(path)
     if isinstance(target, RemotePath):
         with refusals_as_os_errors():
-            if target.filesystem.exists(target.path):
-                target.filesystem.rm(target.path, recursive=True)
+            _remove_remote(target)
     elif isinstance(target, str):
         if os.path.isdir(target) and not os.path.islink(target):
             shutil.rmtree(target)
         elif os.path.lexists(target):
             publish.remove_file(target)
+
+
+def _remove_remote(target: RemotePath) -> None:
+    """Not by ``rm``, which takes the name for a glob pattern."""
+    filesystem, path = target.filesystem, target.path
+    if filesystem.isfile(path):
+        filesystem.rm_file(path)
+    elif filesystem.isdir(path):
+        found = filesystem.find(path, withdirs=True, detail=True)
+        for name in sorted(found, key=len, reverse=True):
+            if found[name]["type"] == "directory":
+                _remove_empty(filesystem, name)
+            else:
+                filesystem.rm_file(name)
+        _remove_empty(filesystem, path)
+
+
+def _remove_empty(filesystem: AbstractFileSystem, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError, NotImplementedError):  # object stores have no directories
+        filesystem.rmdir(path)
 
 
 def make_parent(path: str | os.PathLike[str], *, durable: bool) -> None:

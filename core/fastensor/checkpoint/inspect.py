@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from fastensor.checkpoint.catalog import TensorInfo, read_catalog
+from fastensor.checkpoint.catalog import TensorInfo, overlapping, read_catalog
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import FileView, opened
+from fastensor.checkpoint.opened import FileView, OpenedFile, opened
 from fastensor.stitch.containers import Container
 
 
@@ -30,21 +30,14 @@ class Inspection:
     metadata: Mapping[str, str]
     """Of a safetensors file."""
     refused: tuple[str, ...]
-    """Classes and functions that it needs and ``weights_only=True`` refuses."""
+    """Classes and functions that it needs and ``weights_only=True`` refuses. The reason, if it refuses the pickle."""
+    ties: tuple[tuple[str, ...], ...]
+    """Groups of names of tensors that share bytes."""
 
     @property
     def tensor_nbytes(self) -> int:
         """Of all tensors together; ties are counted each."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names of tensors that share memory."""
-        groups: dict[str, list[str]] = {}
-        for tensor in self.tensors:
-            if tensor.part:
-                groups.setdefault(tensor.part, []).append(tensor.name)
-        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
 def inspect(path: Location) -> Inspection:
@@ -70,9 +63,6 @@ def inspect(path: Location) -> Inspection:
     """
     with opened(path) as file:
         catalog = read_catalog(file, verify=True)
-        refused: tuple[str, ...] = ()
-        if catalog.container == "torch":
-            refused = tuple(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, FileView(file))))
         return Inspection(
             path=file.where,
             container=catalog.container,
@@ -81,5 +71,13 @@ def inspect(path: Location) -> Inspection:
             tensors=tuple(catalog.tensors.values()),
             others=catalog.others,
             metadata=catalog.metadata,
-            refused=refused,
+            refused=_refused(file) if catalog.container == "torch" else (),
+            ties=tuple(map(tuple, overlapping(catalog.located))),
         )
+
+
+def _refused(file: OpenedFile) -> tuple[str, ...]:
+    try:
+        return tuple(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, FileView(file))))
+    except Exception as error:  # noqa: BLE001  # torch's reader knows fewer pickles than ours
+        return (f"the pickle ({error})",)

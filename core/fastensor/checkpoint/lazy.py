@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Self, TypeAlias
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Extent
+from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
-from fastensor.checkpoint.checksums import Checked, checksum_of
+from fastensor.checkpoint.checksums import checksum_of
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
 from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.report import warn_unverified
 from fastensor.checkpoint.safetensors_file import host_storage, memory_of
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 
+_LARGE_NBYTES = 8 << 20
 Index: TypeAlias = Any
 """An int, a slice, None, an Ellipsis, or a tuple of these."""
 
@@ -68,6 +70,8 @@ def open(  # users write fastensor.open
     with ExitStack() as stack:
         file = stack.enter_context(opened(path))
         catalog = read_catalog(file, verify=verify is not False)
+        if verify is not False and not catalog.checked:
+            warn_unverified(file.where, stacklevel=3)
         return LazyCheckpoint(file, catalog, stack.pop_all(), map_location, verify is not False, backend)
 
 
@@ -76,7 +80,8 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     ``checkpoint[name]`` gives a tensor with memory of its own; ties are not kept, and a parameter or another subclass
     comes as a plain tensor. ``checkpoint[name, 10:20]``, with any index that makes a view (ints, slices, None,
-    Ellipsis), reads no more than the range of bytes that the result lies in, and gives a contiguous tensor.
+    Ellipsis), reads no more than the range of bytes that the result lies in, and gives a contiguous tensor, unless it
+    is an expanded one.
 
     For one thread at a time.
     """
@@ -96,6 +101,8 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         self._map_location = map_location
         self._verify = verify
         self._backend = backend
+        _, self._reader = file.open_reader((), "numpy", [])
+        resources.callback(self._reader.close)
         self._sound: set[str] = set()
         """Parts of which slices were read, and whose checksum has been compared."""
 
@@ -134,12 +141,15 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
             CorruptCheckpointError: it does not match its checksum.
             CheckpointReadError: the operating system failed to deliver the bytes.
         """
+        if not self._close.alive:
+            raise ValueError(f"{self._file.where} is closed")
         name, index = (key[0], key[1:]) if isinstance(key, tuple) else (key, None)
         located = self._find(name)
         whole = located.on_meta()
         view = whole if index is None else _index(whole, index, name)
         tensor = self._read(located.part, view)
-        return tensor if index is None else tensor.contiguous()
+        expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
+        return tensor if index is None or expanded else tensor.contiguous()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._catalog.tensors)
@@ -155,6 +165,9 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} is an open file; open it again in each process")
 
     def close(self) -> None:
         """Close the file, unless it was given open. Calling it again does nothing."""
@@ -180,34 +193,36 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         steps = zip(view.shape, view.stride(), strict=True)
         numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
         storage = host_storage(numel * view.dtype.itemsize)
-        with explained(self._file.where):
-            self._fill(part, self._catalog.begin_of(part, self._file), offset, memory_of(storage))
+        if numel:
+            with explained(self._file.where):
+                self._fill(part, offset, memory_of(storage))
         placed = place(storage, "cpu", self._map_location)
         empty = torch.empty(0, dtype=view.dtype, device=placed.device)
         return empty.set_(placed, 0, view.shape, view.stride())
 
-    def _fill(self, part: Part, begin: int, offset: int, memory: memoryview) -> None:
+    def _fill(self, part: Part, offset: int, memory: memoryview) -> None:
         """Read a range of a part. If it is not the whole part, that is verified first, once."""
-        if not memory.nbytes:
-            return
-        checked = self._checked(part, begin)
+        begin = self._catalog.begin_of(part, self._reader, self._file.where)
+        checked = part.checked(begin) if self._verify else None
         if checked is not None and memory.nbytes < part.nbytes:
             if part.name not in self._sound:
-                checked.compare(checksum_of(self._file, begin, part.nbytes), self._file.where)
+                checked.compare(checksum_of(self._reader, begin, part.nbytes), self._file.where)
                 self._sound.add(part.name)
             checked = None
-        at = begin + offset
-        _, reader = self._file.open_reader([Extent(at, at + memory.nbytes)], self._backend, [])
-        with closing(reader):
-            found = reader.readinto(at, memory, checksum=checked is not None)
+        with self._reader_for(Extent(begin + offset, begin + offset + memory.nbytes)) as reader:
+            found = reader.readinto(begin + offset, memory, checksum=checked is not None)
         if checked is not None:
             checked.compare(found, self._file.where)
 
-    def _checked(self, part: Part, begin: int) -> Checked | None:
-        """What to compare a part with; None if there is nothing, or no wish to."""
-        if not self._verify or part.crc32 is None:
-            return None
-        return part.checked(begin)
+    @contextmanager
+    def _reader_for(self, extent: Extent) -> Iterator[Reader]:
+        """One of its own for what takes long, so that several transfers are in flight."""
+        if self._backend == registry.AUTO and extent.end - extent.begin < _LARGE_NBYTES:
+            yield self._reader
+            return
+        _, reader = self._file.open_reader([extent], self._backend, [])
+        with closing(reader):
+            yield reader
 
 
 def _index(whole: torch.Tensor, index: Index, name: str) -> torch.Tensor:

@@ -9,19 +9,17 @@ the file, checks the record's CRC32, and only then does the storage reach the un
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from fastensor.backends import registry
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation
-from fastensor.checkpoint.report import LoadReport
+from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
-from fastensor.errors import UnverifiedCheckpointWarning
 from fastensor.stitch.containers import Container
 
 
@@ -29,7 +27,7 @@ def load(
     path: Location,
     map_location: MapLocation = None,
     *,
-    keys: Sequence[str] | None = None,
+    keys: Iterable[str] | None = None,
     weights_only: bool | None = True,
     mmap: bool = False,
     verify: bool | None = None,
@@ -45,7 +43,8 @@ def load(
         keys: names of what to load, such as ``state_dict.layer.weight``: keys of dicts and positions in lists, joined
             by dots. They may be glob patterns (a star also stands for dots), and may name whole branches
             (``state_dict``). Only the tensors in it are read. The result is the same object with nothing else in it; of
-            a list, only what was chosen is left. None loads everything.
+            a list, only what was chosen is left. A list of nothing but plain values is one value. None loads
+            everything.
         weights_only: as for ``torch.load``, None included. With False a crafted file can run any code; with True it
             is as safe as torch's restricted unpickler. A safetensors file runs none.
         mmap: as for ``torch.load``: map the file instead of reading it.
@@ -85,7 +84,7 @@ def load_with_report(
     path: Location,
     map_location: MapLocation = None,
     *,
-    keys: Sequence[str] | None = None,
+    keys: Iterable[str] | None = None,
     weights_only: bool | None = True,
     mmap: bool = False,
     verify: bool | None = None,
@@ -100,7 +99,8 @@ def load_with_report(
         )
     if backend != registry.AUTO:
         registry.get(backend)
-    request = LoadRequest(map_location, keys, weights_only, mmap, verify is not False and not mmap, backend)
+    names = keys if keys is None or isinstance(keys, str) else tuple(keys)
+    request = LoadRequest(map_location, names, weights_only, mmap, verify is not False and not mmap, backend)
     with opened(path) as file:
         if mmap and file.path is None:
             raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
@@ -115,12 +115,7 @@ def load_with_report(
             fallbacks=tuple(request.fallbacks),
         )
     if request.checked and not loaded.verified:
-        warnings.warn(
-            f"{report.path}: the file carries no checksums that could be verified; it is loaded as it is. "
-            f"Saving it with fastensor.save adds them",
-            UnverifiedCheckpointWarning,
-            stacklevel=3,
-        )
+        warn_unverified(report.path, stacklevel=3)
     return loaded.result, report
 
 

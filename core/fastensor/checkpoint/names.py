@@ -9,104 +9,99 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.stitch.torch_pickle import PickledTuple
 
 MOST_NAMES = 1_000_000
 """A crafted file of a kilobyte can hold a list of lists with 2^100 values."""
+MOST_CHARACTERS = 100_000_000
+"""And one of a megabyte can hold a name that is long, and comes before many."""
 _DEEPEST = 200
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NOTHING: Any = object()
 _SHOWN = 10
 
 
-class KeyPatterns:
-    """Names and glob patterns (``*``, ``?``, ``[...]``; a star also stands for dots), and which of them were met."""
+class Node(NamedTuple):
+    """A value and its name."""
 
-    def __init__(self, patterns: Sequence[str]) -> None:
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"keys is a list of names and patterns, found {patterns!r}")
-        self.patterns = tuple(patterns)
-        self._met: set[str] = set()
+    name: str
+    value: Any
+    is_leaf: bool
 
-    def __call__(self, name: str) -> bool:
-        """Whether a name is chosen."""
-        met = {pattern for pattern in self.patterns if name == pattern or fnmatchcase(name, pattern)}
-        self._met |= met
-        return bool(met)
 
-    def check_all_met(self, names: Iterable[str], where: str) -> None:
-        """Raise if a pattern chose nothing.
+def nodes(tree: Any) -> Iterator[Node]:
+    """Yield branches and leaves of a tree, each branch before what is in it, without the tree itself if it is a branch.
 
-        Raises:
-            UnknownKeyError: and the message shows some names that there are.
-        """
-        missing = [pattern for pattern in self.patterns if pattern not in self._met]
-        if missing:
-            shown = list(names)
-            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-            raise UnknownKeyError(
-                f"{where}: nothing in it is called or matches {', '.join(map(repr, missing))}; "
-                f"there are {', '.join(shown[:_SHOWN]) or 'no names at all'}{more}"
-            )
+    Raises:
+        UnsupportedContentError: there are more than a million, or their names are too long.
+    """
+    count = characters = 0
+    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
+    while stack:
+        name, value, above = stack.pop()
+        inner = _children(value, above)
+        if above or inner is None:
+            yield Node(name, value, inner is None)
+        for key, child in reversed(inner or ()):
+            joined = _join(name, key)
+            count += 1
+            characters += len(joined)
+            if count > MOST_NAMES or characters > MOST_CHARACTERS:
+                raise UnsupportedContentError(
+                    f"it holds more than {MOST_NAMES} values, or names of more than {MOST_CHARACTERS} characters; "
+                    f"load it whole"
+                )
+            stack.append((joined, child, (*above, id(value))))
 
 
 def walk(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree with their names, in order.
 
     Raises:
-        UnsupportedContentError: there are more than a million.
+        UnsupportedContentError: as :func:`nodes`.
 
     >>> dict(walk({"a": {"b": 1, "c": [{"e"}, {}]}, "order": [2, 0, 1]}))
     {'a.b': 1, 'a.c.0': {'e'}, 'a.c.1': {}, 'order': [2, 0, 1]}
     """
-    count = 0
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
-    while stack:
-        name, value, above = stack.pop()
-        inner = _children(value, above)
-        if inner is None:
-            count += 1
-            yield name, value
-        else:
-            count += len(inner)
-            stack += reversed([(_join(name, key), child, (*above, id(value))) for key, child in inner])
-        if count > MOST_NAMES:
-            raise UnsupportedContentError(f"it holds more than {MOST_NAMES} values; load it whole")
+    return ((node.name, node.value) for node in nodes(tree) if node.is_leaf)
 
 
-def find(tree: Any, name: str) -> Any:
-    """The branch or leaf of that name; None if there is none.
+def resolve(keys: Iterable[str], names: Collection[str], where: str) -> set[str]:
+    """Which names are meant: those that are given, and those that match a glob pattern.
 
-    >>> find({"a": {"b.c": {"d": 1}}}, "a.b.c")
-    {'d': 1}
-    """
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
-    while stack:
-        at, value, above = stack.pop()
-        if at == name:
-            return value
-        for key, child in _children(value, above) or ():
-            inner = _join(at, key)
-            if name == inner or name.startswith(f"{inner}."):
-                stack.append((inner, child, (*above, id(value))))
-    return None
-
-
-def select(tree: Any, keys: KeyPatterns, where: str) -> Any:
-    """:func:`choose`, if every pattern chooses something.
+    Args:
+        keys: names, or patterns with ``*``, ``?`` and ``[...]``; a star also stands for dots. What is a name is no
+            pattern.
+        names: what there is, branches included.
+        where: the file's name, for messages.
 
     Raises:
-        UnknownKeyError: one does not.
-        UnsupportedContentError: the tree has too many leaves.
+        TypeError, ValueError: no list of names, or an empty one.
+        UnknownKeyError: one of them means nothing.
+
+    >>> sorted(resolve(["a[0]", "b.*"], {"a[0]", "a0", "b", "b.c"}, "x"))
+    ['a[0]', 'b.c']
     """
-    names = [name for name, _ in walk(tree)]
-    chosen = choose(tree, keys)
-    keys.check_all_met(names, where)
-    return chosen
+    wanted = (keys,) if isinstance(keys, str) else tuple(keys)
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in wanted):
+        raise TypeError(f"keys is a list of names and patterns, found {keys!r}")
+    if not wanted:
+        raise ValueError("keys is empty, so nothing would be loaded; leave it out to load everything")
+    known = set(names)
+    meant = {key: {key} if key in known else {name for name in known if fnmatchcase(name, key)} for key in wanted}
+    missing = [key for key, found in meant.items() if not found]
+    if missing:
+        shown = ", ".join(list(names)[:_SHOWN]) or "no names at all"
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise UnknownKeyError(
+            f"{where}: nothing in it is called or matches {', '.join(map(repr, missing))}; there are {shown}{more}"
+        )
+    return set().union(*meant.values())
 
 
 def choose(tree: Any, chosen: Callable[[str], bool]) -> Any:
@@ -134,22 +129,29 @@ def _choose(value: Any, name: str, chosen: Callable[[str], bool], above: tuple[i
         return _NOTHING
     if isinstance(value, dict):  # with the attributes that state dicts have
         result = copy.copy(value)
-        result.clear()
-        result.update(kept)
+        dict.clear(result) if type(result) is dict else OrderedDict.clear(result)
+        for key, child in kept:
+            result[key] = child
         return result
-    return type(value)(child for _, child in kept)
+    return [child for _, child in kept] if isinstance(value, list) else tuple(child for _, child in kept)
 
 
 def _children(value: Any, above: tuple[int, ...]) -> list[tuple[Any, Any]] | None:
     """Keys and values of a branch; None for a leaf. ``above`` are the branches that it is in: they may be itself."""
     if len(above) > _DEEPEST or id(value) in above:
         return None
-    if type(value) in (dict, OrderedDict) and value:
+    if type(value) is dict and value:
         return list(value.items())
-    if type(value) in (list, tuple) and not all(isinstance(child, _PLAIN) for child in value):
+    if type(value) is OrderedDict and value:
+        return list(OrderedDict.items(value))  # an attribute of it may be called items
+    if type(value) in (list, tuple, PickledTuple) and not all(isinstance(child, _PLAIN) for child in value):
         return list(enumerate(value))
     return None
 
 
 def _join(name: str, key: Any) -> str:
-    return f"{name}.{key}" if name else str(key)
+    try:
+        text = str(key)
+    except ValueError:  # an int of thousands of digits
+        text = f"<int of {key.bit_length()} bits>"
+    return f"{name}.{text}" if name else text

@@ -20,7 +20,7 @@ from fastensor.errors import CheckpointReadError, CorruptCheckpointError, Fasten
 from fastensor.select.rule import choose_reader
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
-_LOCAL_FILES = (io.FileIO, io.BufferedReader, io.BufferedRandom)
+_BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
 
 
 class OpenedFile(Protocol):
@@ -52,10 +52,10 @@ class OpenedFile(Protocol):
 class LocalFile:
     """A regular file of this machine."""
 
-    def __init__(self, fd: int, where: str, path: str | None) -> None:
+    def __init__(self, fd: int, where: str) -> None:
         self._fd = fd
         self.where = where
-        self.path = path
+        self.path = f"/proc/self/fd/{fd}"  # by its name, another file might be there by now
         self.nbytes = os.fstat(fd).st_size
         self.resident_fraction = posix.resident_fraction(fd, self.nbytes)
 
@@ -137,7 +137,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
             elif isinstance(target, RemotePath):
                 file = RemoteFile(target, where, stack)
             else:
-                file = _borrow(target, where)
+                file = _borrow(target, where, stack)
         if file.nbytes <= 0:
             raise CorruptCheckpointError(_emptiness(location, where))
         yield file
@@ -149,22 +149,31 @@ def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
         raise CheckpointReadError(kind, "cannot load: expected a checkpoint file, found something else", where)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(posix.close_read_only, fd)
-    return LocalFile(fd, where, path)
+    return LocalFile(fd, where)
 
 
-def _borrow(file: BinaryIO, where: str) -> OpenedFile:
-    if isinstance(file, io.TextIOBase) or not (file.readable() and file.seekable()):
+def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
+    if isinstance(file, io.TextIOBase) or not (can(file, "readable", "read") and can(file, "seekable", "seek")):
         raise CheckpointReadError(
             errno.EINVAL,
             "cannot load: expected a file opened in mode 'rb' that can seek, found something else; "
             "read a pipe or a network stream into a file or an io.BytesIO first",
             where,
         )
-    if isinstance(file, _LOCAL_FILES) and file.tell() == 0 and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        if isinstance(file, io.BufferedRandom):
-            file.flush()
-        return LocalFile(file.fileno(), where, None)
-    return StreamFile(file, where)
+    raw: Any = getattr(file, "raw", None) if type(file) in _BUFFERED else file
+    if type(raw) is not io.FileIO or file.tell() != 0 or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        return StreamFile(file, where)
+    if isinstance(file, io.BufferedRandom):
+        file.flush()
+    fd = os.dup(raw.fileno())  # the user may close the file before we are done
+    stack.callback(posix.close_read_only, fd)
+    return LocalFile(fd, where)
+
+
+def can(file: object, question: str, method: str) -> bool:
+    """Whether a file object says that it can do something, or, if it does not say, has the method for it."""
+    answer = getattr(file, question, None)
+    return hasattr(file, method) if answer is None else bool(answer())
 
 
 def _emptiness(location: Location, where: str) -> str:
@@ -204,7 +213,17 @@ def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
 
 
 def container_of(file: OpenedFile) -> Container:
-    """What kind of file it is."""
+    """What kind of file it is.
+
+    Raises:
+        CorruptCheckpointError: none that we know.
+    """
     with explained(file.where):
         start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
-    return recognize(start, file.nbytes, file.where)
+    container = recognize(start, file.nbytes, file.where)
+    if container is None:
+        raise CorruptCheckpointError(
+            f"{file.where}: found {start[:8]!r} at offset 0, but no zip archive of torch, no safetensors file and no "
+            f"file of torch before 1.6 begins like that; it was damaged, or is not a checkpoint"
+        )
+    return container

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent, Reader
@@ -21,6 +21,9 @@ from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import BackendUnavailableError, FastensorError
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
 TEMPORARY_SUFFIX = ".fastensor-tmp"
 _PARALLEL_NBYTES = 8 << 20
 """Less than this is not worth opening a file several times."""
@@ -30,32 +33,80 @@ _PARALLEL_NBYTES = 8 << 20
 def replacing(target: RemotePath) -> Iterator[BinaryIO]:
     """A file that takes the target's place when the block is left, and never if it raises.
 
-    Object stores show nothing of an upload before it is complete. Elsewhere a temporary beside the target is written
-    and renamed, which is atomic where the filesystem's rename is.
+    Object stores show nothing of an upload before it is complete. Elsewhere a temporary beside the target is written,
+    and then renamed, or copied where the filesystem has no rename.
 
     Raises:
         OSError: the filesystem refused something.
     """
-    filesystem = target.filesystem
-    temporary = f"{target.path}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
-    with refusals_as_os_errors():
-        file = filesystem.open(temporary, "wb")
-        invisible = _is_invisible_until_closed(file)
-        if invisible:
-            _abandon(file)  # nothing has been sent yet
-            file = filesystem.open(target.path, "wb")
+    upload = _Upload(target)
     try:
-        yield cast(BinaryIO, _Sink(file))
         with refusals_as_os_errors():
-            file.close()
-            if not invisible:
-                filesystem.mv(temporary, target.path)
+            upload.open()
+        yield cast(BinaryIO, upload)
+        with refusals_as_os_errors():
+            upload.publish()
     except BaseException:
-        _abandon(file)
-        if not invisible:
-            with contextlib.suppress(Exception):  # the filesystem may be gone; the first error is the one to show
-                filesystem.rm(temporary)
+        upload.abandon()
         raise
+
+
+class _Upload(io.RawIOBase):
+    """A file that is being written, whose failures are ``OSError``s."""
+
+    def __init__(self, target: RemotePath) -> None:
+        self._filesystem = target.filesystem
+        self._target = target.path
+        self._temporary = f"{target.path}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
+        self._renames = True
+        self._file: Any = None
+
+    def open(self) -> None:
+        if not self._target.strip("/") or self._target.endswith("/"):
+            raise OSError(errno.EISDIR, "the URL names no file")
+        self._file = self._filesystem.open(self._temporary, "wb")
+        if _is_invisible_until_closed(self._file):
+            self._drop()  # nothing has been sent yet
+            # Should we be interrupted before we hold the file, its collection must not publish it.
+            self._file = self._filesystem.open(self._target, "wb", autocommit=False)
+            self._renames = False
+            self._file.autocommit = True
+            self._filesystem.transaction.files.remove(self._file)
+        elif self._filesystem.isdir(self._target):
+            raise OSError(errno.EISDIR, "the target is a directory")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        with refusals_as_os_errors():
+            return int(self._file.write(data))
+
+    def publish(self) -> None:
+        self._file.close()
+        if self._renames:
+            _rename(self._filesystem, self._temporary, self._target)
+
+    def abandon(self) -> None:
+        """Drop what was written. The filesystem may be gone: the first error is the one to show."""
+        self._drop()
+        if self._renames:
+            with contextlib.suppress(Exception):
+                self._filesystem.rm_file(self._temporary)
+
+    def _drop(self) -> None:
+        """Closing the file, which also its collection does, would publish it."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if self._file is None:
+            return
+        with contextlib.suppress(Exception):
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.discard()
+            else:
+                self._file.close()
+        if isinstance(self._file, AbstractBufferedFile):
+            self._file.closed = True
 
 
 def _is_invisible_until_closed(file: Any) -> bool:
@@ -65,17 +116,17 @@ def _is_invisible_until_closed(file: Any) -> bool:
     return isinstance(file, AbstractBufferedFile) and type(file).discard is not AbstractBufferedFile.discard
 
 
-def _abandon(file: Any) -> None:
-    """Drop what was written. Closing the file, which also its collection does, would publish it."""
-    from fsspec.spec import AbstractBufferedFile
+def _rename(filesystem: AbstractFileSystem, source: str, target: str) -> None:
+    """Give a file another name. The general ``mv`` of ``fsspec`` takes names for glob patterns."""
+    from fsspec import AbstractFileSystem
 
-    with contextlib.suppress(Exception):  # the filesystem may be gone; the first error is the one to show
-        if isinstance(file, AbstractBufferedFile):
-            file.discard()
-        else:
-            file.close()
-    if isinstance(file, AbstractBufferedFile):
-        file.closed = True
+    if type(filesystem).mv is not AbstractFileSystem.mv:
+        filesystem.mv(source, target)
+    else:
+        filesystem.cp_file(source, target)
+        filesystem.rm_file(source)
+    if not filesystem.isfile(target):
+        raise OSError(errno.EIO, "the filesystem moved the file somewhere else")
 
 
 @contextmanager
@@ -92,24 +143,11 @@ def refusals_as_os_errors() -> Iterator[None]:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-class _Sink(io.RawIOBase):
-    """A file that is written, whose failures are ``OSError``s. Does not own it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        with refusals_as_os_errors():
-            return int(self._file.write(data))
-
-
 class RemoteFile:
     """A file of a remote filesystem, open for reading. See :class:`fastensor.checkpoint.opened.OpenedFile`.
 
-    Object stores are asked for several ranges at a time, all of them of the version that was there at the opening.
+    Object stores are asked for several ranges at a time, all of them of the version that was there at the opening where
+    the store has entity tags.
     """
 
     path = None
@@ -120,6 +158,8 @@ class RemoteFile:
         self._target = target
         self._resources = resources
         self._version: str | None = None
+        self._handles: SimpleQueue[_Handle] = SimpleQueue()
+        self._opened = 0
         self._file = self._open(block_size=BUFFER_NBYTES)
         self.nbytes = self._file.seek(0, os.SEEK_END)
 
@@ -131,9 +171,10 @@ class RemoteFile:
         plain = stream.StreamReader(self._file, 0)
         if sum(extent.end - extent.begin for extent in order) < _PARALLEL_NBYTES or not self._file.independent:
             return stream.NAME, plain
-        handles: SimpleQueue[_Handle] = SimpleQueue()
-        for _ in range(TRANSFERS_IN_FLIGHT):
+        handles = self._handles
+        while self._opened < TRANSFERS_IN_FLIGHT:
             handles.put(self._open(cache_type="none"))
+            self._opened += 1
 
         def read(buffer: memoryview, offset: int) -> int:
             handle = handles.get()

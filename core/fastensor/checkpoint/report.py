@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from functools import cache
+
+from fastensor.errors import UnverifiedCheckpointWarning
 
 logger = logging.getLogger("fastensor")
 
@@ -68,6 +71,16 @@ class LoadReport:
     def bytes_per_second(self) -> float:
         """Size over whole duration."""
         return self.nbytes / self.seconds
+
+
+def warn_unverified(where: str, *, stacklevel: int) -> None:
+    """Warn that a file could not be verified. ``stacklevel`` 2 blames the caller of this."""
+    warnings.warn(
+        f"{where}: the file carries no checksums that could be verified; it is taken as it is. Saving or converting it "
+        f"with Fastensor adds them",
+        UnverifiedCheckpointWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 @cache

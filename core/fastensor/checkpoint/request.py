@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ class LoadRequest:
     """The arguments of one :func:`fastensor.load`."""
 
     map_location: MapLocation = None
-    keys: Sequence[str] | None = None
+    keys: Iterable[str] | None = None
     weights_only: bool | None = True
     mmap: bool = False
     checked: bool = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 
 from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.checksums import Checked
-from fastensor.checkpoint.names import KeyPatterns
+from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import (
     LENGTH_NBYTES,
     Entry,
@@ -30,6 +32,8 @@ _SAVED_FROM = "cpu"
 
 def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load a dict of tensors, each with memory of its own unless the file is mapped."""
+    if sys.byteorder != "little":
+        raise UnsupportedContentError(f"{file.where}: safetensors files are little endian, this machine is not")
     header = read_header(file, verify=request.checked)
     entries = _chosen(header.entries, request.keys, file.where)
     if request.mmap:
@@ -76,22 +80,20 @@ def read_storage(file: OpenedFile, reader: Reader, entry: Entry, *, verify: bool
 
 def host_storage(nbytes: int) -> torch.UntypedStorage:
     """Memory of its own, not touched yet."""
-    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+    return torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
     """The bytes of a storage on the host. Keeps it alive."""
-    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return array.data
 
 
-def _chosen(entries: Sequence[Entry], keys: Sequence[str] | None, where: str) -> Sequence[Entry]:
+def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
     if keys is None:
         return entries
-    patterns = KeyPatterns(keys)
-    chosen = [entry for entry in entries if patterns(entry.name)]
-    patterns.check_all_met((entry.name for entry in entries), where)
-    return chosen
+    names = resolve(keys, [entry.name for entry in entries], where)
+    return [entry for entry in entries if entry.name in names]
 
 
 def _as_tensor(storage: torch.UntypedStorage, entry: Entry, map_location: MapLocation, where: str) -> torch.Tensor:

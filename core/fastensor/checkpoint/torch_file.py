@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.fallback import give_up
-from fastensor.checkpoint.names import KeyPatterns, select
+from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained, read_exactly
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.report import announce
@@ -45,14 +46,18 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
             give_up("the verifying reader", reason, request.fallbacks)
         return Loaded(_chosen(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
     _announce_byte_order(archive)
-    skipped = _records_to_skip(file, archive, request)
-    try:
-        return _load_archive(file, archive, request, skipped)
-    except Exception as error:
-        if not skipped or isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError):
+    part = _find_part(file, archive, request)
+    if part is not None:
+        try:
+            return _load_part(file, archive, request, part)
+        except (FastensorError, MemoryError, torch.OutOfMemoryError):
             raise
-        give_up("partial reading", f"torch cannot rebuild the rest without its values ({error!r})", request.fallbacks)
-        return _load_archive(file, archive, request, frozenset())
+        except Exception as error:  # noqa: BLE001  # it is raised again if it was not for the want of values
+            give_up(
+                "partial reading", f"torch cannot rebuild the rest without its values ({error!r})", request.fallbacks
+            )
+    loaded = _load_archive(file, archive, request, frozenset())
+    return replace(loaded, result=_chosen(loaded.result, request, file))
 
 
 def read_directory(file: OpenedFile) -> ZipDirectory:
@@ -67,27 +72,44 @@ def read_pickle(file: OpenedFile, archive: ZipDirectory, *, verify: bool) -> byt
     Raises:
         CorruptCheckpointError: there is none, it is compressed, or it does not match its CRC32.
     """
-    found = [record for record in archive.records if record.name.split("/", 1)[1:] == ["data.pkl"]]
-    if len(found) != 1 or found[0].compressed:
-        raise CorruptCheckpointError(
-            f"{file.where}: a zip archive with {len(found)} records named data.pkl at its top, expected one that is "
-            f"not compressed; it is not a checkpoint"
-        )
-    record = found[0]
+    record = find_pickle(archive, file.where)
+    if record.compressed:
+        raise CorruptCheckpointError(f"{file.where}: data.pkl at offset {record.header_offset} is compressed")
+    checks = Checks(archive, enabled=verify)
     with explained(file.where):
-        opened = open_record(file, Checks(archive, enabled=verify), record)
+        header = read_exactly(file, record.header_offset, LOCAL_HEADER.size)
+        opened = checks.open_known_record(record, header, file.where)
         data = read_exactly(file, opened.begin, record.nbytes)
     if opened.compared:
         Checked.of_record(opened).compare(zlib.crc32(data), file.where)
     return data
 
 
-def open_record(file: OpenedFile, checks: Checks, record: Record) -> OpenRecord:
-    """Read the local header of a record."""
-    header = read_exactly(file, record.header_offset, LOCAL_HEADER.size)
-    opened = checks.open_record(record.header_offset, memoryview(header), file.where)
-    assert opened is not None
-    return opened
+def find_pickle(archive: ZipDirectory, where: str) -> Record:
+    """The record that makes an archive a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: there is none, or more than one.
+    """
+    found = [record for record in archive.records if record.name.split("/", 1)[1:] == ["data.pkl"]]
+    if len(found) != 1:
+        raise CorruptCheckpointError(
+            f"{where}: the directory at offset {archive.offset} has {len(found)} records named data.pkl at its top, "
+            f"expected one; it is not a checkpoint"
+        )
+    return found[0]
+
+
+def open_record(reader: Reader, checks: Checks, record: Record, where: str) -> OpenRecord:
+    """Read the local header of a record.
+
+    Raises:
+        CorruptCheckpointError: it contradicts the directory.
+        OSError: it cannot be read.
+    """
+    header = bytearray(LOCAL_HEADER.size)
+    reader.readinto(record.header_offset, memoryview(header), checksum=False)
+    return checks.open_known_record(record, header, where)
 
 
 def records_by_key(archive: ZipDirectory) -> dict[str, Record]:
@@ -95,19 +117,47 @@ def records_by_key(archive: ZipDirectory) -> dict[str, Record]:
     return {record.name.rpartition("/")[2]: record for record in payload_records(archive)}
 
 
-def _records_to_skip(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) -> Collection[str]:
-    """Names of the records that hold nothing of what was asked for."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was asked for."""
+
+    names: set[str]
+    """Of branches and leaves."""
+    skipped: set[str]
+    """Names of the records that hold nothing of it."""
+
+
+def _find_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) -> _Part | None:
+    """None if all has to be read."""
     if request.keys is None:
-        return ()
+        return None
     data = read_pickle(file, archive, verify=request.checked)
     try:
         structure = read_structure(data, where=file.where)
     except CorruptCheckpointError as error:  # torch's own unpickler may know what to make of it
         give_up("partial reading", str(error), request.fallbacks)
-        return ()
-    chosen = select(structure, KeyPatterns(request.keys), file.where)
-    needed = {storage.key for storage in storages_in(chosen)}
-    return {record.name for key, record in records_by_key(archive).items() if key not in needed}
+        return None
+    names = _names_of(structure, request.keys, file.where)
+    needed = {storage.key for storage in storages_in(choose(structure, names.__contains__))}
+    skipped = {record.name for key, record in records_by_key(archive).items() if key not in needed}
+    return _Part(names, skipped)
+
+
+def _load_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, part: _Part) -> Loaded:
+    """Load the rest as tensors on the meta device, and drop it.
+
+    Raises:
+        LookupError: torch gave the object other names than its pickle.
+    """
+    loaded = _load_archive(file, archive, request, part.skipped)
+    if not part.names <= {node.name for node in nodes(loaded.result)}:
+        raise LookupError("its keys are of classes that are known to Python only")
+    return replace(loaded, result=choose(loaded.result, part.names.__contains__))
+
+
+def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
+    """The names that are meant by the keys."""
+    return resolve(keys, [node.name for node in nodes(tree)], where)
 
 
 def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, skipped: Collection[str]) -> Loaded:
@@ -134,7 +184,7 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
                 rebuild=lambda: _rebuild_without_values(file, archive, reader),
             )
             raise
-    return Loaded(_chosen(result, request, file), used, checks.payload)
+    return Loaded(result, used, checks.payload)
 
 
 def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:
@@ -173,7 +223,9 @@ def _skipping(view: CheckedFile, map_location: MapLocation) -> MapLocation:
 
 
 def _chosen(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
-    return result if request.keys is None else select(result, KeyPatterns(request.keys), file.where)
+    if request.keys is None:
+        return result
+    return choose(result, _names_of(result, request.keys, file.where).__contains__)
 
 
 def reason_for_torch(archive: ZipDirectory) -> str:
@@ -199,7 +251,9 @@ def verify_compressed(file: OpenedFile, archive: ZipDirectory) -> bool:
     try:
         with zipfile.ZipFile(cast(IO[bytes], FileView(file))) as opened:
             damaged = opened.testzip()
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+    except Exception as error:
+        if isinstance(error, FastensorError) or getattr(error, "errno", None) is not None:
+            raise
         raise CorruptCheckpointError(f"{file.where}: a compressed record is damaged ({error})") from error
     if damaged is not None:
         raise CorruptCheckpointError(f"{file.where}: record {damaged!r} does not match its CRC32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -11,20 +11,22 @@ from typing import TypeAlias
 from isal import isal_zlib
 
 from fastensor.backends import registry
-from fastensor.backends.base import Extent
+from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, explained, opened
 from fastensor.checkpoint.safetensors_file import checked_entry, read_header
 from fastensor.checkpoint.torch_file import (
+    find_pickle,
     open_record,
     read_directory,
-    read_pickle,
     verify_compressed,
 )
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.containers import Container
-from fastensor.stitch.torch_records import Checks
+from fastensor.stitch.safetensors import Entry
+from fastensor.stitch.torch_records import Checks, record_ends
+from fastensor.stitch.zip_directory import Record
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes done, and those to do in all, after every few MiB."""
@@ -86,6 +88,9 @@ class DamagedCheckpointError(CorruptCheckpointError):
         )
         self.report = report
 
+    def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[VerifyReport]]:
+        return type(self), (self.report,)
+
 
 def verify(path: Location, *, backend: str = registry.AUTO, progress: Progress | None = None) -> VerifyReport:
     """Read a checkpoint and compare all of it with its checksums, in bounded memory and without rebuilding anything.
@@ -117,28 +122,36 @@ def verify(path: Location, *, backend: str = registry.AUTO, progress: Progress |
         registry.get(backend)
     with opened(path) as file:
         container = container_of(file)
-        parts = _PARTS[container](file)
-        damage = tuple(_compare(file, parts.to_compare, backend, progress or (lambda done, total: None)))
+        outcome = _compare(file, _PARTS[container](file), backend, progress or (lambda done, total: None))
     report = VerifyReport(
         path=file.where,
         container=container,
         nbytes=file.nbytes,
-        compared=parts.compared + len(parts.to_compare),
-        compared_nbytes=parts.compared_nbytes + sum(part.nbytes for part in parts.to_compare),
-        uncompared=parts.uncompared,
+        compared=outcome.compared,
+        compared_nbytes=outcome.compared_nbytes,
+        uncompared=outcome.uncompared,
         seconds=time.perf_counter() - started,
-        damage=damage,
+        damage=tuple(outcome.damage),
     )
-    if damage:
+    if report.damage:
         raise DamagedCheckpointError(report)
     return report
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of bytes of the file, and where among them to look for what is compared."""
+
+    extent: Extent
+    compared_in: Callable[[Reader], Checked | None]
+    """Finds out what to compare, reading what it takes from the extent; None if there is no checksum."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     """The parts of a file, by what can be said about them."""
 
-    to_compare: list[Checked] = field(default_factory=list)
+    to_read: Sequence[_Part] = ()
     compared: int = 0
     compared_nbytes: int = 0
     uncompared: int = 0
@@ -149,25 +162,29 @@ def _of_safetensors(file: OpenedFile) -> _Parts:
     filled = [entry for entry in header.entries if entry.nbytes]
     if not header.checked:
         return _Parts(uncompared=len(filled) + 1)
-    return _Parts([checked for entry in filled if (checked := checked_entry(entry))], 1, header.nbytes)
+    return _Parts([_part_of_entry(entry) for entry in filled], 1, header.nbytes)
+
+
+def _part_of_entry(entry: Entry) -> _Part:
+    return _Part(Extent(entry.begin, entry.end), lambda reader: checked_entry(entry))
 
 
 def _of_torch(file: OpenedFile) -> _Parts:
     archive = read_directory(file)
-    read_pickle(file, archive, verify=True)
-    parts = _Parts()
+    find_pickle(archive, file.where)
     filled = [record for record in archive.records if record.nbytes]
     if verify_compressed(file, archive):
         return _Parts(compared=len(filled), compared_nbytes=sum(record.nbytes for record in filled))
-    checks = Checks(archive, enabled=True)
-    for record in filled:
-        with explained(file.where):
-            opened_record = open_record(file, checks, record)
-        if opened_record.compared:
-            parts.to_compare.append(Checked.of_record(opened_record))
-        else:
-            parts.uncompared += 1
-    return parts
+    checks, ends = Checks(archive, enabled=True), record_ends(archive)
+    return _Parts([_part_of_record(record, checks, ends, file.where) for record in filled])
+
+
+def _part_of_record(record: Record, checks: Checks, ends: Mapping[int, int], where: str) -> _Part:
+    def compared_in(reader: Reader) -> Checked | None:
+        opened_record = open_record(reader, checks, record, where)
+        return Checked.of_record(opened_record) if opened_record.compared else None
+
+    return _Part(Extent(record.header_offset, ends[record.header_offset]), compared_in)
 
 
 def _of_legacy(file: OpenedFile) -> _Parts:
@@ -181,23 +198,39 @@ _PARTS: dict[Container, Callable[[OpenedFile], _Parts]] = {
 }
 
 
-def _compare(file: OpenedFile, parts: list[Checked], backend: str, progress: Progress) -> Iterator[Damage]:
-    """Read the parts in the order of the file and yield those that do not match."""
-    ordered = sorted(parts, key=lambda part: part.begin)
-    total = sum(part.nbytes for part in ordered)
-    block = memoryview(bytearray(min(_BLOCK_NBYTES, max((part.nbytes for part in ordered), default=0))))
+@dataclass(slots=True)
+class _Outcome:
+    compared: int
+    compared_nbytes: int
+    uncompared: int
+    damage: list[Damage] = field(default_factory=list)
+
+
+def _compare(file: OpenedFile, parts: _Parts, backend: str, progress: Progress) -> _Outcome:
+    """Read the parts in the order of the file."""
+    outcome = _Outcome(parts.compared, parts.compared_nbytes, parts.uncompared)
+    ordered = sorted(parts.to_read, key=lambda part: part.extent.begin)
+    total = sum(part.extent.end - part.extent.begin for part in ordered)
+    block = memoryview(bytearray(_BLOCK_NBYTES))
     done = 0
     with explained(file.where):
-        _, reader = file.open_reader([Extent(part.begin, part.begin + part.nbytes) for part in ordered], backend, [])
+        _, reader = file.open_reader([part.extent for part in ordered], backend, [])
         with closing(reader):
             for part in ordered:
+                checked = part.compared_in(reader)
+                if checked is None:
+                    outcome.uncompared += 1
+                    continue
                 found = 0
-                for at in range(0, part.nbytes, _BLOCK_NBYTES):
-                    piece = block[: part.nbytes - at]
-                    found = isal_zlib.crc32_combine(
-                        found, reader.readinto(part.begin + at, piece, checksum=True), piece.nbytes
-                    )
-                    done += piece.nbytes
-                    progress(done, total)
-                if found != part.crc32:
-                    yield Damage(part.name, part.begin, part.nbytes, found, part.crc32)
+                for at in range(0, checked.nbytes, _BLOCK_NBYTES):
+                    piece = block[: checked.nbytes - at]
+                    crc32 = reader.readinto(checked.begin + at, piece, checksum=True)
+                    found = isal_zlib.crc32_combine(found, crc32, piece.nbytes)
+                    progress(done + at + piece.nbytes, total)
+                done += part.extent.end - part.extent.begin
+                progress(done, total)
+                outcome.compared += 1
+                outcome.compared_nbytes += checked.nbytes
+                if found != checked.crc32:
+                    outcome.damage.append(Damage(checked.name, checked.begin, checked.nbytes, found, checked.crc32))
+    return outcome

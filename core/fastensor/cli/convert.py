@@ -22,10 +22,22 @@ def add_to(commands: Any) -> None:
     parser.add_argument("target", metavar="B", help="path or URL of the file to write; its ending names the container")
     parser.add_argument("--root", metavar="KEY", help="the dict of tensors inside A, such as state_dict")
     parser.add_argument("--copy-ties", action="store_true", help="write tensors that share memory each by itself")
+    parser.add_argument("--container", choices=["torch", "safetensors"], help="whatever the ending of B")
+    parser.add_argument("--metadata", action="append", metavar="KEY=TEXT", help="for the metadata of safetensors")
+    parser.add_argument("--backend", default="auto", help="how bytes are moved")
+    parser.add_argument("--no-durable", action="store_true", help="do not wait until B survives a power failure")
     parser.add_argument("--no-checksums", action="store_true", help="write the very file of safetensors")
     parser.add_argument("--no-verify", action="store_true", help="do not compare A with its checksums")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
+
+
+def _metadata(pairs: list[str] | None) -> dict[str, str] | None:
+    if pairs is None:
+        return None
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise ValueError(f"--metadata takes KEY=TEXT, found {wrong[0]!r}")
+    return {key: text for key, _, text in (pair.partition("=") for pair in pairs)}
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -34,6 +46,10 @@ def _run(options: argparse.Namespace) -> int:
             options.source,
             options.target,
             root=options.root,
+            metadata=_metadata(options.metadata),
+            container=options.container,
+            backend=options.backend,
+            durable=not options.no_durable,
             checksums=not options.no_checksums,
             copy_ties=options.copy_ties,
             verify=not options.no_verify,

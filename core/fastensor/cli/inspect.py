@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
-from fastensor.checkpoint.names import KeyPatterns
-from fastensor.cli.output import OK, human_size, print_json, print_table
+from fastensor.checkpoint.names import resolve
+from fastensor.cli.output import OK, human_size, print_json, print_table, printable
 
 
 def add_to(commands: Any) -> None:
@@ -20,7 +21,9 @@ def add_to(commands: Any) -> None:
         description="Show what a checkpoint holds, without reading its tensors and without running any of its code.",
     )
     parser.add_argument("file", metavar="FILE", help="path or URL")
-    parser.add_argument("--keys", nargs="+", metavar="KEY", help="show only these: names or glob patterns")
+    parser.add_argument(
+        "--key", action="append", dest="keys", metavar="KEY", help="show only this: a name, a branch or a glob pattern"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -29,10 +32,12 @@ def _run(options: argparse.Namespace) -> int:
     found = inspect(options.file)
     tensors, others = list(found.tensors), dict(found.others)
     if options.keys:
-        keys = KeyPatterns(options.keys)
-        tensors = [tensor for tensor in tensors if keys(tensor.name)]
-        others = {name: text for name, text in others.items() if keys(name)}
-        keys.check_all_met([*(tensor.name for tensor in found.tensors), *found.others], found.path)
+        leaves = [*(tensor.name for tensor in tensors), *others]
+        within = {leaf: {leaf, *_branches_above(leaf)} for leaf in leaves}
+        named = resolve(options.keys, [*leaves, *set().union(*within.values()).difference(leaves)], found.path)
+        chosen = {leaf for leaf, names in within.items() if names & named}
+        tensors = [tensor for tensor in tensors if tensor.name in chosen]
+        others = {name: text for name, text in others.items() if name in chosen}
     if options.json:
         print_json(_as_json(found, tensors, others))
     else:
@@ -77,10 +82,20 @@ def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str])
         if texts:
             print()
             print_table([title, ""], [[name, text] for name, text in texts.items()])
+    if found.ties or found.refused:
+        print()
     for names in found.ties:
-        print(f"\nshare memory: {', '.join(names)}")
+        print(printable(f"share memory: {', '.join(names)}"))
     if found.refused:
-        print(f"\nweights_only=True refuses: {', '.join(found.refused)}")
+        print(printable(f"weights_only=True refuses: {', '.join(found.refused)}"))
+
+
+def _branches_above(name: str) -> Iterator[str]:
+    """
+    >>> list(_branches_above("a.b.c"))
+    ['a', 'a.b']
+    """
+    return (name[:at] for at, character in enumerate(name) if character == ".")
 
 
 def _dtype(tensor: TensorInfo) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from fastensor.cli import convert, inspect, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
@@ -26,16 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checksums to verify; 130 if interrupted.
     """
     parser = argparse.ArgumentParser("fastensor", description="Look into PyTorch and safetensors checkpoints.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('fastensor')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_to(commands)
     options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may be what no encoding holds
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what they would say is in the tables
             status: int = options.run(options)
             sys.stdout.flush()
-    except (FastensorError, OSError) as error:
+    except (FastensorError, OSError, ValueError) as error:
         if isinstance(error, BrokenPipeError):  # whoever reads our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED

@@ -37,13 +37,26 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
         rows: as many texts each.
         right: which columns are aligned to the right.
     """
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
+    shown = [head, *([printable(text) for text in row] for row in rows)]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
+    for row in shown:
         cells = [
             text.rjust(width) if column in right else text.ljust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
+
+
+def printable(text: str) -> str:
+    """A text without characters that move a terminal's cursor, or worse.
+
+    >>> printable("a\\tb")
+    'a\\\\tb'
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in text
+    )
 
 
 def print_json(value: Any) -> None:

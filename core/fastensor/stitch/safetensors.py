@@ -13,6 +13,7 @@ import re
 import struct
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -202,6 +203,10 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
         return f"the format has no {tensor.dtype}; convert it (complex128: torch.view_as_real), or save a .ckpt"
     if tensor.device.type == "meta":
         return "it is on the meta device and has no values"
+    if _TO_FILE[tensor.dtype] == "F4" and not tensor.dim():
+        return "the format has no single packed pair of 4-bit floats; store .reshape(1)"
+    if math.prod(max(size, 1) for size in tensor.shape) > _MAX_SIZE:
+        return "no reader takes so large a shape, though it has no elements"
     if not tensor.is_contiguous():
         return "it is not contiguous; store .contiguous(), or save a .ckpt, which keeps strides"
     if tensor.is_conj() or tensor.is_neg():
@@ -242,6 +247,8 @@ def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def _checked_metadata(metadata: Mapping[str, str] | None, checksums: bool) -> dict[str, str] | None:
     if metadata is None:
         return None
+    if not isinstance(metadata, Mapping):
+        raise UnsupportedContentError(f"metadata maps str to str, found {type(metadata).__name__}")
     for key, value in metadata.items():
         if not (isinstance(key, str) and isinstance(value, str)):
             raise UnsupportedContentError(
@@ -343,8 +350,8 @@ def _parse_json(data: bytes, where: str) -> dict[str, Any]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{_shortened(name)} occurs twice")
     if not all(_is_text(name) for name in result):
         raise ValueError("a name holds a lone surrogate")
     return result

@@ -8,6 +8,7 @@ classes become records of their names and parts. So it is safe for any file, als
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 from collections import Counter, OrderedDict
@@ -18,6 +19,10 @@ from typing import Any, ClassVar
 import torch
 
 from fastensor.errors import CorruptCheckpointError
+
+_MAX_SIZE = (1 << 63) - 1
+_STATE = "pickled state"
+"""Where the attributes of an OrderedDict are kept. Not as its attributes: one may be called ``items``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class TensorRef:
     """What it is made of, if it is not a dense tensor, and what hangs on it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Opaque:
     """An object of a class, or the result of a function, that is not known here."""
 
@@ -60,8 +65,8 @@ class Opaque:
     parts: list[Any] = field(default_factory=list)
     """Arguments, state and items, for the storages in them."""
 
-    def __setstate__(self, state: Any) -> None:
-        self.parts.append(state)
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
 
     def append(self, item: Any) -> None:
         self.parts.append(item)
@@ -109,53 +114,61 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Opaque):
         return value.parts
     if isinstance(value, dict):
-        return (*value.keys(), *value.values())
-    return value if isinstance(value, list | tuple | set) else ()
+        return (*dict.keys(value), *dict.values(value), *getattr(value, "__dict__", {}).values())
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
 
 
-def _rebuild_tensor(
-    storage: StorageRef, offset: int, size: Sequence[int], stride: Sequence[int], *rest: Any, dtype: Any = None
-) -> TensorRef:
+class PickledTuple(tuple[Any, ...]):
+    """A tuple that is equal to itself only: hashing one that is nested a million times would exhaust the stack, and one
+    whose two elements are the same tuple, 30 times over, the user's patience."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: Any = None) -> TensorRef:
     """``torch._utils._rebuild_tensor_v2``; rest: requires_grad, hooks, and what is special about it (conjugation)."""
-    numbers = (offset, *size, *stride)
-    if not isinstance(storage, StorageRef) or len(size) != len(stride):
-        raise ValueError("a tensor without a storage, or with more sizes than strides")
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-        raise ValueError(f"a tensor of offset {offset}, size {size}, stride {stride}")
-    return TensorRef(
-        "Tensor", dtype or storage.dtype, tuple(size), storage, offset, tuple(stride), not any(rest[2:3]), ()
-    )
+    if not isinstance(storage, StorageRef):
+        raise ValueError("a tensor without a storage")
+    shape, steps = _numbers(size), _numbers(stride)
+    if len(shape) != len(steps):
+        raise ValueError("a tensor with more sizes than strides, or fewer")
+    (start,) = _numbers((offset,))
+    return TensorRef("Tensor", dtype or storage.dtype, _shape(size), storage, start, steps, not any(rest[2:3]))
 
 
 def _rebuild_tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> TensorRef:
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype")
-    return _rebuild_tensor(storage, offset, size, stride, grad, hooks, *rest, dtype=dtype)
+    return _rebuild_tensor(storage, offset, size, stride, grad, hooks, *rest, dtype=_dtype(dtype))
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
     return replace(data, kind="Parameter", parts=(*data.parts, rest)) if isinstance(data, TensorRef) else data
 
 
-def _rebuild_quantized(storage: StorageRef, offset: int, size: Sequence[int], *rest: Any) -> TensorRef:
-    return TensorRef("quantized", storage.dtype, tuple(size), None, parts=(storage, rest), plain=False)
+def _rebuild_quantized(storage: Any, offset: Any, size: Any, *rest: Any) -> TensorRef:
+    if not isinstance(storage, StorageRef):
+        raise ValueError("a quantized tensor without a storage")
+    return TensorRef("quantized", storage.dtype, _shape(size), None, parts=(storage, rest), plain=False)
 
 
 def _rebuild_sparse(layout: Any, data: Any) -> TensorRef:
     """The data are the parts (indices, values, ...), then the size, and whether it is coalesced."""
     values = [part for part in data if isinstance(part, TensorRef)][-1]
     size = next(part for part in reversed(data) if isinstance(part, torch.Size))
-    return TensorRef("sparse", values.dtype, tuple(size), None, parts=tuple(data), plain=False)
+    return TensorRef("sparse", values.dtype, _shape(size), None, parts=tuple(data), plain=False)
 
 
 def _rebuild_on_meta(dtype: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
-    return TensorRef("meta", dtype, tuple(size), None, stride=tuple(stride), plain=False)
+    return TensorRef("meta", _dtype(dtype), _shape(size), None, stride=_numbers(stride), plain=False)
 
 
 def _rebuild_wrapper(kind: Any, dtype: Any, size: Any, *rest: Any) -> TensorRef:
-    return TensorRef(_name_of(kind), dtype, tuple(size), None, parts=rest, plain=False)
+    return TensorRef(_name_of(kind), _dtype(dtype), _shape(size), None, parts=rest, plain=False)
 
 
 def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
@@ -163,6 +176,26 @@ def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> 
     if not isinstance(base, TensorRef):
         return Opaque(_name_of(kind), [base, state])
     return replace(base, kind=_name_of(kind), parts=(*base.parts, state))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if not all(type(number) is int and 0 <= number <= _MAX_SIZE for number in numbers):
+        raise ValueError("a tensor whose sizes, strides or offset are not integers from 0 to 2^63 - 1")
+    return numbers
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    shape = _numbers(values)
+    if math.prod(max(size, 1) for size in shape) > _MAX_SIZE:
+        raise ValueError("a tensor of more than 2^63 - 1 elements")
+    return shape
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise ValueError("a tensor without a dtype")
+    return value
 
 
 def _name_of(kind: Any) -> str:
@@ -209,6 +242,11 @@ class _Interpreter(pickle._Unpickler):
     """The pure Python one: the memo of the one in C takes 64 GiB if a pickle of ten bytes asks it to."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type[Opaque]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -216,12 +254,12 @@ class _Interpreter(pickle._Unpickler):
             return _KNOWN[full]
         if module in ("torch", "torch.storage") and (known := _dtype_or_storage(name)) is not None:
             return known
-        return _opaque(full)
+        return self._classes.setdefault(full, _opaque(full))
 
     def persistent_load(self, pid: Any) -> StorageRef:
         word, kind, key, location, _ = pid
         if word != "storage" or not isinstance(key, str) or not isinstance(kind, _StorageKind):
-            raise ValueError(f"{pid!r} is not the persistent id of a storage")
+            raise ValueError("a persistent id that is not one of a storage")
         return StorageRef(key, kind.dtype, str(location))
 
     def load_bytearray8(self) -> None:
@@ -229,9 +267,44 @@ class _Interpreter(pickle._Unpickler):
         data = self.read(nbytes)  # type: ignore[attr-defined]  # no more than there is, unlike what this replaces
         if len(data) != nbytes:
             raise EOFError("a bytearray is cut off")
-        self.append(bytearray(data))  # type: ignore[attr-defined]
+        self.stack.append(bytearray(data))
+
+    def load_build(self) -> None:
+        """Give an object its state. Nothing else than an object of the file is changed."""
+        state = self.stack.pop()
+        found = self.stack[-1]
+        if isinstance(found, Opaque):
+            found.parts.append(state)
+        elif isinstance(found, TensorRef):
+            self.stack[-1] = replace(found, parts=(*found.parts, state))
+        elif type(found) is OrderedDict:
+            found.__dict__[_STATE] = state
+        else:
+            raise ValueError(f"a state for an object of type {type(found).__name__}")
+
+    def load_tuple(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self.stack.append(PickledTuple(items))
+
+    def load_empty_tuple(self) -> None:
+        self.stack.append(PickledTuple())
+
+    def load_tuple1(self) -> None:
+        self.stack[-1:] = [PickledTuple(self.stack[-1:])]
+
+    def load_tuple2(self) -> None:
+        self.stack[-2:] = [PickledTuple(self.stack[-2:])]
+
+    def load_tuple3(self) -> None:
+        self.stack[-3:] = [PickledTuple(self.stack[-3:])]
 
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.TUPLE[0]] = load_tuple
+    dispatch[pickle.EMPTY_TUPLE[0]] = load_empty_tuple
+    dispatch[pickle.TUPLE1[0]] = load_tuple1
+    dispatch[pickle.TUPLE2[0]] = load_tuple2
+    dispatch[pickle.TUPLE3[0]] = load_tuple3
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,20 @@ class Checks:
         self._ends = record_ends(archive)
         self._records = {record.header_offset: record for record in archive.records}
 
+    def end_of(self, record: Record) -> int:
+        """Where the space of a record ends."""
+        return self._ends[record.header_offset]
+
+    def record_at(self, header_offset: int) -> Record | None:
+        """The record whose local header begins there."""
+        return self._records.get(header_offset)
+
+    def stand_in(self, record: Record, header: memoryview) -> OpenRecord:
+        """Write a local header as it could be, for a record of which nothing is read."""
+        name_nbytes = record.earliest_data_offset - record.header_offset - LOCAL_HEADER.size
+        header[:] = LOCAL_HEADER.pack(LOCAL_SIGNATURE, 0, 0, 0, 0, 0, 0, 0, 0, name_nbytes, 0)
+        return OpenRecord(record, record.earliest_data_offset, False)
+
     def open_record(self, header_offset: int, header: memoryview, where: str) -> OpenRecord | None:
         """The record whose local header that is; None if no record begins there.
 
@@ -70,6 +84,11 @@ class Checks:
         record = self._records.get(header_offset)
         if record is None or header.nbytes != LOCAL_HEADER.size:
             return None
+        return self.open_known_record(record, header, where)
+
+    def open_known_record(self, record: Record, header: bytes | bytearray | memoryview, where: str) -> OpenRecord:
+        """The same for a record that is known to begin there, and the whole of its local header."""
+        header_offset = record.header_offset
         fields = LOCAL_HEADER.unpack(header)
         signature, name_nbytes, extra_nbytes = fields[0], fields[-2], fields[-1]
         begin = header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
