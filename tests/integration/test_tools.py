@@ -417,3 +417,32 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert result.stdout.startswith(str(tmp_path / "x.ckpt"))
     assert result.stderr == ""
+
+
+def test_a_progress_bar_on_long_work(ckpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from fastensor.cli import output
+
+    monkeypatch.setattr(output, "_LONG_NBYTES", 1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, err = run(capsys, "verify", ckpt)
+    assert (status, "sound" in out) == (0, True)
+    assert "100%" in err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert run(capsys, "verify", ckpt)[2] == "", "not where nobody looks"
+
+
+def test_wrong_arguments(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
+    for arguments in (["--no-checksums"], ["--metadata", "no equals sign"], ["--backend", "turbo"]):
+        status, _, err = run(capsys, "convert", ckpt, tmp_path / "y.pt", "--root", "state_dict", *arguments)
+        assert status == 1
+        assert err.startswith("fastensor: ")
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+    with pytest.raises(SystemExit):
+        main(["--version"])
+
+
+def test_names_that_would_move_the_cursor(capsys: Any, tmp_path: Path) -> None:
+    fastensor.save({"\x1b[2J\nfoo × \ud800": torch.ones(1)}, tmp_path / "x.ckpt")
+    status, out, _ = run(capsys, "inspect", tmp_path / "x.ckpt")
+    assert status == 0
+    assert r"\x1b[2J\nfoo × \ud800" in out

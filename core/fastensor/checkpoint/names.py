@@ -24,6 +24,7 @@ _DEEPEST = 200
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NOTHING: Any = object()
 _SHOWN = 10
+_MOST_BITS = 256
 
 
 class Node(NamedTuple):
@@ -150,8 +151,16 @@ def _children(value: Any, above: tuple[int, ...]) -> list[tuple[Any, Any]] | Non
 
 
 def _join(name: str, key: Any) -> str:
-    try:
-        text = str(key)
-    except ValueError:  # an int of thousands of digits
-        text = f"<int of {key.bit_length()} bits>"
+    text = key if isinstance(key, str) else _text(key)
     return f"{name}.{text}" if name else text
+
+
+def _text(key: Any) -> str:
+    """A key in words. What is in a container is shown if it is little: it may be nested a million times."""
+    if isinstance(key, int) and key.bit_length() > _MOST_BITS:
+        return f"<int of {key.bit_length()} bits>"
+    if isinstance(key, tuple) and not (len(key) <= _SHOWN and all(isinstance(part, _PLAIN) for part in key)):
+        return f"<tuple of {len(key)}>"
+    if isinstance(key, frozenset):
+        return f"<frozenset of {len(key)}>"
+    return str(tuple(key) if isinstance(key, tuple) else key)

@@ -45,6 +45,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         if reason:
             give_up("the verifying reader", reason, request.fallbacks)
         return Loaded(_chosen(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
+    find_pickle(archive, file.where)
     _announce_byte_order(archive)
     part = _find_part(file, archive, request)
     if part is not None:
