@@ -11,11 +11,7 @@ from typing import Any
 import torch
 
 from fastensor.backends.base import Extent, Reader
-from fastensor.checkpoint.checksums import Checked
-from fastensor.checkpoint.names import walk
-from fastensor.checkpoint.opened import OpenedFile, container_of
-from fastensor.checkpoint.safetensors_file import read_header
-from fastensor.checkpoint.torch_file import (
+from fastensor.checkpoint.archive import (
     is_of_other_byte_order,
     open_record,
     read_directory,
@@ -23,6 +19,10 @@ from fastensor.checkpoint.torch_file import (
     reason_for_torch,
     records_by_key,
 )
+from fastensor.checkpoint.checksums import Checked
+from fastensor.checkpoint.names import walk
+from fastensor.checkpoint.opened import OpenedFile, container_of
+from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry, torch_dtype

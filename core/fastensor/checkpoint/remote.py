@@ -18,13 +18,13 @@ from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import RemotePath
+from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import BackendUnavailableError, FastensorError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-TEMPORARY_SUFFIX = ".fastensor-tmp"
 _PARALLEL_NBYTES = 8 << 20
 """Less than this is not worth opening a file several times."""
 
@@ -71,7 +71,8 @@ class _Upload(io.RawIOBase):
             self._file = self._filesystem.open(self._target, "wb", autocommit=False)
             self._renames = False
             self._file.autocommit = True
-            self._filesystem.transaction.files.remove(self._file)
+            with contextlib.suppress(ValueError):  # it waits there for a commit that is none of a transaction
+                self._filesystem.transaction.files.remove(self._file)
         elif self._filesystem.isdir(self._target):
             raise OSError(errno.EISDIR, "the target is a directory")
 

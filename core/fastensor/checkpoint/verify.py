@@ -12,16 +12,16 @@ from isal import isal_zlib
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
-from fastensor.checkpoint.checksums import Checked
-from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, container_of, explained, opened
-from fastensor.checkpoint.safetensors_file import checked_entry, read_header
-from fastensor.checkpoint.torch_file import (
+from fastensor.checkpoint.archive import (
     find_pickle,
     open_record,
     read_directory,
     verify_compressed,
 )
+from fastensor.checkpoint.checksums import Checked
+from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.opened import OpenedFile, container_of, explained, opened
+from fastensor.checkpoint.safetensors_file import checked_entry, read_header
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry
