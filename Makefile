@@ -27,7 +27,7 @@ check: $(STAMP)
 	$(MAKE) test
 
 torture: $(STAMP)
-	$(BIN)/python -m pytest -m "not gpu" --hypothesis-profile=torture
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture
 
 bench: $(STAMP)
 	benchmarks/install-fio.sh

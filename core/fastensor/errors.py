@@ -45,6 +45,10 @@ class UnsupportedContentError(FastensorError, ValueError):
     """
 
 
+class PlacementError(FastensorError, RuntimeError):
+    """torch cannot put tensors on the device that ``map_location``, or else the file, asks for."""
+
+
 class StateChangedError(FastensorError, RuntimeError):
     """A storage was resized while it was being saved. What was at the path before is kept."""
 

@@ -67,9 +67,15 @@ def open_record(reader: Reader, checks: Checks, record: Record, where: str) -> O
     return checks.open_known_record(record, header, where)
 
 
-def records_by_key(archive: ZipDirectory) -> dict[str, Record]:
+def records_by_key(archive: ZipDirectory, where: str) -> dict[str, Record]:
     """The records of storages by the keys that the pickle has for them."""
-    return {record.name.rpartition("/")[2]: record for record in payload_records(archive)}
+    top = find_pickle(archive, where).name.partition("/")[0]
+    prefix = f"{top}/data/"
+    return {
+        record.name.removeprefix(prefix): record
+        for record in payload_records(archive)
+        if record.name.startswith(prefix)
+    }
 
 
 def reason_for_torch(archive: ZipDirectory) -> str:

@@ -180,7 +180,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     checks = Checks(archive, enabled=True)
     parts = {
         key: Part(record.name, record.nbytes, record.crc32 if checks.payload else None, record)
-        for key, record in records_by_key(archive).items()
+        for key, record in records_by_key(archive, file.where).items()
     }
     swapped = is_of_other_byte_order(archive)
     tensors: dict[str, TensorInfo] = {}
@@ -188,7 +188,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     others: dict[str, str] = {}
     by_identity: dict[int, Located] = {}
     seen: Counter[str] = Counter()
-    for path, value in walk(structure):
+    for path, value in walk(structure, file.where):
         seen[path] += 1
         name = path if seen[path] == 1 else f"{path}#{seen[path]}"
         if not isinstance(value, TensorRef):
@@ -200,7 +200,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         tensors[name] = info
         if part is not None and value.plain and not swapped:
             located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, checks.payload, checks, structure, by_identity)
+    return Catalog("torch", tensors, located, others, {}, checks.complete, checks, structure, by_identity)
 
 
 _EMPTY = Part("", 0, None, None)
@@ -242,8 +242,10 @@ def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
 
 def _in_words(value: Any) -> str:
     """A short text. Containers are not looked into: they may be their own elements."""
-    if isinstance(value, Opaque | StorageRef):
-        return repr(value)
+    if isinstance(value, Opaque):
+        return f"<{value.name[:_SHOWN]}>"
+    if isinstance(value, StorageRef):
+        return f"<storage of {value.dtype}>"
     if isinstance(value, dict | list | tuple | set | frozenset) and value:
         return f"<{type(value).__name__} of {len(value)}>"
     if isinstance(value, int) and value.bit_length() > _SHOWN:

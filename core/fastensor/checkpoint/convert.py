@@ -130,7 +130,7 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
         if root is not None:
             raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
         return dict(catalog.located)
-    branches = {node.name: node.value for node in nodes(catalog.structure) if isinstance(node.value, dict)}
+    branches = {node.name: node.value for node in nodes(catalog.structure, where) if isinstance(node.value, dict)}
     branch = catalog.structure if root is None else branches.get(root)
     if not isinstance(branch, dict):
         what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"

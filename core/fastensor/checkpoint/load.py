@@ -59,6 +59,7 @@ def load(
         CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
         UnknownKeyError: a name or pattern in ``keys`` chooses nothing.
         UnsafeCheckpointError: ``weights_only=True`` met a global that is not allow-listed.
+        PlacementError: torch cannot put tensors where ``map_location``, or else the file, says.
         UnsupportedContentError: the file holds a dtype that this torch does not have.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.

@@ -7,7 +7,6 @@ values (the permutation of a sampler, say).
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -35,7 +34,7 @@ class Node(NamedTuple):
     is_leaf: bool
 
 
-def nodes(tree: Any) -> Iterator[Node]:
+def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
     """Yield branches and leaves of a tree, each branch before what is in it, without the tree itself if it is a branch.
 
     Raises:
@@ -54,13 +53,13 @@ def nodes(tree: Any) -> Iterator[Node]:
             characters += len(joined)
             if count > MOST_NAMES or characters > MOST_CHARACTERS:
                 raise UnsupportedContentError(
-                    f"it holds more than {MOST_NAMES} values, or names of more than {MOST_CHARACTERS} characters; "
+                    f"{where} holds more than {MOST_NAMES} values, or names of more than {MOST_CHARACTERS} characters; "
                     f"load it whole"
                 )
             stack.append((joined, child, (*above, id(value))))
 
 
-def walk(tree: Any) -> Iterator[tuple[str, Any]]:
+def walk(tree: Any, where: str = "the object") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree with their names, in order.
 
     Raises:
@@ -69,7 +68,7 @@ def walk(tree: Any) -> Iterator[tuple[str, Any]]:
     >>> dict(walk({"a": {"b": 1, "c": [{"e"}, {}]}, "order": [2, 0, 1]}))
     {'a.b': 1, 'a.c.0': {'e'}, 'a.c.1': {}, 'order': [2, 0, 1]}
     """
-    return ((node.name, node.value) for node in nodes(tree) if node.is_leaf)
+    return ((node.name, node.value) for node in nodes(tree, where) if node.is_leaf)
 
 
 def resolve(keys: Iterable[str], names: Collection[str], where: str) -> set[str]:
@@ -128,11 +127,10 @@ def _choose(value: Any, name: str, chosen: Callable[[str], bool], above: tuple[i
     kept = [(key, child) for key, child in kept if child is not _NOTHING]
     if not kept:
         return _NOTHING
-    if isinstance(value, dict):  # with the attributes that state dicts have
-        result = copy.copy(value)
-        dict.clear(result) if type(result) is dict else OrderedDict.clear(result)
-        for key, child in kept:
-            result[key] = child
+    if isinstance(value, dict):
+        result = type(value)(kept)
+        if isinstance(value, OrderedDict):  # state dicts have attributes
+            vars(result).update(vars(value))
         return result
     return [child for _, child in kept] if isinstance(value, list) else tuple(child for _, child in kept)
 

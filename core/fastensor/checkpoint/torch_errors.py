@@ -10,35 +10,38 @@ from typing import Any, cast
 import torch
 
 from fastensor.checkpoint.opened import FileView, OpenedFile, as_read_error
-from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
+from fastensor.checkpoint.request import LoadRequest
+from fastensor.errors import CorruptCheckpointError, FastensorError, PlacementError, UnsafeCheckpointError
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _READER = "PytorchStreamReader"
 
 
 def explain(
-    error: Exception, file: OpenedFile, *, weights_only: bool | None, is_zip: bool, rebuild: Callable[[], object]
+    error: Exception, file: OpenedFile, request: LoadRequest, *, is_zip: bool, rebuild: Callable[[], object]
 ) -> None:
     """Raise ours, with torch's as its cause, or return if the error is to be passed on as it is.
 
-    With ``weights_only=False`` user code runs, and what it raises is passed on. Without, an error is the file's fault
-    if the object cannot be rebuilt on the host either; if it can, the device or the ``map_location`` was at fault.
+    With ``weights_only=False`` user code runs, and so does a callable ``map_location``: what it raises is passed on.
+    Else an error is the file's fault if the object cannot be rebuilt on the host either; if it can, it was the
+    device's.
 
     Args:
         error: raised by ``torch.load``.
         file: what was loaded.
-        weights_only: as given to torch.
+        request: how.
         is_zip: whether it is a zip archive. In other files, any bytes may be taken for a pickle.
         rebuild: loads the object on the host again, its values apart.
     """
-    ours = _translate(error, file, weights_only, is_zip, rebuild)
+    ours = _translate(error, file, request, is_zip, rebuild)
     if ours is not error:
         raise ours from error
 
 
 def _translate(
-    error: Exception, file: OpenedFile, weights_only: bool | None, is_zip: bool, rebuild: Callable[[], object]
+    error: Exception, file: OpenedFile, request: LoadRequest, is_zip: bool, rebuild: Callable[[], object]
 ) -> Exception:
+    weights_only = request.weights_only
     if isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError):
         return error
     if isinstance(error, OSError) and weights_only is not False:
@@ -49,8 +52,12 @@ def _translate(
         return CorruptCheckpointError(f"{file.where}: its pickle is damaged or not one of torch's: {error}")
     if isinstance(error, RuntimeError) and _READER in str(error):
         return CorruptCheckpointError(f"{file.where}: {error}")
-    if weights_only is False or _succeeds(rebuild):
+    if weights_only is False:
         return error
+    if _succeeds(rebuild):
+        if callable(request.map_location) and not isinstance(request.map_location, torch.device):
+            return error
+        return PlacementError(f"{file.where}: {error}. map_location='cpu' loads it to the host")
     return CorruptCheckpointError(
         f"{file.where}: torch cannot rebuild what the file holds ({error!r}); it was damaged, or is not a checkpoint"
     )

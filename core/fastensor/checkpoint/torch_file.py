@@ -88,7 +88,7 @@ def _find_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) ->
         return None
     names = _names_of(structure, request.keys, file.where)
     needed = {storage.key for storage in storages_in(choose(structure, names.__contains__))}
-    skipped = {record.name for key, record in records_by_key(archive).items() if key not in needed}
+    skipped = {record.name for key, record in records_by_key(archive, file.where).items() if key not in needed}
     return _Part(names, skipped)
 
 
@@ -99,14 +99,14 @@ def _load_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, pa
         LookupError: torch gave the object other names than its pickle.
     """
     loaded = _load_archive(file, archive, request, part.skipped)
-    if not part.names <= {node.name for node in nodes(loaded.result)}:
+    if not part.names <= {node.name for node in nodes(loaded.result, file.where)}:
         raise LookupError("its keys are of classes that are known to Python only")
     return replace(loaded, result=choose(loaded.result, part.names.__contains__))
 
 
 def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
     """The names that are meant by the keys."""
-    return resolve(keys, [node.name for node in nodes(tree)], where)
+    return resolve(keys, [node.name for node in nodes(tree, where)], where)
 
 
 def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, skipped: Collection[str]) -> Loaded:
@@ -125,15 +125,9 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
         try:
             result = _rebuild(view, _skipping(view, request.map_location), request.weights_only)
         except Exception as error:
-            explain(
-                error,
-                file,
-                weights_only=request.weights_only,
-                is_zip=True,
-                rebuild=lambda: _rebuild_without_values(file, archive, reader),
-            )
+            explain(error, file, request, is_zip=True, rebuild=lambda: _rebuild_without_values(file, archive, reader))
             raise
-    return Loaded(result, used, checks.payload)
+    return Loaded(result, used, checks.complete)
 
 
 def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:
@@ -192,5 +186,5 @@ def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) ->
     try:
         return attempt(request.map_location)
     except Exception as error:
-        explain(error, file, weights_only=request.weights_only, is_zip=is_zip, rebuild=lambda: attempt("cpu"))
+        explain(error, file, request, is_zip=is_zip, rebuild=lambda: attempt("cpu"))
         raise

@@ -23,6 +23,7 @@ import torch
 
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.image import Header, Image, Payload, Segment
+from fastensor.stitch.shape import MAX_SIZE, is_shape
 from fastensor.stitch.source import Source
 
 CHECKSUM_KEY = "fastensor.crc32"
@@ -32,7 +33,6 @@ MAX_HEADER_NBYTES = 100_000_000
 """The limit of the reference implementation."""
 _ALIGNMENT = 8
 _BLANK = "0" * 8
-_MAX_SIZE = (1 << 63) - 1
 _DTYPES: tuple[tuple[str, str, int], ...] = (
     ("U64", "uint64", 64), ("I64", "int64", 64), ("F64", "float64", 64), ("C64", "complex64", 64),
     ("F32", "float32", 32), ("U32", "uint32", 32), ("I32", "int32", 32),
@@ -205,7 +205,7 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
         return "it is on the meta device and has no values"
     if _TO_FILE[tensor.dtype] == "F4" and not tensor.dim():
         return "the format has no single packed pair of 4-bit floats; store .reshape(1)"
-    if math.prod(max(size, 1) for size in tensor.shape) > _MAX_SIZE:
+    if not is_shape(tensor.shape):
         return "no reader takes so large a shape, though it has no elements"
     if not tensor.is_contiguous():
         return "it is not contiguous; store .contiguous(), or save a .ckpt, which keeps strides"
@@ -362,7 +362,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _parse_metadata(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(text, str) and _is_text(text) for text in value.values()):
         raise CorruptCheckpointError(f"{where}: {METADATA_KEY} in the header maps something else than texts to texts")
     return dict(value)
 
@@ -404,7 +404,7 @@ def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise CorruptCheckpointError(f"{here} has dtype {_shortened(dtype)}, which the format does not have")
-    if not _are_sizes(shape) or math.prod(max(size, 1) for size in shape) > _MAX_SIZE:
+    if not _are_sizes(shape) or not is_shape(shape):
         raise CorruptCheckpointError(f"{here} has shape {_shortened(shape)}, which no tensor has")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptCheckpointError(f"{here} has data_offsets {_shortened(offsets)}, expected [begin, end]")
@@ -422,7 +422,7 @@ def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_SIZE for size in value)
 
 
 def _shortened(value: Any) -> str:

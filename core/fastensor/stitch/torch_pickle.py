@@ -8,7 +8,6 @@ classes become records of their names and parts. So it is safe for any file, als
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import struct
 from collections import Counter, OrderedDict
@@ -19,8 +18,11 @@ from typing import Any, ClassVar
 import torch
 
 from fastensor.errors import CorruptCheckpointError
+from fastensor.stitch.shape import MAX_SIZE, is_shape
 
-_MAX_SIZE = (1 << 63) - 1
+_LONGEST_NAME = 200
+_MOST_DIMENSIONS = 64
+"""A pickle may have a list of sizes once, and refer to it from each of its tensors."""
 _STATE = "pickled state"
 """Where the attributes of an OrderedDict are kept. Not as its attributes: one may be called ``items``."""
 
@@ -147,7 +149,7 @@ def _rebuild_tensor_v3(
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
-    return replace(data, kind="Parameter", parts=(*data.parts, rest)) if isinstance(data, TensorRef) else data
+    return replace(data, kind="Parameter", parts=(data.parts, rest)) if isinstance(data, TensorRef) else data
 
 
 def _rebuild_quantized(storage: Any, offset: Any, size: Any, *rest: Any) -> TensorRef:
@@ -175,19 +177,21 @@ def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> 
     base = function(*arguments)
     if not isinstance(base, TensorRef):
         return Opaque(_name_of(kind), [base, state])
-    return replace(base, kind=_name_of(kind), parts=(*base.parts, state))
+    return replace(base, kind=_name_of(kind), parts=(base.parts, state))
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
+    if len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(values)} dimensions")
     numbers = tuple(values)
-    if not all(type(number) is int and 0 <= number <= _MAX_SIZE for number in numbers):
+    if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in numbers):
         raise ValueError("a tensor whose sizes, strides or offset are not integers from 0 to 2^63 - 1")
     return numbers
 
 
 def _shape(values: Any) -> tuple[int, ...]:
     shape = _numbers(values)
-    if math.prod(max(size, 1) for size in shape) > _MAX_SIZE:
+    if not is_shape(shape):
         raise ValueError("a tensor of more than 2^63 - 1 elements")
     return shape
 
@@ -199,13 +203,15 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _name_of(kind: Any) -> str:
-    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+    """Of a class, without its module."""
+    name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+    return name[-_LONGEST_NAME:].rpartition(".")[2]
 
 
 def _encode(text: str, encoding: str) -> bytes:
     """How protocol 2 writes bytes."""
-    if encoding != "latin1":
-        raise ValueError(f"bytes in the encoding {encoding!r}")
+    if not isinstance(text, str) or encoding != "latin1":
+        raise ValueError("bytes that are not in the encoding latin1")
     return text.encode(encoding)
 
 
@@ -258,9 +264,10 @@ class _Interpreter(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> StorageRef:
         word, kind, key, location, _ = pid
-        if word != "storage" or not isinstance(key, str) or not isinstance(kind, _StorageKind):
+        texts = isinstance(key, str) and isinstance(location, str)
+        if word != "storage" or not texts or not isinstance(kind, _StorageKind):
             raise ValueError("a persistent id that is not one of a storage")
-        return StorageRef(key, kind.dtype, str(location))
+        return StorageRef(key, kind.dtype, location)
 
     def load_bytearray8(self) -> None:
         (nbytes,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]  # set by load()
@@ -276,11 +283,23 @@ class _Interpreter(pickle._Unpickler):
         if isinstance(found, Opaque):
             found.parts.append(state)
         elif isinstance(found, TensorRef):
-            self.stack[-1] = replace(found, parts=(*found.parts, state))
+            self.stack[-1] = replace(found, parts=(found.parts, state))
         elif type(found) is OrderedDict:
             found.__dict__[_STATE] = state
         else:
             raise ValueError(f"a state for an object of type {type(found).__name__}")
+
+    def load_reduce(self) -> None:
+        """Call a function. One that is not known keeps its arguments as they are: a pickle may have them but once."""
+        arguments = self.stack.pop()
+        function = self.stack[-1]
+        if isinstance(function, type) and issubclass(function, Opaque):
+            self.stack[-1] = Opaque(function.__name__, [arguments])
+        else:
+            self.stack[-1] = function(*arguments)
+
+    def load_newobj(self) -> None:
+        self.load_reduce()
 
     def load_tuple(self) -> None:
         items = self.pop_mark()  # type: ignore[attr-defined]
@@ -300,6 +319,8 @@ class _Interpreter(pickle._Unpickler):
 
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
     dispatch[pickle.TUPLE[0]] = load_tuple
     dispatch[pickle.EMPTY_TUPLE[0]] = load_empty_tuple
     dispatch[pickle.TUPLE1[0]] = load_tuple1
@@ -314,7 +335,7 @@ class _StorageKind:
 
 def _dtype_or_storage(name: str) -> torch.dtype | _StorageKind | None:
     word = _STORAGES.get(name)
-    value = getattr(torch, word or name, None)
+    value = vars(torch).get(word or name)  # getattr would import modules
     if isinstance(value, torch.dtype):
         return _StorageKind(value) if word else value
     return None

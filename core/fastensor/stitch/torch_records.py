@@ -16,8 +16,9 @@ def payload_records(archive: ZipDirectory) -> list[Record]:
     """
     records = [record for record in archive.records if record.name.split("/")[1:2] == ["data"] and record.nbytes]
     keys = [record.name.rpartition("/")[2] for record in records]
-    if all(key.isdecimal() for key in keys):
-        return [record for _, record in sorted(zip(keys, records, strict=True), key=lambda pair: int(pair[0]))]
+    if all(key.isdecimal() and key.isascii() for key in keys):
+        numbered = sorted(zip(keys, records, strict=True), key=lambda pair: (len(pair[0]), pair[0]))
+        return [record for _, record in numbered]
     return records
 
 
@@ -55,7 +56,10 @@ class Checks:
         self.enabled = enabled
         self.payload = enabled and any(record.crc32 for record in payload or others)
         """Whether storages are compared."""
-        compared = [group for group in (payload, others) if enabled and any(record.crc32 for record in group)]
+        groups = [group for group in (payload, others) if group]
+        compared = [group for group in groups if enabled and any(record.crc32 for record in group)]
+        self.complete = enabled and len(compared) == len(groups)
+        """Whether everything is compared."""
         self._compared = {record.name for group in compared for record in group}
         self._ends = record_ends(archive)
         self._records = {record.header_offset: record for record in archive.records}

@@ -106,8 +106,14 @@ def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, in
     end = nbytes - tail_nbytes + at
     _, disk, start_disk, here, count, size, offset, _ = _END.unpack_from(tail, at)
     limit = end
-    if _MAX16 in (here, count) or _MAX32 in (size, offset):
+    saturated = _MAX16 in (here, count) or _MAX32 in (size, offset)
+    if saturated or _has_locator(read, end):  # torch goes by the zip64 record wherever there is one
+        classic = (count, size, offset)
         limit, disk, start_disk, here, count, size, offset = _read_end64(read, end, where)
+        if any(old not in (new, _MAX16, _MAX32) for old, new in zip(classic, (count, size, offset), strict=True)):
+            raise CorruptCheckpointError(
+                f"{where}: the end of the directory at offset {end} and the zip64 one at {limit} contradict each other"
+            )
     if disk or start_disk or here != count:
         raise CorruptCheckpointError(f"{where}: an archive in several parts; expected one whole file")
     if offset + size > limit or count * _ENTRY.size > size:
@@ -116,6 +122,11 @@ def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, in
             f"but it must end before {limit}"
         )
     return count, size, offset
+
+
+def _has_locator(read: ReadAt, end: int) -> bool:
+    at = end - _END64_LOCATOR.size
+    return at >= 0 and read(at, len(_END64_LOCATOR_SIGNATURE)) == _END64_LOCATOR_SIGNATURE
 
 
 def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int, int, int, int]:
