@@ -1,149 +1,203 @@
-"""Damaged files: an error that says what and where, never a wrong value, a crash or a hang."""
+"""Damaged and lying zip archives: an error that says what and where, never a wrong value, a crash or a hang."""
 
 from __future__ import annotations
 
+import copy
+import os
 import random
+import re
 import struct
-import warnings
-import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hostile import archives, crafted
+from hostile.attacks import (
+    BY_BACKEND,
+    ENTRY_POINTS,
+    EVERY,
+    PLAIN,
+    STATE,
+    Reading,
+    withstand,
+)
+from hostile.crafted import fields_of
 
 import fastensor
 from fastensor import CorruptCheckpointError, FastensorError
-from fastensor.backends import registry
-from fastensor.stitch.zip_directory import parse_directory
-
-STATE = {"w": torch.arange(300, dtype=torch.int32), "b": torch.ones(7), "name": "x" * 50}
+from fastensor.backends import posix, registry
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("sound") / "x"
-    fastensor.save(STATE, path)
-    return path.read_bytes()
+@pytest.fixture
+def path(scratch: Path) -> Path:
+    """Where the hostile file is to be. Nothing is there: a file of before might still be mapped."""
+    (scratch / "x.ckpt").unlink(missing_ok=True)
+    return scratch / "x.ckpt"
 
 
-def load_quietly(path: Path, backend: str = "auto") -> object:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return fastensor.load(path, backend=backend)
+every_kind = pytest.mark.parametrize("kind", archives.SOUND)
 
 
-def assert_refused_or_equal(path: Path, where: object) -> bool:
-    try:
-        found = load_quietly(path)
-    except FastensorError:
-        return True
-    except RuntimeError:  # torch's own complaint about what the archive holds
-        return True
-    assert isinstance(found, dict), where
-    assert torch.equal(found["w"], STATE["w"]), where
-    assert torch.equal(found["b"], STATE["b"]), where
-    assert found["name"] == STATE["name"], where
-    return False
+# Bits.
 
 
-@pytest.mark.parametrize("backend", registry.names())
-def test_a_flipped_bit_in_the_payload_is_named(sound: bytes, tmp_path: Path, backend: str) -> None:
-    at = sound.index(STATE["w"].numpy().tobytes()) + 100
-    damaged = bytearray(sound)
-    damaged[at] ^= 4
-    (tmp_path / "x").write_bytes(damaged)
-    with pytest.raises(CorruptCheckpointError, match=r"/x: record 'archive/data/0' \(1200 bytes at offset \d+\)"):
-        fastensor.load(tmp_path / "x", backend=backend)
-    assert not torch.equal(fastensor.load(tmp_path / "x", verify=False, backend=backend)["w"], STATE["w"])
+def telling_bits(data: bytes) -> list[int]:
+    """All bits but those of long padding."""
+    padding = {at for run in re.finditer(rb"(?s)(.)\1{63,}", data) for at in range(run.start() + 32, run.end())}
+    return [8 * at + bit for at in range(len(data)) if at not in padding for bit in range(8)]
 
 
-@pytest.mark.parametrize("count", [1500, pytest.param(None, marks=pytest.mark.torture)], ids=["sample", "all"])
-def test_bits_flipped_anywhere_are_noticed_or_harmless(
-    sound: bytes, tmp_path: Path, count: int | None, tally: Counter[str]
-) -> None:
-    rng = random.Random(0)
-    refused = 0
-    bits = rng.sample(range(8 * len(sound)), count or 8 * len(sound))
+def flipped(data: bytes, bit: int) -> bytes:
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def flip(data: bytes, bits: list[int], entry: str, path: Path, tally: Counter[str]) -> int:
+    """Attack with each bit flipped; returns how many were noticed."""
+    path.write_bytes(data)
+    sound = {entry: ENTRY_POINTS[entry](path)}
+    noticed = 0
     for bit in bits:
-        damaged = bytearray(sound)
-        damaged[bit // 8] ^= 1 << bit % 8
-        (tmp_path / "x").write_bytes(damaged)
-        refused += assert_refused_or_equal(tmp_path / "x", bit)
+        path.write_bytes(flipped(data, bit))
+        try:
+            noticed += withstand(entry, path, sound) is not None
+        except Exception as error:
+            raise AssertionError(f"bit {bit % 8} of byte {bit // 8}") from error
         tally["bits flipped"] += 1
-    assert refused > len(bits) / 2
+    return noticed
 
 
-def test_a_file_cut_off_anywhere_is_refused(sound: bytes, tmp_path: Path, tally: Counter[str]) -> None:
-    for length in [0, 1, 3, 4, 30, 64, *range(100, len(sound), 97), len(sound) - 22, len(sound) - 1]:
-        (tmp_path / "x").write_bytes(sound[:length])
-        with pytest.raises(FastensorError):
-            load_quietly(tmp_path / "x")
+@pytest.mark.parametrize("entry", [entry for entry in EVERY if entry != "load_mapped"])
+@every_kind
+def test_bits_flipped_anywhere_are_noticed_or_harmless(kind: str, entry: str, path: Path, tally: Counter[str]) -> None:
+    bits = random.Random(0).sample(telling_bits(archives.SOUND[kind]()), 300)
+    assert flip(archives.SOUND[kind](), bits, entry, path, tally) > len(bits) / 5
+
+
+@pytest.mark.parametrize("entry", BY_BACKEND)
+def test_bits_flipped_anywhere_whatever_the_backend(entry: str, path: Path, tally: Counter[str]) -> None:
+    data = archives.SOUND["torch, aligned to 4096"]()
+    assert flip(data, random.Random(1).sample(telling_bits(data), 200), entry, path, tally) > 40
+
+
+@pytest.mark.parametrize("entry", ["load", "load_keys", "verify"])
+@pytest.mark.parametrize("kind", archives.BY_TORCH)
+def test_bits_flipped_in_files_that_torch_reads_by_itself(
+    kind: str, entry: str, path: Path, tally: Counter[str]
+) -> None:
+    data = archives.BY_TORCH[kind]()
+    flip(data, random.Random(0).sample(telling_bits(data), 400), entry, path, tally)
+    for length in range(1, len(data), 9):
+        path.write_bytes(data[:length])
+        complete = kind == "before 1.6" and entry == "verify"
+        assert withstand(entry, path, {}) is not None or complete, length
         tally["files cut off"] += 1
 
 
-@given(data=st.binary(max_size=200))
-def test_any_bytes_behind_a_zip_signature(
-    tmp_path_factory: pytest.TempPathFactory, tally: Counter[str], data: bytes
-) -> None:
-    tally["files of random bytes"] += 1
-    path = tmp_path_factory.mktemp("any") / "x"
-    path.write_bytes(b"PK\x03\x04" + data)
-    with pytest.raises(CorruptCheckpointError):
-        load_quietly(path)
-
-
-@given(data=st.binary(min_size=1, max_size=300))
-def test_any_bytes_at_all(tmp_path_factory: pytest.TempPathFactory, tally: Counter[str], data: bytes) -> None:
-    tally["files of random bytes"] += 1
-    path = tmp_path_factory.mktemp("any") / "x"
-    path.write_bytes(data)
-    with pytest.raises((FastensorError, RuntimeError)):
-        load_quietly(path)
-
-
-def test_zips_that_are_no_checkpoints(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "x", "w") as archive:
-        archive.writestr("readme.txt", "hello")
-    with pytest.raises((FastensorError, RuntimeError)):
-        load_quietly(tmp_path / "x")
-
-
-def entry_of(sound: bytes, name: bytes) -> int:
-    return sound.rindex(name) - 46
-
-
+@pytest.mark.torture
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("kind", "entry"),
     [
-        (20, 1 << 31, "not compressed"),
-        (24, 1 << 31, "not compressed"),
-        (42, 1 << 31, "past the directory"),
-        (42, 0, "overlap"),
-        (42, 0xFFFFFFFF, "zip64 field"),
-        (28, 60000, "cut off"),
+        *(("fastensor", entry) for entry in ("load", "load_mapped", "open", "verify", "convert")),
+        *(("zip64", entry) for entry in ("load", "open")),
     ],
 )
-def test_lies_in_the_directory(sound: bytes, tmp_path: Path, field: int, value: int, message: str) -> None:
-    damaged = bytearray(sound)
-    struct.pack_into("<H" if field == 28 else "<L", damaged, entry_of(sound, b"archive/data/0") + field, value)
-    (tmp_path / "x").write_bytes(damaged)
-    with pytest.raises(CorruptCheckpointError, match=message):
-        fastensor.load(tmp_path / "x")
+def test_every_bit_flipped(kind: str, entry: str, path: Path, tally: Counter[str]) -> None:
+    bits = telling_bits(archives.SOUND[kind]())
+    assert flip(archives.SOUND[kind](), bits, entry, path, tally) > len(bits) / 5
 
 
-def test_two_records_of_one_name(sound: bytes, tmp_path: Path) -> None:
-    damaged = bytearray(sound)
-    at = damaged.rindex(b"archive/data/1")
-    damaged[at + 13 : at + 14] = b"0"
-    (tmp_path / "x").write_bytes(damaged)
-    with pytest.raises(CorruptCheckpointError, match="two records"):
-        fastensor.load(tmp_path / "x")
+@pytest.mark.parametrize("backend", registry.names())
+@every_kind
+def test_a_flipped_bit_in_a_tensor_is_named(kind: str, path: Path, backend: str) -> None:
+    data = archives.SOUND[kind]()
+    at = data.index(PLAIN["w"].numpy().tobytes())
+    path.write_bytes(flipped(data, 8 * at + 2))
+    named = rf"^{path}: record 'archive/data/0' \(48 bytes at offset {at}\) has CRC32 \w+, expected \w+: .*older"
+    with pytest.raises(CorruptCheckpointError, match=named):
+        fastensor.load(path, backend=backend)
+    assert fastensor.load(path, verify=False, backend=backend)["plain"]["w"][0, 0] == 4
 
 
-def test_an_absurd_number_of_entries_allocates_nothing() -> None:
-    end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 65000, 65000, 0xFFFFFF, 0, 0)
-    with pytest.raises(CorruptCheckpointError, match="65000 entries"):
-        parse_directory(lambda at, n: end[at : at + n], len(end), where="x")
+# Ends.
+
+
+def boundaries(data: bytes) -> list[int]:
+    """Where anything begins or ends in an archive, and one byte before and behind."""
+    fields = fields_of(data).values()
+    places = {place for at, code in fields for place in (at, at + struct.calcsize(f"<{code}"))}
+    places |= {at for run in re.finditer(rb"(?s)(.)\1{15,}", data) for at in run.span()}
+    near = {place + step for place in (0, *places, len(data)) for step in (-1, 0, 1)}
+    return sorted(place for place in near if 0 <= place < len(data))
+
+
+@every_kind
+def test_a_file_cut_off_at_any_boundary_is_refused(kind: str, path: Path, tally: Counter[str]) -> None:
+    data = archives.SOUND[kind]()
+    for length in boundaries(data):
+        path.write_bytes(data[:length])
+        for entry in EVERY:
+            assert withstand(entry, path, {}) is not None, (entry, length)
+        tally["files cut off"] += 1
+
+
+@pytest.mark.parametrize("entry", [*(entry for entry in EVERY if entry != "load_mapped"), *BY_BACKEND])
+def test_a_file_that_is_cut_off_while_it_is_read(
+    entry: str, path: Path, monkeypatch: pytest.MonkeyPatch, tally: Counter[str]
+) -> None:
+    """Before each read of it."""
+    data = archives.SOUND["fastensor"]()
+    path.write_bytes(data)
+    sound = {entry: ENTRY_POINTS[entry](path)}
+    read_fully = posix.read_fully
+    left = refused = cuts = 0
+
+    def cut_first(fd: int, buffer: memoryview, offset: int, **options: int) -> int:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.truncate(path, offset + buffer.nbytes // 2)
+        return read_fully(fd, buffer, offset, **options)
+
+    monkeypatch.setattr(posix, "read_fully", cut_first)
+    while left <= 0:
+        cuts += 1
+        left = cuts
+        path.write_bytes(data)
+        error = withstand(entry, path, sound)
+        if error is not None:
+            assert re.search("cut off|ends before", str(error)), error
+            refused += 1
+        tally["files cut off"] += 1
+    assert refused >= 3
+
+
+@pytest.mark.parametrize("entry", ["load", "open", "verify"])
+def test_a_save_over_an_older_one_that_stopped_anywhere(entry: str, path: Path, tally: Counter[str]) -> None:
+    """As ``torch.save`` may leave it, with the beginning of the new file and the end of the old one."""
+    state = copy.deepcopy(STATE)
+    for tensor in state["plain"].values():
+        tensor += 1
+    old, new = archives.saved_by_fastensor(), crafted.saved_by_torch({**state, "epoch": 4})
+    assert len(old) == len(new)
+    readings = []
+    for data in (old, new):
+        path.write_bytes(data)
+        readings.append(ENTRY_POINTS[entry](path))
+    refused = 0
+    for length in boundaries(old):
+        path.write_bytes(new[:length] + old[length:])
+        refused += withstand_either(entry, path, readings)
+        tally["files torn"] += 1
+    assert refused > len(boundaries(old)) / 3
+
+
+def withstand_either(entry: str, path: Path, readings: list[Reading]) -> bool:
+    """Whether it was refused; if not, it is one of these."""
+    try:
+        found = ENTRY_POINTS[entry](path)
+    except FastensorError:
+        return True
+    assert found in readings
+    return False

@@ -21,6 +21,7 @@ from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.shape import MAX_SIZE, is_shape
 
 _LONGEST_NAME = 200
+_SPARE_ELEMENTS = 100_000
 _MOST_DIMENSIONS = 64
 """A pickle may have a list of sizes once, and refer to it from each of its tensors."""
 _STATE = "pickled state"
@@ -90,7 +91,7 @@ def read_structure(data: bytes, *, where: str) -> Any:
         CorruptCheckpointError: it is not a pickle of torch's.
     """
     try:
-        return _Interpreter(io.BytesIO(data)).load()
+        return _Interpreter(data).load()
     except RecursionError as error:
         raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be one of torch's") from error
     except Exception as error:
@@ -250,9 +251,11 @@ class _Interpreter(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
         self._classes: dict[str, type[Opaque]] = {}
+        self._left = 2 * len(data) + _SPARE_ELEMENTS
+        """How many elements calls may still copy. A pickle may have a list once, and make set after set of it."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -295,8 +298,11 @@ class _Interpreter(pickle._Unpickler):
         function = self.stack[-1]
         if isinstance(function, type) and issubclass(function, Opaque):
             self.stack[-1] = Opaque(function.__name__, [arguments])
-        else:
-            self.stack[-1] = function(*arguments)
+            return
+        self._left -= sum(map(_length, (arguments, *arguments)))
+        if self._left < 0:
+            raise ValueError("its calls copy more than the file holds")
+        self.stack[-1] = function(*arguments)
 
     def load_newobj(self) -> None:
         self.load_reduce()
@@ -326,6 +332,10 @@ class _Interpreter(pickle._Unpickler):
     dispatch[pickle.TUPLE1[0]] = load_tuple1
     dispatch[pickle.TUPLE2[0]] = load_tuple2
     dispatch[pickle.TUPLE3[0]] = load_tuple3
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple | dict | set | frozenset | str | bytes) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,46 @@
+"""Coverage-guided fuzzing of our parsers and entry points; see ``fuzz.py``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("atheris", reason="atheris, which has wheels for x86-64 only, is not installed")
+
+HARNESS = Path(__file__).with_name("fuzz.py")
+LIMITS = ("-seed=1", "-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1")
+
+
+def fuzz(target: str, folder: Path, *options: str) -> tuple[int, str]:
+    """Run a target; returns how many inputs it has tried, and what it found."""
+    command = [sys.executable, str(HARNESS), target, *LIMITS, *options, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    units = re.search(r"number_of_executed_units: (\d+)", done.stderr)
+    inputs = {path.name: path.read_bytes() for path in folder.glob("*-*")}
+    finding = f"{done.stdout[-3000:]}{done.stderr[-3000:]}{inputs}" if done.returncode else ""
+    assert units is not None, finding
+    return int(units[1]), finding
+
+
+def test_a_few_thousand_inputs(tmp_path: Path, tally: Counter[str]) -> None:
+    runs, finding = fuzz("parsers", tmp_path, "-runs=5000")
+    assert not finding
+    assert runs >= 5000
+    tally["fuzzer runs"] += runs
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize(
+    ("target", "seconds"),
+    [("directory", 15), ("header", 15), ("structure", 15), ("container", 3), ("entry_points", 20), ("inspection", 10)],
+)
+def test_for_a_while(target: str, seconds: int, tmp_path: Path, tally: Counter[str]) -> None:
+    runs, finding = fuzz(target, tmp_path, f"-max_total_time={seconds}")
+    tally["fuzzer runs"] += runs
+    assert not finding
+    assert runs > 50 * seconds

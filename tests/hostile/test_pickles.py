@@ -1,0 +1,217 @@
+"""Sound archives with right checksums whose pickle is hostile: no code is run, in bounded memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import random
+import re
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import crafted
+from hostile.attacks import STATE, withstand
+from hostile.crafted import NO_HOOKS, REBUILD, call, checkpoint, named, number, program, storage, tensor, text, tuple_of
+from hostile.isolated import Laboratory, Limits, Outcome
+from hostile.pickles import (
+    BOMBS,
+    BUILDING,
+    CODE,
+    FROM_TYPE,
+    GEOMETRIES,
+    LAUGHING,
+    LOADING,
+    LONG,
+    ON_META,
+    OPCODES,
+    PARAMETER,
+    PARTS,
+    QUANTIZED,
+    READERS,
+    SPARSE,
+    STORAGES,
+    WRAPPER,
+    Hostile,
+    holding,
+    running_code,
+)
+
+import fastensor
+from fastensor import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
+
+MOST_GROWTH = 256
+"""Bytes of memory per byte of the file: what an empty set, one byte in a pickle, takes in Python."""
+SLACK = 192 << 20
+"""What reading any file may take: a million values of it, and names of 10^8 characters, are put up with."""
+
+
+Attack = Callable[..., None]
+
+
+def each(pickles: list[Hostile]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("hostile", [pytest.param(hostile, id=hostile.name) for hostile in pickles])
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "sound.ckpt"
+    state = {"plain": OrderedDict(w=torch.arange(4.0)), "counts": Counter("abca"), "set": {1}, "name": "x"}
+    fastensor.save(state, path)
+    return path
+
+
+@pytest.fixture
+def path(scratch: Path) -> Path:
+    """Where the hostile file is to be. Nothing is there: a file of before might still be mapped."""
+    (scratch / "x.ckpt").unlink(missing_ok=True)
+    return scratch / "x.ckpt"
+
+
+@pytest.fixture
+def attack(isolated: Laboratory, sound: Path, path: Path) -> Attack:
+    """Attacks all entry points that a hostile pickle is for, and fails unless they withstand it."""
+
+    def attack(hostile: Hostile, seconds: float = 10) -> None:
+        path.write_bytes(checkpoint(hostile.pickled))
+        outcomes = isolated.attack(hostile.entries, path, sound, Limits(seconds))
+        flaws = {entry: flaw for entry, outcome in outcomes.items() if (flaw := flaw_of(outcome, hostile, entry, path))}
+        assert flaws.keys() == hostile.bugs.keys(), f"{hostile.name}: expected {dict(hostile.bugs)}, found {flaws}"
+        if flaws:
+            pytest.xfail("; ".join(set(hostile.bugs.values())))
+
+    return attack
+
+
+def flaw_of(outcome: Outcome, hostile: Hostile, entry: str, path: Path) -> str:
+    """What is wrong with how an entry point withstood; empty if nothing is."""
+    if outcome.broken:
+        return outcome.broken
+    if outcome.poisoned:
+        return f"afterwards, a sound file gives {outcome.poisoned[:300]}"
+    if imported := [name for name in outcome.imported if entry not in LOADING or not name.startswith("torch.")]:
+        return f"imported {imported[:3]}"
+    if outcome.refused and str(path) not in outcome.refused:
+        return f"does not name the file: {outcome.refused}"
+    if entry in hostile.refused_by and not outcome.refused:
+        return "not refused"
+    if entry in hostile.refused_by and not re.search(hostile.message, outcome.refused, re.DOTALL):
+        return f"refused with {outcome.refused!r}, not {hostile.message!r}"
+    if entry != "load" and outcome.grown_nbytes > SLACK + MOST_GROWTH * path.stat().st_size:  # with load, torch reads
+        return f"takes {outcome.grown_nbytes >> 20} MiB for {path.stat().st_size >> 10} KiB"
+    return ""
+
+
+@each([*GEOMETRIES, *STORAGES, *PARTS])
+def test_tensors(hostile: Hostile, attack: Attack) -> None:
+    attack(hostile)
+
+
+@each([*CODE, *BUILDING])
+def test_nothing_is_imported_or_changed(hostile: Hostile, attack: Attack) -> None:
+    attack(hostile)
+
+
+@pytest.mark.parametrize("number", range(len(running_code(""))))
+def test_no_code_is_run(number: int, attack: Attack, scratch: Path) -> None:
+    marker = scratch / "marker"
+    hostile = running_code(str(marker))[number]
+    attack(hostile)
+    assert not marker.exists()
+    with contextlib.suppress(AttributeError):  # what it gives is no tensor
+        result = pickle.loads(hostile.pickled)
+        getattr(result, "close", int)()
+    assert marker.exists(), "it would not run anyway"
+    marker.unlink()
+
+
+@each(OPCODES)
+def test_opcodes(hostile: Hostile, attack: Attack) -> None:
+    attack(hostile)
+
+
+@each(LAUGHING)
+def test_what_is_only_large_when_looked_at(hostile: Hostile, attack: Attack) -> None:
+    attack(hostile)
+
+
+@each(BOMBS)
+def test_bombs(hostile: Hostile, attack: Attack) -> None:
+    attack(hostile)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "expected", "cause"),
+    [
+        (program(call(named("os", "system"), text("true"))), UnsafeCheckpointError, pickle.UnpicklingError),
+        (program(b"\x93"), UnsafeCheckpointError, pickle.UnpicklingError),
+        (program(b"}")[:-1], CorruptCheckpointError, EOFError),
+        (holding(tensor(storage(numel=400))), CorruptCheckpointError, RuntimeError),
+        (holding(tensor(storage("7"))), CorruptCheckpointError, RuntimeError),
+        (holding(tensor(stride=(-1,))), CorruptCheckpointError, RuntimeError),
+        (program(b"h\7"), CorruptCheckpointError, KeyError),
+        (b"", CorruptCheckpointError, EOFError),
+    ],
+)
+def test_errors_of_torch_are_kept_as_causes(
+    pickled: bytes, expected: type[FastensorError], cause: type[Exception], path: Path
+) -> None:
+    path.write_bytes(checkpoint(pickled))
+    with pytest.raises(expected, match=f"^{path}: ") as caught:
+        fastensor.load(path)
+    assert type(caught.value) is expected
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_memory_that_a_pickle_asks_torch_for_is_not_our_error(path: Path) -> None:
+    """Whether there is that much depends on the machine; ``open`` and ``inspect`` ask for none."""
+    path.write_bytes(checkpoint(program(call(named("builtins", "bytearray"), number(LONG)))))
+    with pytest.raises(MemoryError):
+        fastensor.load(path)
+    with fastensor.open(path) as opened:
+        assert list(opened.others.values()) == ["<builtins.bytearray>"]
+
+
+def test_a_slice_of_a_tensor_of_2_to_the_50_elements(path: Path) -> None:
+    path.write_bytes(checkpoint(holding(tensor(size=(1 << 50,), stride=(0,)))))
+    with fastensor.open(path) as opened:
+        for found in (opened["plain.w"], opened["plain.w", :]):
+            assert found.shape == (1 << 50,)
+            assert found.untyped_storage().nbytes() == 4
+
+
+def pickle_of(state: object) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(crafted.saved_by_torch(state))) as archive:
+        return archive.read("archive/data.pkl")
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
+def test_a_pickle_that_ends_anywhere(step: int, path: Path, tally: Counter[str]) -> None:
+    whole = pickle_of(STATE)
+    for length in range(0, len(whole), step):
+        path.write_bytes(checkpoint(whole[:length]))
+        for entry in READERS:
+            assert withstand(entry, path, {}) is not None, (entry, length)
+        tally["pickles cut off"] += 1
+
+
+PIECES = [
+    *(bytes([code]) for code in b"()]}lt\x85\x86\x87.012NabesuoR\x81\x88\x89\x8f\x90\x91\x93\x94Q"),
+    *(named(*name.split()) for name in ("os system", "a b", "collections OrderedDict", "collections Counter")),
+    *(named(*name.split()) for name in ("torch float32", "torch FloatStorage", "torch Size", "builtins set")),
+    *(REBUILD, PARAMETER, SPARSE, WRAPPER, ON_META, QUANTIZED, FROM_TYPE, NO_HOOKS, tensor(), storage()),
+    *(text("w"), text("storage"), text("0"), number(4), number(-1), tuple_of(number(4)), b"q\0", b"h\0"),
+]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.torture)], ids=["sample", "many"])
+def test_random_opcodes(count: int, attack: Attack, tally: Counter[str]) -> None:
+    rng = random.Random(0)
+    for _ in range(count):
+        body = b"".join(rng.choices(PIECES, k=rng.randrange(1, 30)))
+        attack(Hostile(f"{body!r}", program(body)))
+        tally["pickles of random opcodes"] += 1
