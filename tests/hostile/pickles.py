@@ -339,8 +339,12 @@ COUNTER = call(named("collections", "Counter"))
 CLASS = named("a", "b") + b"q\0"
 ORDERED = named("collections", "OrderedDict") + b"q\0"
 PAIRS = b"(](" + b"".join(tuple_of(number(i), b"N") for i in range(5_000)) + b"etq\1"
-NUMBERS = b"(](" + b"".join(number(i) for i in range(5_000)) + b"etq\1"
+NUMBERS = b"(](" + b"".join(number(i) for i in range(5_000)) + b"eq\2tq\1"
 LATIN = tuple_of(text("x" * 200_000), text("latin1")) + b"q\1"
+SETS, LISTED = named("builtins", "set") + b"q\0", named("torch", "Size") + b"q\0"
+INTEGER = b"\x8b" + struct.pack("<L", 400_000) + b"\x7f" * 400_000 + b"q\0"
+LONG_NAME = text("k" * 400_000) + b"q\0"
+OF_TYPE = tuple_of(named("builtins", "set"), named("a", "b"), NUMBERS, b"N") + b"q\1"
 SIZES = REBUILD + b"q\2(h\0K\0h\1h\1tq\3"
 ARGUMENTS = b"(" + b"K\0" * 20_000 + b"tq\1"
 TWO = ("inspect", "load_keys")
@@ -375,6 +379,12 @@ BOMBS = [
             "states of states": tensor() + b"q\0" + b"h\0b" * 20_000,
             "classes": b"c\n\n" * 40_000,
             "sets": b"\x8f" * 300_000,
+            "one integer as many keys": INTEGER + b"}(" + b"h\0N" * 100_000 + b"u",
+            "one integer in many sets": INTEGER + b"\x8f(" + b"h\0" * 100_000 + b"\x90",
+            "calls of calls": named("a", "b") + b"q\0)R" + b")R" * 100_000,
+            "many calls of calls": memoized(20_000, b")R", named("a", "b")),
+            "one long name in many globals": LONG_NAME
+            + b"](" + b"".join(b"h\0" + text(str(at)) + b"\x93" for at in range(20_000)) + b"e",
         }.items()
     ),
     *(
@@ -386,6 +396,25 @@ BOMBS = [
             "one list in many sets": named("builtins", "set") + b"q\0" + NUMBERS,
             "one list in many sizes": named("torch", "Size") + b"q\0(" + ROW + b"tq\1",
             "one text in many codes": named("_codecs", "encode") + b"q\0" + LATIN,
+            "one list in many sets of a type": FROM_TYPE + b"q\0" + OF_TYPE,
+            "one bytearray in many sizes": LISTED + b"(\x96" + struct.pack("<Q", 200_000) + bytes(200_000) + b"tq\1",
+        }.items()
+    ),
+    *(
+        Hostile(f"one list in many sets, {name}", program(SETS + NUMBERS + step * 2_000, protocol=4), entries=TWO[:1])
+        for name, step in {
+            "as new objects": b"h\0h\1\x81",
+            "as new objects with options": b"h\0h\1}\x92",
+            "as objects": b"(h\0h\2o",
+        }.items()
+    ),
+    *(
+        Hostile(f"{name} of 400 MiB, cut off", program(dict_of(a=opcode), protocol=5), CUT, READERS)
+        for name, opcode in {
+            "a bytearray": b"\x96" + struct.pack("<Q", 400 << 20),
+            "bytes": b"\x8e" + struct.pack("<Q", 400 << 20),
+            "a text": b"X" + struct.pack("<L", 400 << 20),
+            "an integer": b"\x8b" + struct.pack("<L", 400 << 20),
         }.items()
     ),
 ]

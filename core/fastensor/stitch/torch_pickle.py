@@ -20,7 +20,10 @@ import torch
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.shape import MAX_SIZE, is_shape
 
-_LONGEST_NAME = 200
+_LONGEST_NAME = 1_000
+"""A pickle may have a text once, and name a thousand globals with it."""
+_LONGEST_INTEGER = 1_000
+"""In bytes. Whoever looks at one looks at all of it: a pickle may have it once, and use it as a key a thousand times."""
 _SPARE_ELEMENTS = 100_000
 _MOST_DIMENSIONS = 64
 """A pickle may have a list of sizes once, and refer to it from each of its tensors."""
@@ -59,6 +62,17 @@ class TensorRef:
     """What it is made of, if it is not a dense tensor, and what hangs on it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GlobalRef:
+    """A class or function that is not known here."""
+
+    name: str
+    """With its module's."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Opaque:
     """An object of a class, or the result of a function, that is not known here."""
@@ -79,9 +93,6 @@ class Opaque:
 
     def __setitem__(self, key: Any, item: Any) -> None:
         self.parts.append(item)
-
-    def __call__(self, *arguments: Any) -> Opaque:
-        return Opaque(f"{self.name}(...)", [self, *arguments])
 
 
 def read_structure(data: bytes, *, where: str) -> Any:
@@ -174,13 +185,6 @@ def _rebuild_wrapper(kind: Any, dtype: Any, size: Any, *rest: Any) -> TensorRef:
     return TensorRef(_name_of(kind), _dtype(dtype), _shape(size), None, parts=rest, plain=False)
 
 
-def _rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    base = function(*arguments)
-    if not isinstance(base, TensorRef):
-        return Opaque(_name_of(kind), [base, state])
-    return replace(base, kind=_name_of(kind), parts=(base.parts, state))
-
-
 def _numbers(values: Any) -> tuple[int, ...]:
     if len(values) > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor of {len(values)} dimensions")
@@ -205,8 +209,9 @@ def _dtype(value: Any) -> torch.dtype:
 
 def _name_of(kind: Any) -> str:
     """Of a class, without its module."""
-    name = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-    return name[-_LONGEST_NAME:].rpartition(".")[2]
+    if isinstance(kind, GlobalRef):
+        return kind.name.rpartition(".")[2]
+    return kind.__name__ if isinstance(kind, type) else type(kind).__name__
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -241,8 +246,8 @@ _KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_on_meta,
     "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper,
-    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
 }
+_FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 
 
 class _Interpreter(pickle._Unpickler):
@@ -253,17 +258,24 @@ class _Interpreter(pickle._Unpickler):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._classes: dict[str, type[Opaque]] = {}
+        self._globals: dict[str, GlobalRef] = {}
         self._left = 2 * len(data) + _SPARE_ELEMENTS
         """How many elements calls may still copy. A pickle may have a list once, and make set after set of it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise ValueError(f"a global whose name has more than {_LONGEST_NAME} characters")
         full = f"{module}.{name}"
+        if full == _FROM_TYPE:
+            return self._rebuild_from_type
         if full in _KNOWN:
             return _KNOWN[full]
         if module in ("torch", "torch.storage") and (known := _dtype_or_storage(name)) is not None:
             return known
-        return self._classes.setdefault(full, _opaque(full))
+        return self._globals.setdefault(full, GlobalRef(full))
+
+    def get_extension(self, code: int) -> None:
+        raise ValueError("a global that is a number: torch writes names")
 
     def persistent_load(self, pid: Any) -> StorageRef:
         word, kind, key, location, _ = pid
@@ -279,6 +291,14 @@ class _Interpreter(pickle._Unpickler):
             raise EOFError("a bytearray is cut off")
         self.stack.append(bytearray(data))
 
+    def load_long4(self) -> None:
+        (nbytes,) = struct.unpack("<i", self.read(4))  # type: ignore[attr-defined]
+        data = self.read(nbytes) if nbytes >= 0 else b""  # type: ignore[attr-defined]
+        if len(data) != nbytes:
+            raise EOFError("an integer is cut off")
+        long = nbytes > _LONGEST_INTEGER
+        self.stack.append(Opaque(f"int of {nbytes} bytes") if long else pickle.decode_long(data))
+
     def load_build(self) -> None:
         """Give an object its state. Nothing else than an object of the file is changed."""
         state = self.stack.pop()
@@ -293,19 +313,38 @@ class _Interpreter(pickle._Unpickler):
             raise ValueError(f"a state for an object of type {type(found).__name__}")
 
     def load_reduce(self) -> None:
-        """Call a function. One that is not known keeps its arguments as they are: a pickle may have them but once."""
         arguments = self.stack.pop()
-        function = self.stack[-1]
-        if isinstance(function, type) and issubclass(function, Opaque):
-            self.stack[-1] = Opaque(function.__name__, [arguments])
-            return
+        self.stack[-1] = self._call(self.stack[-1], arguments)
+
+    def load_newobj_ex(self) -> None:
+        options = self.stack.pop()
+        arguments = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], arguments, options)
+
+    def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
+        """For protocol 0."""
+        self.stack.append(self._call(kind, arguments))
+
+    def _call(self, function: Any, arguments: Any, options: Any = None) -> Any:
+        """Call a function. One that is not known keeps its arguments as they are: a pickle may have them but once."""
+        parts = [arguments, options] if options else [arguments]
+        if isinstance(function, GlobalRef):
+            return Opaque(function.name, parts)
+        if isinstance(function, Opaque):
+            return Opaque(function.name.removesuffix("(...)") + "(...)", [function, *parts])
+        if options:
+            raise ValueError("a call with names for its arguments: torch makes none to what is known here")
         self._left -= sum(map(_length, (arguments, *arguments)))
         if self._left < 0:
             raise ValueError("its calls copy more than the file holds")
-        self.stack[-1] = function(*arguments)
+        return function(*arguments)
 
-    def load_newobj(self) -> None:
-        self.load_reduce()
+    def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        """A subclass of tensors, or a tensor with attributes; the arguments are those of its base."""
+        base = self._call(function, arguments)
+        if not isinstance(base, TensorRef):
+            return Opaque(_name_of(kind), [base, state])
+        return replace(base, kind=_name_of(kind), parts=(base.parts, state))
 
     def load_tuple(self) -> None:
         items = self.pop_mark()  # type: ignore[attr-defined]
@@ -324,9 +363,11 @@ class _Interpreter(pickle._Unpickler):
         self.stack[-3:] = [PickledTuple(self.stack[-3:])]
 
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+    dispatch[pickle.LONG4[0]] = load_long4
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.REDUCE[0]] = load_reduce
-    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.NEWOBJ[0]] = load_reduce
+    dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
     dispatch[pickle.TUPLE[0]] = load_tuple
     dispatch[pickle.EMPTY_TUPLE[0]] = load_empty_tuple
     dispatch[pickle.TUPLE1[0]] = load_tuple1
@@ -335,7 +376,7 @@ class _Interpreter(pickle._Unpickler):
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list | tuple | dict | set | frozenset | str | bytes) else 0
+    return len(value) if isinstance(value, list | tuple | dict | set | frozenset | str | bytes | bytearray) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,21 +390,3 @@ def _dtype_or_storage(name: str) -> torch.dtype | _StorageKind | None:
     if isinstance(value, torch.dtype):
         return _StorageKind(value) if word else value
     return None
-
-
-def _opaque(name: str) -> type[Opaque]:
-    """A class whose instances say that they are of class ``name``."""
-
-    class Unknown(Opaque):
-        __slots__ = ()
-
-        def __new__(cls, *arguments: Any, **options: Any) -> Any:  # cls may be an instance: a class that was made
-            self = object.__new__(Unknown)
-            Opaque.__init__(self, name, [cls, *arguments, *options.values()])
-            return self
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            pass
-
-    Unknown.__name__ = name
-    return Unknown
