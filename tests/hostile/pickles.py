@@ -384,7 +384,9 @@ BOMBS = [
             "calls of calls": named("a", "b") + b"q\0)R" + b")R" * 100_000,
             "many calls of calls": memoized(20_000, b")R", named("a", "b")),
             "one long name in many globals": LONG_NAME
-            + b"](" + b"".join(b"h\0" + text(str(at)) + b"\x93" for at in range(20_000)) + b"e",
+            + b"]("
+            + b"".join(b"h\0" + text(str(at)) + b"\x93" for at in range(20_000))
+            + b"e",
         }.items()
     ),
     *(

@@ -23,7 +23,7 @@ from fastensor.stitch.shape import MAX_SIZE, is_shape
 _LONGEST_NAME = 1_000
 """A pickle may have a text once, and name a thousand globals with it."""
 _LONGEST_INTEGER = 1_000
-"""In bytes. Whoever looks at one looks at all of it: a pickle may have it once, and use it as a key a thousand times."""
+"""In bytes. Whoever looks at one looks at all of it, and a pickle may use one as a key a thousand times."""
 _SPARE_ELEMENTS = 100_000
 _MOST_DIMENSIONS = 64
 """A pickle may have a list of sizes once, and refer to it from each of its tensors."""
