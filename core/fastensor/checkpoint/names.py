@@ -41,10 +41,11 @@ def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
         UnsupportedContentError: there are more than a million, or their names are too long.
     """
     count = characters = 0
+    plain: set[int] = set()
     stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
     while stack:
         name, value, above = stack.pop()
-        inner = _children(value, above)
+        inner = _children(value, above, plain)
         if above or inner is None:
             yield Node(name, value, inner is None)
         for key, child in reversed(inner or ()):
@@ -112,18 +113,18 @@ def choose(tree: Any, chosen: Callable[[str], bool]) -> Any:
     >>> choose({"a": {"b": 1, "c": 2}, "d": [3, {"e": 4}]}, {"a.c", "d.1"}.__contains__)
     {'a': {'c': 2}, 'd': [{'e': 4}]}
     """
-    kept = _choose(tree, "", chosen, ())
+    kept = _choose(tree, "", chosen, (), set())
     return None if kept is _NOTHING else kept
 
 
-def _choose(value: Any, name: str, chosen: Callable[[str], bool], above: tuple[int, ...]) -> Any:
+def _choose(value: Any, name: str, chosen: Callable[[str], bool], above: tuple[int, ...], plain: set[int]) -> Any:
     if name and chosen(name):
         return value
-    inner = _children(value, above)
+    inner = _children(value, above, plain)
     if inner is None:
         return _NOTHING
     within = (*above, id(value))
-    kept = [(key, _choose(child, _join(name, key), chosen, within)) for key, child in inner]
+    kept = [(key, _choose(child, _join(name, key), chosen, within, plain)) for key, child in inner]
     kept = [(key, child) for key, child in kept if child is not _NOTHING]
     if not kept:
         return _NOTHING
@@ -135,16 +136,24 @@ def _choose(value: Any, name: str, chosen: Callable[[str], bool], above: tuple[i
     return [child for _, child in kept] if isinstance(value, list) else tuple(child for _, child in kept)
 
 
-def _children(value: Any, above: tuple[int, ...]) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a branch; None for a leaf. ``above`` are the branches that it is in: they may be itself."""
+def _children(value: Any, above: tuple[int, ...], plain: set[int]) -> list[tuple[Any, Any]] | None:
+    """Keys and values of a branch; None for a leaf.
+
+    Args:
+        value: the branch or leaf.
+        above: identities of the branches that it is in: they may be itself.
+        plain: those of the lists that were found to be leaves: a file may hold a long one once, and refer to it often.
+    """
     if len(above) > _DEEPEST or id(value) in above:
         return None
     if type(value) is dict and value:
         return list(value.items())
     if type(value) is OrderedDict and value:
         return list(OrderedDict.items(value))  # an attribute of it may be called items
-    if type(value) in (list, tuple, PickledTuple) and not all(isinstance(child, _PLAIN) for child in value):
-        return list(enumerate(value))
+    if type(value) in (list, tuple, PickledTuple) and id(value) not in plain:
+        if not all(isinstance(child, _PLAIN) for child in value):
+            return list(enumerate(value))
+        plain.add(id(value))
     return None
 
 
