@@ -161,14 +161,33 @@ def test_every_protocol_of_pickle(tmp_path: Path, protocol: int) -> None:
     assert bool(found.refused) == (protocol > 3)
 
 
-def test_values_are_told_in_few_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_values_are_told_in_few_words(protocol: int, tmp_path: Path) -> None:
     state = {"int": 10**2000, "longer": 10**5000, "text": "x" * 1000, "set": {1, 2}, "order": list(range(99))}
-    fastensor.save(state, tmp_path / "x")
+    state |= {"pair": (1, 2), "frozen": frozenset({1}), "size": torch.Size([1]), "complex": 1 + 2j, "bytes": b""}
+    state |= {"no pair": (), "nothing frozen": frozenset(), "no size": torch.Size([])}
+    torch.save(state, tmp_path / "x", pickle_protocol=protocol)
     found = fastensor.inspect(tmp_path / "x").others
-    assert (found["int"], found["longer"]) == ("<int of 6644 bits>", "<int of 2077 bytes>")
+    assert (found["int"], found["longer"]) == ("<int of 6644 bits>", "<int of 16610 bits>")
     assert (found["set"], found["order"]) == ("<set of 2>", "<list of 99>")
+    assert (found["pair"], found["no pair"]) == ("<tuple of 2>", "()")
+    frozen = ("<frozenset of 1>", "frozenset()") if protocol == 4 else ("<__builtin__.frozenset>",) * 2
+    assert (found["frozen"], found["nothing frozen"]) == frozen
+    assert (found["size"], found["no size"]) == ("<Size of 1>", "torch.Size([])")
+    assert (found["complex"], found["bytes"]) == ("(1+2j)", "b''")
     assert found["text"].startswith("'xxx")
     assert len(found["text"]) <= 60
+
+
+@pytest.mark.parametrize("count", [65, 1000])
+def test_a_tensor_of_many_dimensions(count: int, tmp_path: Path) -> None:
+    state = {"w": torch.arange(3).reshape([1] * (count - 1) + [3])}
+    fastensor.save(state, tmp_path / "x")
+    (found,) = fastensor.inspect(tmp_path / "x").tensors
+    assert found.shape == state["w"].shape
+    assert torch.equal(fastensor.load(tmp_path / "x", keys=["w"])["w"], state["w"])
+    with fastensor.open(tmp_path / "x") as opened:
+        assert torch.equal(opened["w"], state["w"])
 
 
 def test_what_is_inside(ckpt: Path, tensors: Path) -> None:

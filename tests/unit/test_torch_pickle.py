@@ -69,9 +69,89 @@ def test_tensors_that_cannot_be(arguments: tuple[Any, ...]) -> None:
 
 
 def test_plain_pickles_are_what_they_are() -> None:
-    value = {"a": [1, 2.5, None, True, "text", b"bytes", 10**50, {3}], "b": {"c": (1, 2)}}
-    for protocol in range(2, 6):
+    value = {"a": [1, 2.5, None, True, "text", b"bytes", b"", {3}], "b": {"c": (1, 2)}, "large": 10**50, "z": 1 - 2j}
+    for protocol in range(6):
         found = read_structure(pickle.dumps(value, protocol), where="x")
         assert found["a"] == value["a"]
+        assert (int(found["large"]), complex(found["z"])) == (value["large"], value["z"])
         assert list(found["b"]["c"]) == [1, 2]
         assert list(storages_in(found)) == []
+
+
+def test_what_is_equal_to_itself_only() -> None:
+    """Hashing or comparing any of these takes as long as it is large, or longer."""
+    value = (1, 2), frozenset({1}), 1 << 64, -1 << 64, 1j, torch.Size([1])
+    for protocol in (4, 5):
+        for one in read_structure(pickle.dumps(value, protocol), where="x"):
+            assert one == one
+            assert len({one, type(one)(one)}) == 2
+
+
+def test_equal_texts_are_one() -> None:
+    for opcode in (b"Vtext\n", b"X\4\0\0\0text", b"\x8d\4\0\0\0\0\0\0\0text", b"B\4\0\0\0text", b"T\4\0\0\0text"):
+        first, second = read(opcode, opcode, b"\x86")
+        assert first is second
+
+
+def test_bytes_without_contents_take_no_arguments() -> None:
+    assert repr(read(global_("__builtin__.bytes"), b"K\x05", b"\x85", b"R")) == "<builtins.bytes>"
+
+
+@pytest.mark.parametrize("opcode", [b"\x97", b"N\x98", b"\x96\1\0\0\0\0\0\0\0x\x98"])
+def test_buffers_out_of_band_are_not_of_torch(opcode: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"x: the pickle is damaged.*buffer"):
+        read(opcode)
+
+
+@pytest.mark.parametrize("name", ["a" * 10_000, "\U0001f525" * 100, "\ud800" * 150])
+def test_names_are_short(name: str) -> None:
+    encoded = name.encode(errors="surrogatepass")
+    with pytest.raises(CorruptCheckpointError, match="a global whose name has more than 300 bytes"):
+        read(b"U\1aX", len(encoded).to_bytes(4, "little"), encoded, b"\x93")
+
+
+def test_names_of_calls_of_calls_are_one() -> None:
+    found = read(global_("a.b"), b")R)R)R")
+    assert found.name is found.parts[0].name
+    assert repr(found) == "<a.b>"
+
+
+@pytest.mark.parametrize("opcodes", [b"c" + b"\xff" * 10_000 + b"\n", b"F" + b"x" * 10_000 + b"\n"])
+def test_messages_are_short(opcodes: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="x: the pickle is damaged") as caught:
+        read(opcodes)
+    assert len(str(caught.value)) < 500
+
+
+def test_memory_that_is_wanting_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setitem(torch_pickle._KNOWN, "a.b", fail)
+    with pytest.raises(MemoryError):
+        read(global_("a.b"), b")R")
+
+
+def test_tensors_of_many_dimensions() -> None:
+    for count in (100, 1000):
+        assert len(read(tensor_of(count)).shape) == count
+    once = b"(" + b"K\1" * 5000 + b"tq\1"
+    with pytest.raises(CorruptCheckpointError, match="copy more than the file holds"):
+        read(b"](", once, tensor_of_sizes(b"h\1") * 100, b"e")
+
+
+def test_sparse_tensors_of_one_size() -> None:
+    sparse = global_("torch._utils._rebuild_sparse_tensor") + b"(N(h\2h\2h\1ttR"
+    size = global_("torch.Size") + b"((" + b"K\1" * 5000 + b"ttRq\1"
+    assert read(b"](", size, tensor_of(1), b"q\2", sparse, b"e")[2].kind == "sparse"
+    with pytest.raises(CorruptCheckpointError, match="copy more than the file holds"):
+        read(b"](", size, tensor_of(1), b"q\2", sparse * 100, b"e")
+
+
+def tensor_of(dimensions: int) -> bytes:
+    return tensor_of_sizes(b"(" + b"K\1" * dimensions + b"t")
+
+
+def tensor_of_sizes(ones: bytes) -> bytes:
+    storage = b"(U\7storage" + global_("torch.FloatStorage") + b"U\x010U\3cpuK\1tQ"
+    return global_("torch._utils._rebuild_tensor_v2") + b"(" + storage + b"K\0" + ones * 2 + b"\x89NtR"

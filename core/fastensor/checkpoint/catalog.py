@@ -26,7 +26,7 @@ from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry, torch_dtype
-from fastensor.stitch.torch_pickle import Opaque, StorageRef, TensorRef, read_structure
+from fastensor.stitch.torch_pickle import Opaque, StorageRef, TensorRef, plain_type, read_structure
 from fastensor.stitch.torch_records import Checks
 from fastensor.stitch.zip_directory import Record
 
@@ -246,9 +246,12 @@ def _in_words(value: Any) -> str:
         return f"<{value.name[:_SHOWN]}>"
     if isinstance(value, StorageRef):
         return f"<storage of {value.dtype}>"
+    kind = plain_type(value)
     if isinstance(value, dict | list | tuple | set | frozenset) and value:
-        return f"<{type(value).__name__} of {len(value)}>"
+        return f"<{kind.__name__} of {len(value)}>"
     if isinstance(value, int) and value.bit_length() > _SHOWN:
         return f"<int of {value.bit_length()} bits>"
-    text = repr(value[:_SHOWN] if isinstance(value, str | bytes | bytearray) else value)
+    if isinstance(value, str | bytes | bytearray):
+        value = value[:_SHOWN]
+    text = repr(value if kind is type(value) else kind(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

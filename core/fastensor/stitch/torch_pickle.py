@@ -3,6 +3,11 @@
 A pickle is a program. This one is interpreted symbolically: no global that it names is imported, no class of it is
 instantiated, no tensor is made. Tensors become records that say which storage they lie in and how; objects of unknown
 classes become records of their names and parts. So it is safe for any file, also where ``weights_only=True`` refuses.
+
+A file may use what it has once as a key a thousand times, and compare it with its like: so what takes long to hash or
+to compare is equal to itself only, and equal texts are one object. What remains are the numbers of 64 bits and the
+floats, of which some fifty have the same hash, and the texts, whose hashes can be foreseen where ``PYTHONHASHSEED``
+says so.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import io
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -20,13 +25,13 @@ import torch
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.shape import MAX_SIZE, is_shape
 
-_LONGEST_NAME = 1_000
-"""A pickle may have a text once, and name a thousand globals with it."""
-_LONGEST_INTEGER = 1_000
-"""In bytes. Whoever looks at one looks at all of it, and a pickle may use one as a key a thousand times."""
+_LONGEST_NAME = 300
+"""In bytes of UTF-8. A pickle may have a text once, and name a thousand globals with it."""
+_LONGEST_REASON = 300
+"""In characters. What Python says of a defect may repeat all of the pickle."""
+_MOST_BITS = 64
+"""Of integers that are hashed by their value: few of them have the same hash."""
 _SPARE_ELEMENTS = 100_000
-_MOST_DIMENSIONS = 64
-"""A pickle may have a list of sizes once, and refer to it from each of its tensors."""
 _STATE = "pickled state"
 """Where the attributes of an OrderedDict are kept. Not as its attributes: one may be called ``items``."""
 
@@ -103,10 +108,13 @@ def read_structure(data: bytes, *, where: str) -> Any:
     """
     try:
         return _Interpreter(data).load()
+    except MemoryError:
+        raise
     except RecursionError as error:
         raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be one of torch's") from error
     except Exception as error:
-        raise CorruptCheckpointError(f"{where}: the pickle is damaged or not one of torch's ({error!r})") from error
+        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        raise CorruptCheckpointError(f"{where}: the pickle is damaged or not one of torch's ({reason})") from error
 
 
 def storages_in(value: Any) -> Iterator[StorageRef]:
@@ -132,15 +140,53 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple | set | frozenset) else ()
 
 
-class PickledTuple(tuple[Any, ...]):
-    """A tuple that is equal to itself only: hashing one that is nested a million times would exhaust the stack, and one
-    whose two elements are the same tuple, 30 times over, the user's patience."""
+class _EqualToItself:
+    """Hashing a tuple that is nested a million times would exhaust the stack; hashing one whose two elements are the
+    same tuple, 30 times over, or comparing such frozensets, the user's patience. Integers of many bits and complex
+    numbers can be chosen so that all have the same hash."""
 
     __slots__ = ()
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+class PickledTuple(_EqualToItself, tuple[Any, ...]):
+    """A tuple."""
+
+    __slots__ = ()
+
+
+class _Size(_EqualToItself, tuple[int, ...]):
+    __slots__ = ()
+
+
+class _Frozenset(_EqualToItself, frozenset[Any]):
+    __slots__ = ()
+
+
+class _Integer(_EqualToItself, int):
+    __slots__ = ()
+
+
+class _Complex(_EqualToItself, complex):
+    __slots__ = ()
+
+
+_EQUAL_TO_THEMSELVES: dict[type, Callable[[Any], Any]] = {
+    tuple: PickledTuple,
+    torch.Size: _Size,
+    frozenset: _Frozenset,
+    int: _Integer,
+    complex: _Complex,
+}
+_STANDS_FOR: dict[Any, type] = {ours: plain for plain, ours in _EQUAL_TO_THEMSELVES.items()}
+
+
+def plain_type(value: Any) -> type:
+    """The type of a value; of one that is equal to itself only, the type that it would have if it were not."""
+    return _STANDS_FOR.get(type(value), type(value))
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: Any = None) -> TensorRef:
@@ -170,13 +216,6 @@ def _rebuild_quantized(storage: Any, offset: Any, size: Any, *rest: Any) -> Tens
     return TensorRef("quantized", storage.dtype, _shape(size), None, parts=(storage, rest), plain=False)
 
 
-def _rebuild_sparse(layout: Any, data: Any) -> TensorRef:
-    """The data are the parts (indices, values, ...), then the size, and whether it is coalesced."""
-    values = [part for part in data if isinstance(part, TensorRef)][-1]
-    size = next(part for part in reversed(data) if isinstance(part, torch.Size))
-    return TensorRef("sparse", values.dtype, _shape(size), None, parts=tuple(data), plain=False)
-
-
 def _rebuild_on_meta(dtype: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
     return TensorRef("meta", _dtype(dtype), _shape(size), None, stride=_numbers(stride), plain=False)
 
@@ -186,8 +225,6 @@ def _rebuild_wrapper(kind: Any, dtype: Any, size: Any, *rest: Any) -> TensorRef:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    if len(values) > _MOST_DIMENSIONS:
-        raise ValueError(f"a tensor of {len(values)} dimensions")
     numbers = tuple(values)
     if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in numbers):
         raise ValueError("a tensor whose sizes, strides or offset are not integers from 0 to 2^63 - 1")
@@ -221,6 +258,11 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
+def _empty_bytes(*arguments: Any) -> Any:
+    """How protocol 2 writes bytes without contents."""
+    return Opaque("builtins.bytes", list(arguments)) if arguments else b""
+
+
 _STORAGES = {
     "UntypedStorage": "uint8", "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16",
@@ -234,6 +276,10 @@ _KNOWN: dict[str, Any] = {
     "collections.Counter": Counter,
     "builtins.set": set,
     "__builtin__.set": set,
+    "builtins.complex": complex,
+    "__builtin__.complex": complex,
+    "builtins.bytes": _empty_bytes,
+    "__builtin__.bytes": _empty_bytes,
     "_codecs.encode": _encode,
     "torch.Size": torch.Size,
     "torch.device": torch.device,
@@ -243,31 +289,57 @@ _KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._utils._rebuild_qtensor": _rebuild_quantized,
-    "torch._utils._rebuild_sparse_tensor": _rebuild_sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_on_meta,
     "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper,
 }
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_LOADS = pickle._Unpickler.dispatch
+
+
+def _then_light(load: Callable[[Any], None]) -> Callable[[_Interpreter], None]:
+    """What an opcode does, and then something about what it leaves on the stack."""
+
+    def load_light(interpreter: _Interpreter) -> None:
+        load(interpreter)
+        interpreter.stack[-1] = interpreter.light(interpreter.stack[-1])
+
+    return load_light
 
 
 class _Interpreter(pickle._Unpickler):
     """The pure Python one: the memo of the one in C takes 64 GiB if a pickle of ten bytes asks it to."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_LOADS,
+        **{
+            opcode[0]: _then_light(_LOADS[opcode[0]])
+            for opcode in (
+                *(pickle.INT, pickle.LONG, pickle.LONG1, pickle.LONG4, pickle.FROZENSET),
+                *(pickle.TUPLE, pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+                *(pickle.UNICODE, pickle.BINUNICODE, pickle.BINUNICODE8, pickle.STRING, pickle.BINSTRING),
+                *(pickle.BINBYTES, pickle.BINBYTES8),
+            )
+        },
+    }
     stack: list[Any]
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._globals: dict[str, GlobalRef] = {}
+        self._texts: dict[type, dict[Any, Any]] = {str: {}, bytes: {}}
         self._left = 2 * len(data) + _SPARE_ELEMENTS
         """How many elements calls may still copy. A pickle may have a list once, and make set after set of it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if len(module) + len(name) > _LONGEST_NAME:
-            raise ValueError(f"a global whose name has more than {_LONGEST_NAME} characters")
-        full = f"{module}.{name}"
+        short = len(module) + len(name) <= _LONGEST_NAME
+        full = f"{module}.{name}" if short else ""
+        if not short or len(full.encode(errors="surrogatepass")) > _LONGEST_NAME:
+            raise ValueError(f"a global whose name has more than {_LONGEST_NAME} bytes")
         if full == _FROM_TYPE:
             return self._rebuild_from_type
+        if full == _SPARSE:
+            return self._rebuild_sparse
         if full in _KNOWN:
             return _KNOWN[full]
         if module in ("torch", "torch.storage") and (known := _dtype_or_storage(name)) is not None:
@@ -291,13 +363,17 @@ class _Interpreter(pickle._Unpickler):
             raise EOFError("a bytearray is cut off")
         self.stack.append(bytearray(data))
 
-    def load_long4(self) -> None:
-        (nbytes,) = struct.unpack("<i", self.read(4))  # type: ignore[attr-defined]
-        data = self.read(nbytes) if nbytes >= 0 else b""  # type: ignore[attr-defined]
-        if len(data) != nbytes:
-            raise EOFError("an integer is cut off")
-        long = nbytes > _LONGEST_INTEGER
-        self.stack.append(Opaque(f"int of {nbytes} bytes") if long else pickle.decode_long(data))
+    def load_buffer(self) -> None:
+        raise ValueError("a buffer out of band: torch writes none")
+
+    def light(self, value: Any) -> Any:
+        """The same, such that it is hashed and compared quickly, however often a file does that."""
+        kind = type(value)
+        if kind in self._texts:
+            return self._texts[kind].setdefault(value, value)
+        if kind is int and value.bit_length() <= _MOST_BITS:
+            return value
+        return _EQUAL_TO_THEMSELVES[kind](value) if kind in _EQUAL_TO_THEMSELVES else value
 
     def load_build(self) -> None:
         """Give an object its state. Nothing else than an object of the file is changed."""
@@ -327,17 +403,25 @@ class _Interpreter(pickle._Unpickler):
 
     def _call(self, function: Any, arguments: Any, options: Any = None) -> Any:
         """Call a function. One that is not known keeps its arguments as they are: a pickle may have them but once."""
-        parts = [arguments, options] if options else [arguments]
-        if isinstance(function, GlobalRef):
+        if isinstance(function, GlobalRef | Opaque):
+            parts = [function, arguments, options] if options else [function, arguments]
             return Opaque(function.name, parts)
-        if isinstance(function, Opaque):
-            return Opaque(function.name.removesuffix("(...)") + "(...)", [function, *parts])
         if options:
             raise ValueError("a call with names for its arguments: torch makes none to what is known here")
-        self._left -= sum(map(_length, (arguments, *arguments)))
+        self._spend(arguments, *arguments)
+        return self.light(function(*arguments))
+
+    def _spend(self, *copied: Any) -> None:
+        self._left -= sum(len(value) for value in copied if isinstance(value, Sized))
         if self._left < 0:
             raise ValueError("its calls copy more than the file holds")
-        return function(*arguments)
+
+    def _rebuild_sparse(self, layout: Any, data: Any) -> TensorRef:
+        """The data are the parts (indices, values, ...), then the size, and whether it is coalesced."""
+        values = [part for part in data if isinstance(part, TensorRef)][-1]
+        size = next(part for part in reversed(data) if isinstance(part, _Size))
+        self._spend(size)
+        return TensorRef("sparse", values.dtype, _shape(size), None, parts=tuple(data), plain=False)
 
     def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         """A subclass of tensors, or a tensor with attributes; the arguments are those of its base."""
@@ -346,37 +430,13 @@ class _Interpreter(pickle._Unpickler):
             return Opaque(_name_of(kind), [base, state])
         return replace(base, kind=_name_of(kind), parts=(base.parts, state))
 
-    def load_tuple(self) -> None:
-        items = self.pop_mark()  # type: ignore[attr-defined]
-        self.stack.append(PickledTuple(items))
-
-    def load_empty_tuple(self) -> None:
-        self.stack.append(PickledTuple())
-
-    def load_tuple1(self) -> None:
-        self.stack[-1:] = [PickledTuple(self.stack[-1:])]
-
-    def load_tuple2(self) -> None:
-        self.stack[-2:] = [PickledTuple(self.stack[-2:])]
-
-    def load_tuple3(self) -> None:
-        self.stack[-3:] = [PickledTuple(self.stack[-3:])]
-
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
-    dispatch[pickle.LONG4[0]] = load_long4
+    dispatch[pickle.NEXT_BUFFER[0]] = load_buffer
+    dispatch[pickle.READONLY_BUFFER[0]] = load_buffer
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_reduce
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
-    dispatch[pickle.TUPLE[0]] = load_tuple
-    dispatch[pickle.EMPTY_TUPLE[0]] = load_empty_tuple
-    dispatch[pickle.TUPLE1[0]] = load_tuple1
-    dispatch[pickle.TUPLE2[0]] = load_tuple2
-    dispatch[pickle.TUPLE3[0]] = load_tuple3
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list | tuple | dict | set | frozenset | str | bytes | bytearray) else 0
 
 
 @dataclass(frozen=True, slots=True)
