@@ -331,6 +331,24 @@ def memoized(count: int, step: bytes, first: bytes) -> bytes:
     return first + b"".join(step + b"q\1r" + struct.pack("<L", 2 + at) for at in range(count))
 
 
+def put(place: int) -> bytes:
+    return b"r" + struct.pack("<L", place)
+
+
+def get(place: int) -> bytes:
+    return b"j" + struct.pack("<L", place)
+
+
+def frozensets(depth: int, base: int) -> bytes:
+    """Pairs of a = {a', b'} and b = {a', b', 0}, which are made of those before."""
+    pairs = b"(K\1\x91" + put(base) + b"(K\2\x91" + put(base + 1)
+    for at in range(base, base + 2 * depth, 2):
+        both = b"(" + get(at) + get(at + 1)
+        pairs += both + b"\x91" + put(at + 2) + both + b"K\0\x91" + put(at + 3)
+    return pairs
+
+
+EQUAL_FROZENSETS = b"](" + frozensets(40, 0) + frozensets(40, 500) + b"e0}" + get(80) + b"Ns" + get(580) + b"Ns"
 LAUGHTER = doubled(b")", 60)
 PARAMETERS = PARAMETER + b"q\0" + tensor() + b"q\1"
 ROW = b"](" + b"K\0" * 20_000 + b"eq\1"
@@ -342,6 +360,9 @@ PAIRS = b"(](" + b"".join(tuple_of(number(i), b"N") for i in range(5_000)) + b"e
 NUMBERS = b"(](" + b"".join(number(i) for i in range(5_000)) + b"eq\2tq\1"
 LATIN = tuple_of(text("x" * 200_000), text("latin1")) + b"q\1"
 SETS, LISTED = named("builtins", "set") + b"q\0", named("torch", "Size") + b"q\0"
+HEX = b"L0x" + b"f" * 400_000 + b"L\nq\0"
+TEXTS = text("x" * 3_000_000) + b"q\0" + text("x" * 3_000_000) + b"q\1"
+OF_ONE_HASH = b"".join(number(i * ((1 << 61) - 1)) + b"N" for i in range(60_000))
 INTEGER = b"\x8b" + struct.pack("<L", 400_000) + b"\x7f" * 400_000 + b"q\0"
 LONG_NAME = text("k" * 400_000) + b"q\0"
 OF_TYPE = tuple_of(named("builtins", "set"), named("a", "b"), NUMBERS, b"N") + b"q\1"
@@ -362,6 +383,7 @@ LAUGHING = [
         "2^60 values as sizes": call(REBUILD, storage(), number(0), LAUGHTER, LAUGHTER),
         "2^60 values as an encoding": call(named("_codecs", "encode"), text("x"), LAUGHTER),
         "2^60 values in a leaf": dict_of(a=COUNTER + text("x") + LAUGHTER + b"s"),
+        "frozensets that are equal": EQUAL_FROZENSETS,
         "a long text of many": repeated(text("s" * 400_000), 40_000),
     }.items()
 ]
@@ -380,8 +402,14 @@ BOMBS = [
             "classes": b"c\n\n" * 40_000,
             "sets": b"\x8f" * 300_000,
             "one integer as many keys": INTEGER + b"}(" + b"h\0N" * 100_000 + b"u",
+            "one integer in text as many keys": HEX + b"}(" + b"h\0N" * 200_000 + b"u",
+            "integers of one hash": b"}(" + OF_ONE_HASH + b"u",
+            "one text as many keys": TEXTS + b"}h\0Ns(" + b"h\1N" * 400_000 + b"u",
+            "one size as many keys": LISTED + ARGUMENTS + b"\x85R" + b"q\0}(" + b"h\0N" * 400_000 + b"u",
+            "one list of plain values, many times": ROW + b"](]" + b"h\1" * 200_000 + b"e",
             "one integer in many sets": INTEGER + b"\x8f(" + b"h\0" * 100_000 + b"\x90",
             "calls of calls": named("a", "b") + b"q\0)R" + b")R" * 100_000,
+            "many calls of long names": memoized(20_000, b"h\0)R", call(named("a", "b" * 250)) + b"q\0"),
             "many calls of calls": memoized(20_000, b")R", named("a", "b")),
             "one long name in many globals": LONG_NAME
             + b"]("
@@ -399,6 +427,7 @@ BOMBS = [
             "one list in many sizes": named("torch", "Size") + b"q\0(" + ROW + b"tq\1",
             "one text in many codes": named("_codecs", "encode") + b"q\0" + LATIN,
             "one list in many sets of a type": FROM_TYPE + b"q\0" + OF_TYPE,
+            "one buffer in many sizes": LISTED + b"\x96" + struct.pack("<Q", 200_000) + bytes(200_000) + b"\x98\x85q\1",
             "one bytearray in many sizes": LISTED + b"(\x96" + struct.pack("<Q", 200_000) + bytes(200_000) + b"tq\1",
         }.items()
     ),
