@@ -23,6 +23,8 @@ _DEEPEST = 200
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NOTHING: Any = object()
 _SHOWN = 10
+_SHOWN_CHARACTERS = 100
+"""Of a name in a message."""
 _MOST_BITS = 256
 
 
@@ -97,12 +99,16 @@ def resolve(keys: Iterable[str], names: Collection[str], where: str) -> set[str]
     meant = {key: {key} if key in known else {name for name in known if fnmatchcase(name, key)} for key in wanted}
     missing = [key for key, found in meant.items() if not found]
     if missing:
-        shown = ", ".join(list(names)[:_SHOWN]) or "no names at all"
+        shown = ", ".join(map(_shortened, list(names)[:_SHOWN])) or "no names at all"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise UnknownKeyError(
             f"{where}: nothing in it is called or matches {', '.join(map(repr, missing))}; there are {shown}{more}"
         )
     return set().union(*meant.values())
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _SHOWN_CHARACTERS else f"{name[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def choose(tree: Any, chosen: Callable[[str], bool]) -> Any:
