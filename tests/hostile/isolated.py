@@ -58,31 +58,50 @@ class Laboratory:
     """Where attacks are made. For one thread."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "hostile.isolated"],
-            cwd=Path(__file__).parents[1],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._server = _started()
 
     def attack(self, entries: Sequence[str], path: Path, sound: Path, limits: Limits) -> dict[str, Outcome]:
-        """Let each entry point read the hostile file, and the sound one before and afterwards."""
-        request = {"entries": entries, "path": str(path), "sound": str(sound), "limits": asdict(limits)}
-        stdin, stdout = self._pipes()
-        stdin.write(json.dumps(request) + "\n")
-        stdin.flush()
-        return {entry: Outcome(**outcome) for entry, outcome in json.loads(stdout.readline()).items()}
+        """Let each entry point read the hostile file, and the sound one before and afterwards.
 
-    def close(self) -> None:
+        Raises:
+            RuntimeError: the server has ended. There is another one for the next attack.
+        """
+        request = {"entries": entries, "path": str(path), "sound": str(sound), "limits": asdict(limits)}
+        answer = self._ask(json.dumps(request) + "\n")
+        if not answer:
+            returncode = self.close()
+            self._server = _started()
+            raise RuntimeError(f"the process that makes attacks has ended with return code {returncode}")
+        return {entry: Outcome(**outcome) for entry, outcome in json.loads(answer).items()}
+
+    def close(self) -> int:
         for pipe in self._pipes():
-            pipe.close()
-        self._server.wait(timeout=10)
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return self._server.wait(timeout=10)
+
+    def _ask(self, line: str) -> str:
+        """The answer; empty if the server has ended."""
+        stdin, stdout = self._pipes()
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(line)
+            stdin.flush()
+        return stdout.readline()
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         return self._server.stdin, self._server.stdout
+
+
+def _started() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hostile.isolated"],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @contextlib.contextmanager
@@ -150,7 +169,8 @@ def _collected(child: int, pipe: IO[bytes], entries: Sequence[str], seconds: flo
     _, status = os.waitpid(child, 0)
     if hangs or status:
         broken = f"hangs for more than {seconds:g} s" if hangs else f"ends the process with status {status}"
-        outcomes[entries[len(outcomes)]] = asdict(Outcome(broken=broken))
+        entry = entries[min(len(outcomes), len(entries) - 1)]  # behind the last one, that is to blame
+        outcomes[entry] = asdict(Outcome(broken=broken))
     return outcomes
 
 
@@ -192,10 +212,17 @@ def _read_soundly(sound: Path) -> dict[str, str]:
 def _describe(error: Exception, outcome: Outcome) -> None:
     from fastensor import FastensorError
 
-    if isinstance(error, FastensorError):
+    if isinstance(error, FastensorError) and not any(isinstance(cause, MemoryError) for cause in _causes(error)):
         outcome.refused = str(error)
     else:
         outcome.broken = f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on: for want of memory, no file is damaged."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _most_memory() -> int:
