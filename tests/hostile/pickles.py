@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hostile.crafted import (
     NO_HOOKS,
@@ -31,6 +30,8 @@ LISTING = ("open", "inspect", "convert")
 """Those that put all that they find into words."""
 READERS = ("load", *OURS)
 """All that look at what a pickle says; verify does not."""
+ELSEWHERE = "nothing in it is called|expected a dict of tensors|only a dict from names to dense tensors"
+"""What is said of any pickle that does not hold what was asked for: ``load_keys`` and ``convert`` ask for something."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class Hostile:
 
     name: str
     pickled: bytes
-    message: str = ""
-    """A pattern of what those say about it that have to refuse it."""
+    message: str = ELSEWHERE
+    """A pattern of what is said by any entry point that refuses it, unless that is ``ELSEWHERE``."""
     refused_by: tuple[str, ...] = ()
     """The entry points that have to refuse it."""
-    bugs: Mapping[str, str] = field(default_factory=dict)
-    """Entry points that do not withstand it yet, and why."""
     entries: tuple[str, ...] = READERS
     """Those to attack."""
+    most_nbytes: int = 0
+    """Of memory that reading it may take; 0 for the usual amount."""
 
 
 def holding(w: bytes) -> bytes:
@@ -54,15 +55,17 @@ def holding(w: bytes) -> bytes:
     return program(dict_of(plain=dict_of(w=w)))
 
 
+CUT = "is damaged|refuses|cannot rebuild"
 LONG, LONGER = 1 << 62, 1 << 100
 NEEDS = r"tensor 'plain.w' needs \d+ bytes of record '0', which has 16|cannot rebuild|failed"
 GEOMETRY = r"are not integers from 0 to 2\^63 - 1|cannot rebuild"
+LARGE = "more than 2.63 - 1 elements|cannot rebuild"
 GEOMETRIES = [
     Hostile("storage larger than its record", holding(tensor(storage(numel=400), size=(400,))), NEEDS, READERS),
-    Hostile("storage smaller than its record", holding(tensor(storage(numel=2), size=(2,))), "cannot rebuild"),
-    Hostile("negative numel", holding(tensor(storage(numel=-1))), "cannot rebuild", ("load",)),
+    Hostile("storage smaller than its record", holding(tensor(storage(numel=2), size=(2,))), "cannot rebuild", LOADING),
+    Hostile("negative numel", holding(tensor(storage(numel=-1))), "cannot rebuild", LOADING),
     Hostile("huge numel", holding(tensor(storage(numel=LONG), size=(LONG,))), NEEDS, READERS),
-    Hostile("numel of 100 bits", holding(tensor(storage(numel=LONGER))), "cannot rebuild", ("load",)),
+    Hostile("numel of 100 bits", holding(tensor(storage(numel=LONGER))), "cannot rebuild", LOADING),
     Hostile("one element too many", holding(tensor(size=(5,))), NEEDS, READERS),
     Hostile("one element too far", holding(tensor(offset=1)), NEEDS, READERS),
     Hostile("a step too far", holding(tensor(size=(2,), stride=(4,))), NEEDS, READERS),
@@ -73,14 +76,11 @@ GEOMETRIES = [
     Hostile("huge stride", holding(tensor(stride=(LONG,))), NEEDS, READERS),
     Hostile("negative size", holding(tensor(size=(-4,))), GEOMETRY, READERS),
     Hostile("size of 63 bits", holding(tensor(size=((1 << 63) - 1,))), NEEDS, READERS),
-    Hostile("product of 64 bits, expanded", holding(tensor(size=(1 << 32, 1 << 32), stride=(0, 0))), "", ()),
-    Hostile(
-        "product of 64 bits",
-        holding(tensor(size=(1 << 32, 1 << 32), stride=(1, 1))),
-        "more than 2.63 - 1 elements|cannot",
-        READERS,
+    *(
+        Hostile(f"product of 64 bits, {name}", holding(tensor(size=(1 << 32, 1 << 32), stride=stride)), LARGE, READERS)
+        for name, stride in {"expanded": (0, 0), "overlapping": (1, 1)}.items()
     ),
-    Hostile("expanded to 2^50", holding(tensor(size=(1 << 50,), stride=(0,)))),
+    Hostile("expanded to 2^50", holding(tensor(size=(1 << 50,), stride=(0,))), "not contiguous", ("convert",)),
     Hostile("empty, of huge sizes", holding(tensor(offset=LONG, size=(0, LONG), stride=(LONG, LONG)))),
     Hostile("more sizes than strides", holding(tensor(size=(2, 2))), "more sizes than strides|cannot rebuild", READERS),
     Hostile(
@@ -96,7 +96,7 @@ GEOMETRIES = [
         "sizes that are true",
         holding(call(REBUILD, storage(), number(0), tuple_of(b"\x88"), tuple_of(b"\x88"), b"\x89", NO_HOOKS)),
         GEOMETRY,
-        OURS,
+        READERS,
     ),
 ]
 MISSING = "which has 0|failed|not the persistent id|damaged|cannot rebuild"
@@ -123,7 +123,9 @@ STORAGES = [
         NO_STORAGE,
         READERS,
     ),
-    Hostile("a place that does not exist", holding(tensor(storage().replace(text("cpu"), text("ctu")))), "ctu"),
+    Hostile(
+        "a place that does not exist", holding(tensor(storage().replace(text("cpu"), text("ctu")))), "ctu", LOADING
+    ),
 ]
 ON_META = named("torch._utils", "_rebuild_meta_tensor_no_storage")
 SPARSE = named("torch._utils", "_rebuild_sparse_tensor")
@@ -132,10 +134,14 @@ QUANTIZED = named("torch._utils", "_rebuild_qtensor")
 FROM_TYPE = named("torch._tensor", "_rebuild_from_type_v2")
 PARAMETER = named("torch._utils", "_rebuild_parameter")
 PARTS = [
-    Hostile("no dtype on meta", holding(call(ON_META, text("x"), tuple_of(b"K\2"), tuple_of(b"K\1"), b"\x89"))),
+    Hostile(
+        "no dtype on meta", holding(call(ON_META, text("x"), tuple_of(b"K\2"), tuple_of(b"K\1"), b"\x89")), CUT, READERS
+    ),
     Hostile(
         "sizes that are texts on meta",
         holding(call(ON_META, named("torch", "float32"), tuple_of(text("a")), tuple_of(text("b")), b"\x89")),
+        GEOMETRY,
+        READERS,
     ),
     Hostile(
         "sparse without parts", holding(call(SPARSE, b"N", tuple_of())), "is damaged|cannot rebuild|refuses", READERS
@@ -143,11 +149,15 @@ PARTS = [
     Hostile(
         "sparse, of itself",
         holding(call(SPARSE, b"N", tuple_of(tensor(), tensor(), call(named("torch", "Size"), tuple_of(number(4)))))),
-        "cannot rebuild",
+        "cannot rebuild|more than its bytes",
+        (*LOADING, "convert"),
     ),
-    Hostile("a wrapper without dtype", holding(call(WRAPPER, b"N", b"N", tuple_of(number(4))))),
+    Hostile("a wrapper without dtype", holding(call(WRAPPER, b"N", b"N", tuple_of(number(4)))), CUT, READERS),
     Hostile(
-        "quantized, of sizes that are texts", holding(call(QUANTIZED, storage(), number(0), text("abc"), b"N", b"N"))
+        "quantized, of sizes that are texts",
+        holding(call(QUANTIZED, storage(), number(0), text("abc"), b"N", b"N")),
+        CUT,
+        READERS,
     ),
     Hostile(
         "a type that is a number",
@@ -155,7 +165,7 @@ PARTS = [
         "is damaged|cannot|refuses",
         READERS,
     ),
-    Hostile("a parameter of a number", holding(call(PARAMETER, number(3), b"\x88", NO_HOOKS))),
+    Hostile("a parameter of a number", holding(call(PARAMETER, number(3), b"\x88", NO_HOOKS)), CUT, LOADING),
     Hostile(
         "a size of texts", program(call(named("torch", "Size"), tuple_of(text("a")))), "is damaged|cannot", READERS
     ),
@@ -200,7 +210,7 @@ CODE = [
         "a lazy module of torch",
         program(dict_of(plain=dict_of(w=tensor()), x=named("torch", "onnx"))),
         FORBIDDEN,
-        ("load",),
+        LOADING,
     ),
     Hostile("an extension", program(b"\x82\1"), "damaged|refuses", ("load", *OURS)),
 ]
@@ -213,6 +223,8 @@ BUILDING = [
                 x=built(REBUILD, tuple_of(b"N", dict_of(__kwdefaults__=dict_of(dtype=named("torch", "int32"))))),
             )
         ),
+        CUT,
+        READERS,
     ),
     Hostile(
         "a method of a class",
@@ -225,9 +237,16 @@ BUILDING = [
                 ),
             )
         ),
+        CUT,
+        READERS,
     ),
-    Hostile("the key of a storage", holding(tensor(built(storage(), list_of(b"]", named("torch", "float32"), b"N"))))),
-    Hostile("the dtype of a storage", holding(tensor(built(storage(), list_of(text("0"), b"N", b"N"))))),
+    Hostile(
+        "the key of a storage",
+        holding(tensor(built(storage(), list_of(b"]", named("torch", "float32"), b"N")))),
+        CUT,
+        READERS,
+    ),
+    Hostile("the dtype of a storage", holding(tensor(built(storage(), list_of(text("0"), b"N", b"N")))), CUT, READERS),
     Hostile(
         "the offset of a tensor",
         holding(
@@ -245,6 +264,8 @@ BUILDING = [
                 ),
             )
         ),
+        CUT,
+        LOADING,
     ),
     Hostile(
         "a method of an instance",
@@ -259,7 +280,6 @@ BUILDING = [
 ]
 DEEP = 30_000
 HUGE = b"\x8b" + struct.pack("<L", 3000) + b"\x7f" * 3000
-CUT = "is damaged|refuses|cannot rebuild"
 OPCODES = [
     Hostile("empty", b"", CUT, READERS),
     Hostile("no end", program(b"}")[:-1], CUT, READERS),
@@ -276,23 +296,23 @@ OPCODES = [
     Hostile("text of 4 GiB", program(b"X" + b"\xff" * 4 + b"x"), CUT, READERS),
     Hostile("a frame of 2^62", program(b"\x95" + struct.pack("<Q", LONG) + b"}", protocol=4), CUT, ("load",)),
     Hostile("an int of -1 bytes", program(b"\x8b\xff\xff\xff\xff"), CUT, READERS),
-    Hostile("an int of 2 GiB", program(b"\x8b\xff\xff\xff\x7f"), CUT, ("load",)),
+    Hostile("an int of 2 GiB", program(b"\x8b\xff\xff\xff\x7f"), CUT, READERS),
     Hostile("protocol 255", program(b"}", protocol=255), CUT, LISTING),
     Hostile("out of band", program(b"\x97", protocol=5), CUT, READERS),
-    Hostile("an int of 7000 digits", program(dict_of(plain=dict_of(w=tensor()), x=HUGE)), CUT),
-    Hostile("a key of 7000 digits", program(b"}(" + text("plain") + dict_of(w=tensor()) + HUGE + b"Nu"), CUT),
-    Hostile("deep lists", program(b"]" * DEEP + b"a" * (DEEP - 1)), "dict of tensors"),
-    Hostile("deep tuples", program(b")" + b"\x85" * DEEP), "dict of tensors"),
-    Hostile("deep dicts", program((b"}" + text("a")) * DEEP + b"N" + b"s" * DEEP), "called|dict of"),
+    Hostile("an int of 7000 digits", program(dict_of(plain=dict_of(w=tensor()), x=HUGE)), CUT, LOADING),
+    Hostile("a key of 7000 digits", program(b"}(" + text("plain") + dict_of(w=tensor()) + HUGE + b"Nu"), CUT, LOADING),
+    Hostile("deep lists", program(b"]" * DEEP + b"a" * (DEEP - 1))),
+    Hostile("deep tuples", program(b")" + b"\x85" * DEEP)),
+    Hostile("deep dicts", program((b"}" + text("a")) * DEEP + b"N" + b"s" * DEEP)),
     Hostile(
         "deep calls",
         program(named("a", "b") + b"q\0" + b"h\0" * DEEP + b")" + b"\x85R" * DEEP),
-        "allow|dict of tensors",
+        "does not allow",
         ("load",),
     ),
     Hostile("deep marks", program(b"(" * DEEP), CUT, READERS),
     *(
-        Hostile(f"a key like {name}", program(b"}(" + text("plain") + dict_of(w=tensor()) + key + b"Nu"))
+        Hostile(f"a key like {name}", program(b"}(" + text("plain") + dict_of(w=tensor()) + key + b"Nu"), CUT)
         for name, key in {
             "1": number(1),
             "None": b"N",
@@ -307,10 +327,11 @@ OPCODES = [
     ),
     Hostile("a list as a key", program(b"}]Ns"), CUT, READERS),
     Hostile(
-        "1 and the text 1", program(b"}(K\1" + tensor() + text("1") + tensor() + b"u"), "called 'plain'|nothing in it"
+        "1 and the text 1",
+        program(b"}(K\1" + tensor() + text("1") + tensor() + b"u"),
     ),
     *(
-        Hostile(f"protocol {number}", pickle.dumps({"plain": {"a": bytearray(b"x")}, "b": {1}}, number))
+        Hostile(f"protocol {number}", pickle.dumps({"plain": {"a": bytearray(b"x")}, "b": {1}}, number), CUT)
         for number in range(6)
     ),
 ]
@@ -364,14 +385,16 @@ HEX = b"L0x" + b"f" * 400_000 + b"L\nq\0"
 TEXTS = text("x" * 3_000_000) + b"q\0" + text("x" * 3_000_000) + b"q\1"
 OF_ONE_HASH = b"".join(number(i * ((1 << 61) - 1)) + b"N" for i in range(60_000))
 INTEGER = b"\x8b" + struct.pack("<L", 400_000) + b"\x7f" * 400_000 + b"q\0"
-LONG_NAME = text("k" * 400_000) + b"q\0"
+ZEROS = b"\x96" + struct.pack("<Q", 200_000) + bytes(200_000)
+GLOBALS = b"q\0](" + b"".join(b"h\0" + text(str(at)) + b"\x93" for at in range(20_000)) + b"e"
 OF_TYPE = tuple_of(named("builtins", "set"), named("a", "b"), NUMBERS, b"N") + b"q\1"
 SIZES = REBUILD + b"q\2(h\0K\0h\1h\1tq\3"
 ARGUMENTS = b"(" + b"K\0" * 20_000 + b"tq\1"
-TWO = ("inspect", "load_keys")
-"""For all that read the structure. ``load`` does not take all of these well: torch's unpickler hangs, too."""
+COPIED = "its calls copy more than the file holds"
+MANY = "holds more than 1000000 values"
 LAUGHING = [
-    Hostile(name, program(pickled), entries=TWO)
+    # A load does not take all of these well: torch's unpickler hangs, too.
+    Hostile(name, program(pickled), f"{CUT}|{MANY}", entries=OURS)
     for name, pickled in {
         "2^60 values deep": LAUGHTER + b"\x85" * 200,
         "2^60 values in a set": call(named("builtins", "set"), LAUGHTER),
@@ -388,51 +411,66 @@ LAUGHING = [
     }.items()
 ]
 BOMBS = [
-    Hostile("2^60 values", program(LAUGHTER), "holds more than 1000000 values", TWO[:1], entries=TWO[:1]),
+    Hostile("2^60 values", program(LAUGHTER), MANY, OURS, entries=OURS, most_nbytes=160 << 20),
+    Hostile(
+        "a long name of many",
+        program(dict_of(**{"k" * 20_000: b"](" + b"]" * 20_000 + b"e"})),
+        MANY,
+        OURS,
+        entries=OURS,
+        most_nbytes=128 << 20,
+    ),
+    Hostile(
+        "many classes",
+        program(b"".join(b"c%x\n\n" % at for at in range(100_000))),
+        entries=OURS,
+        most_nbytes=48 << 20,
+    ),
     *(
-        Hostile(name, program(pickled), entries=TWO)
+        Hostile(name, program(pickled), entries=OURS)
         for name, pickled in {
-            "a long name of many": dict_of(**{"k" * 20_000: b"](" + b"]" * 20_000 + b"e"}),
-            "a long class of many": repeated(named("a", "k" * 20_000) + b")R", 20_000),
+            "a long class of many": repeated(named("a", "k" * 250) + b")R", 20_000),
             "parameters of parameters": memoized(10_000, b"h\0h\1\x85R", PARAMETERS),
-            "one list as sizes of many": storage() + b"q\0" + ROW + SIZES + b"h\2h\3R" * 2_000,
             "one tuple as arguments of many": CLASS + ARGUMENTS + b"h\0h\1R" * 4_000,
             "one tuple as arguments of many new objects": CLASS + ARGUMENTS + b"h\0h\1\x81" * 4_000,
+            "one tuple as arguments of many calls": call(CLASS) + b"q\0" + ARGUMENTS + b"h\0h\1R" * 4_000,
             "states of states": tensor() + b"q\0" + b"h\0b" * 20_000,
-            "classes": b"c\n\n" * 40_000,
-            "sets": b"\x8f" * 300_000,
+            "sets": b"\x8f" * 600_000,
             "one integer as many keys": INTEGER + b"}(" + b"h\0N" * 100_000 + b"u",
             "one integer in text as many keys": HEX + b"}(" + b"h\0N" * 200_000 + b"u",
             "integers of one hash": b"}(" + OF_ONE_HASH + b"u",
             "one text as many keys": TEXTS + b"}h\0Ns(" + b"h\1N" * 400_000 + b"u",
             "one size as many keys": LISTED + ARGUMENTS + b"\x85R" + b"q\0}(" + b"h\0N" * 400_000 + b"u",
-            "one list of plain values, many times": ROW + b"](]" + b"h\1" * 200_000 + b"e",
+            "one list of plain values, many times": ROW + b"](]" + b"h\1" * 100_000 + b"e",
             "one integer in many sets": INTEGER + b"\x8f(" + b"h\0" * 100_000 + b"\x90",
             "calls of calls": named("a", "b") + b"q\0)R" + b")R" * 100_000,
             "many calls of long names": memoized(20_000, b"h\0)R", call(named("a", "b" * 250)) + b"q\0"),
             "many calls of calls": memoized(20_000, b")R", named("a", "b")),
-            "one long name in many globals": LONG_NAME
-            + b"]("
-            + b"".join(b"h\0" + text(str(at)) + b"\x93" for at in range(20_000))
-            + b"e",
+            "one name in many globals": text("k" * 250) + GLOBALS,
         }.items()
     ),
     *(
         # What we refuse, a load leaves to torch's own unpickler, which copies.
-        Hostile(name, program(pickled + b"h\0h\1R" * 2_000), entries=TWO[:1])
+        Hostile(name, program(pickled + b"h\0h\1R" * 2_000), COPIED, LISTING, LISTING)
         for name, pickled in {
-            "one tuple as arguments of many calls": call(named("a", "b")) + b"q\0" + ARGUMENTS,
             "one list in many ordered dicts": ORDERED + PAIRS,
             "one list in many sets": named("builtins", "set") + b"q\0" + NUMBERS,
             "one list in many sizes": named("torch", "Size") + b"q\0(" + ROW + b"tq\1",
             "one text in many codes": named("_codecs", "encode") + b"q\0" + LATIN,
             "one list in many sets of a type": FROM_TYPE + b"q\0" + OF_TYPE,
-            "one buffer in many sizes": LISTED + b"\x96" + struct.pack("<Q", 200_000) + bytes(200_000) + b"\x98\x85q\1",
-            "one bytearray in many sizes": LISTED + b"(\x96" + struct.pack("<Q", 200_000) + bytes(200_000) + b"tq\1",
+            "one bytearray in many sizes": LISTED + ZEROS + b"\x85q\1",
         }.items()
     ),
     *(
-        Hostile(f"one list in many sets, {name}", program(SETS + NUMBERS + step * 2_000, protocol=4), entries=TWO[:1])
+        Hostile(name, program(pickled), CUT, LISTING, LISTING)
+        for name, pickled in {
+            "one list as sizes of many": storage() + b"q\0" + ROW + SIZES + b"h\2h\3R" * 2_000,
+            "one buffer in many sizes": LISTED + ZEROS + b"\x98\x85q\1" + b"h\0h\1R" * 2_000,
+            "one long name in many globals": text("k" * 400_000) + GLOBALS,
+        }.items()
+    ),
+    *(
+        Hostile(f"one list in many sets, {name}", program(SETS + NUMBERS + step * 2_000), COPIED, LISTING, LISTING)
         for name, step in {
             "as new objects": b"h\0h\1\x81",
             "as new objects with options": b"h\0h\1}\x92",
