@@ -168,6 +168,13 @@ def read_field(data: bytes, field: tuple[int, str]) -> Any:
     return struct.unpack_from(f"<{code}", data, at)[0]
 
 
+def flipped(data: bytes, bit: int) -> bytes:
+    """The same with one bit flipped. Negative ones count from the end, by bytes."""
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
 Edit = Callable[[bytes], bytes]
 
 

@@ -144,9 +144,9 @@ def test_tiny_files(beginning: str, suffix: str, tmp_path: Path, tally: Counter[
         data = BEGINNINGS[beginning][:length].ljust(length, b"\0")
         path.write_bytes(data)
         for entry in EVERY:
-            error = withstand(entry, path, {})
             # Any bytes may be a file of torch before 1.6, which carries no checksums: verify says so.
-            assert error is not None or entry == "verify" or data == sound, (entry, data)
+            excused = entry == "verify" or data == sound
+            assert withstand(entry, path, {}, may_be_unverified=excused) is not None or excused, (entry, data)
         tally["tiny files"] += 1
 
 
@@ -162,5 +162,5 @@ def test_any_bytes(
             with pytest.raises(FastensorError):
                 ENTRY_POINTS[entry](path)
         else:
-            withstand(entry, path, {})
+            withstand(entry, path, {}, may_be_unverified=True)
     tally["files of random bytes"] += 1

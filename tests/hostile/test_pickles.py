@@ -82,13 +82,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def path(scratch: Path) -> Path:
-    """Where the hostile file is to be. Nothing is there: a file of before might still be mapped."""
-    (scratch / "x.ckpt").unlink(missing_ok=True)
-    return scratch / "x.ckpt"
-
-
-@pytest.fixture
 def attack(isolated: Laboratory, sound: Path, path: Path) -> Attack:
     """Attacks all entry points that a hostile pickle is for, and fails unless they withstand it."""
 
