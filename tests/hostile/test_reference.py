@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 from hostile.attacks import PLAIN, picture
 from hostile.crafted import safetensors_file
-from hostile.headers import EMPTY, IN_AN_ENTRY, IN_THE_JSON, IN_THE_LENGTH, IN_THE_PLACES, SOUND, A, made, tensor, two
+from hostile.headers import EMPTY, IN_AN_ENTRY, IN_THE_JSON, IN_THE_LENGTH, IN_THE_PLACES, SOUND, A, made, single, two
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,10 +75,10 @@ LEGAL = {
     "empty metadata": made({"__metadata__": {}, "a": A}),
     "not in the order of the header": two([1, 3], [0, 1], b"xyz"),
     "empty tensors at both ends": made({"a": A, "b": EMPTY, "c": {**EMPTY, "data_offsets": [1, 1]}}),
-    "a scalar": tensor(shape=[]),
-    "of 1000 dimensions": tensor(shape=[1] * 1000),
-    "empty, of 2^62 columns": tensor(shape=[1 << 62, 0], data_offsets=[0, 0], body=b""),
-    "halves of bytes": tensor(dtype="F4", shape=[3, 4], data_offsets=[0, 6], body=b"abcdef"),
+    "a scalar": single(shape=[]),
+    "of 1000 dimensions": single(shape=[1] * 1000),
+    "empty, of 2^62 columns": single(shape=[1 << 62, 0], data_offsets=[0, 0], body=b""),
+    "halves of bytes": single(dtype="F4", shape=[3, 4], data_offsets=[0, 6], body=b"abcdef"),
     "a name that is empty": made({"": A}),
     "a name with NUL": made({"\0": A}),
     "a name beyond the basic plane": made({"\U0001f525": A}),
@@ -90,7 +90,7 @@ LEGAL = {
     "fields in another order": made({"a": {"data_offsets": [0, 1], "shape": [1], "dtype": "U8"}}),
     "with the checksums of the reference, which has none": lambda sound: safetensors.torch.save(PLAIN),
     **{
-        dtype: tensor(dtype=dtype, data_offsets=[0, nbytes], body=bytes(range(1, nbytes + 1)))
+        dtype: single(dtype=dtype, data_offsets=[0, nbytes], body=bytes(range(1, nbytes + 1)))
         for dtype, nbytes in {
             "U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F16": 2, "BF16": 2, "U16": 2,
             "I16": 2, "F32": 4, "U32": 4, "I32": 4, "F64": 8, "U64": 8, "I64": 8, "C64": 8,
