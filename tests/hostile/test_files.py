@@ -23,6 +23,10 @@ every_entry = pytest.mark.parametrize("entry", EVERY)
 every_suffix = pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 
 
+SECONDS = 20
+"""For a test, or an example of one."""
+
+
 @pytest.fixture(autouse=True)
 def _promptly() -> Iterator[None]:
     """Interrupt what waits for another process."""
@@ -31,7 +35,7 @@ def _promptly() -> Iterator[None]:
         raise AssertionError("it hangs")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(20)
+    signal.alarm(SECONDS)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -155,6 +159,7 @@ def test_tiny_files(beginning: str, suffix: str, tmp_path: Path, tally: Counter[
 def test_any_bytes(
     tmp_path_factory: pytest.TempPathFactory, tally: Counter[str], suffix: str, start: bytes, data: bytes
 ) -> None:
+    signal.alarm(SECONDS)
     path = tmp_path_factory.mktemp("any") / f"x{suffix}"
     path.write_bytes(start + data)
     for entry in EVERY:
