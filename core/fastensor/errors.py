@@ -8,6 +8,7 @@ A missing file is the built-in ``FileNotFoundError``.
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import CancelledError
 
 
 class FastensorError(Exception):
@@ -47,6 +48,10 @@ class UnsupportedContentError(FastensorError, ValueError):
 
 class PlacementError(FastensorError, RuntimeError):
     """torch cannot put tensors on the device that ``map_location``, or else the file, asks for."""
+
+
+class SaveDroppedError(FastensorError, CancelledError):
+    """An asynchronous save was cancelled, or dropped for another one. What was at the path before is kept."""
 
 
 class StateChangedError(FastensorError, RuntimeError):

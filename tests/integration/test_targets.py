@@ -83,9 +83,9 @@ def test_a_failed_save_keeps_what_was_there(folder: str) -> None:
     fastensor.save(STATE, url)
     with pytest.raises(ValueError, match="not this one"):
         fastensor.save(Unpicklable(), url)
-    from fastensor.backends import staging, stream
+    from fastensor.backends import staging
 
-    original = staging.Stager.finish
+    original = staging.RingStager.finish
 
     def fail_late(self: Any, window: Any) -> memoryview:
         if window.offset:
@@ -93,7 +93,7 @@ def test_a_failed_save_keeps_what_was_there(folder: str) -> None:
         return original(self, window)
 
     if not folder.startswith("file"):
-        with mock.patch.object(stream.Stager, "finish", fail_late), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(staging.RingStager, "finish", fail_late), pytest.raises(KeyboardInterrupt):
             fastensor.save(TENSORS, url)
     assert_same(fastensor.load(url), STATE)
     assert names_in(folder) == ["x.ckpt"]
@@ -417,14 +417,14 @@ def test_a_state_that_changes_between_the_two_passes(monkeypatch: pytest.MonkeyP
     from fastensor.backends import stream
 
     tensor = torch.zeros(1000)
-    original = stream._checksums
+    original = stream.checksums_of
 
     def change(source: Any) -> Any:
         found = original(source)
         tensor.fill_(1)
         return found
 
-    monkeypatch.setattr(stream, "_checksums", change)
+    monkeypatch.setattr(stream, "checksums_of", change)
     with pytest.raises(fastensor.StateChangedError, match="changed while"):
         fastensor.save({"w": tensor}, io.BytesIO(), container="safetensors")
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import direct, memory, posix, registry, ring_reader, threads
+from fastensor.backends import direct, memory, posix, registry, ring_reader, staging, threads
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.direct import DirectBackend
-from fastensor.backends.staging import Stager
+from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError, UnknownBackendError
 from fastensor.stitch.torch_zip import TorchZip, plan
 from fastensor.testing import BackendTests
@@ -235,7 +235,8 @@ def test_staging_works_without_pinning(caplog: pytest.LogCaptureFixture) -> None
         caplog.at_level(logging.WARNING, "fastensor"),
     ):
         for _ in range(2):
-            ring.buffer(0, pin_for=torch.device("cuda", 0)).release()
+            ring.buffers()[0].prepare(torch.device("cuda", 0))
+            ring.release()
     assert len(caplog.records) == 1
     cudart.cudaHostUnregister.assert_not_called()
 
@@ -259,14 +260,8 @@ def test_a_reader_that_the_filesystem_refuses_falls_back(disk: Path) -> None:
 def test_storages_of_devices_without_streams_get_their_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such devices (mps, xpu) are not in this machine: a host storage is sent down their path."""
     source = make_source(100, 5 << 10)
-    expected = _stage(source, source.image.nbytes)
-    init = Stager.__init__
-
-    def without_addresses(self: Stager, *arguments: Any) -> None:
-        init(self, *arguments)
-        self._addresses = [0] * len(self._addresses)
-
-    monkeypatch.setattr(Stager, "__init__", without_addresses)
+    expected = _stage(source, source.nbytes)
+    monkeypatch.setattr(staging, "_address", lambda storage: 0)
     assert _stage(source, 1000) == expected
 
 
@@ -295,29 +290,25 @@ def test_waits_are_not_cut_short_by_interrupts(interruption: type[BaseException]
 
 def test_a_window_larger_than_its_buffer_is_refused() -> None:
     source = make_source(100)
-    with (
-        memory.borrowed_ring() as ring,
-        Stager(source.image, source.storages) as stager,
-        pytest.raises(ValueError, match="does not fit"),
-    ):
-        stager.begin(ring.buffer(0), 0, memory.BUFFER_NBYTES + 1)
+    with open_stager(source) as stager, pytest.raises(ValueError, match="does not fit"):
+        stager.begin(0, memory.BUFFER_NBYTES + 1)
 
 
 @pytest.mark.parametrize("nbytes", [1, 2, 3, 5, 7, 64, 1000])
 def test_windows_of_any_size_make_the_same_image(nbytes: int) -> None:
     """Headers, checksums and payload are cut anywhere."""
     source = plan({"a": torch.arange(50), "b": torch.ones(3)}, pickle_module=pickle, pickle_protocol=2)
-    whole = _stage(source, source.image.nbytes)
+    whole = _stage(source, source.nbytes)
     assert _stage(source, nbytes) == whole
 
 
 def _stage(source: TorchZip, nbytes: int) -> bytes:
-    total = source.image.nbytes
     parts = []
-    with memory.borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
-        for offset in range(0, total, nbytes):
-            window = stager.begin(ring.buffer(0), offset, min(nbytes, total - offset))
+    with open_stager(source) as stager:
+        for offset in range(0, source.nbytes, nbytes):
+            window = stager.begin(offset, min(nbytes, source.nbytes - offset))
             parts.append(bytes(stager.finish(window)))
+            stager.release(window)
     return b"".join(parts)
 
 

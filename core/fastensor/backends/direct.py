@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader, transfer_nbytes
-from fastensor.backends.staging import Stager, Window
+from fastensor.backends.staging import Window, open_stager
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
@@ -43,7 +43,7 @@ class DirectBackend:
         limits = _limits(fd)
         with _direct_mode(fd):
             checksums = _write(source, fd, limits)
-        posix.truncate(fd, source.image.nbytes)
+        posix.truncate(fd, source.nbytes)
         return checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
@@ -99,41 +99,42 @@ def _direct_mode(fd: int) -> Iterator[None]:
 
 
 def _write(source: Source, fd: int, limits: posix.DirectLimits) -> Sequence[int]:
-    image = source.image
-    size = transfer_nbytes(image.nbytes)
+    size = transfer_nbytes(source.nbytes)
     begun: Window | None = None
     with (
-        borrowed_ring() as ring,
-        Stager(image, source.storages) as stager,
-        _Writers(fd, limits.offset_alignment, -(-image.nbytes // size)) as writers,
+        open_stager(source) as stager,
+        _Writers(fd, limits.offset_alignment, -(-source.nbytes // size), stager.release) as writers,
     ):
-        for number, offset in enumerate(range(0, image.nbytes, size)):
+        for number, offset in enumerate(range(0, source.nbytes, size)):
             if number >= BUFFER_COUNT:
                 writers.wait_for_oldest()
-            buffer = ring.buffer(number % BUFFER_COUNT, pin_for=stager.device)
-            window = stager.begin(buffer, offset, min(size, image.nbytes - offset))
+            window = stager.begin(offset, min(size, source.nbytes - offset))
             if not stager.asynchronous:
-                writers.submit(window, stager.finish(window))
+                stager.finish(window)
+                writers.submit(window)
                 continue
             # The device copies the next window while this one is checksummed and written.
             if begun is not None:
-                writers.submit(begun, stager.finish(begun))
+                stager.finish(begun)
+                writers.submit(begun)
             begun = window
         if begun is not None:
-            writers.submit(begun, stager.finish(begun))
+            stager.finish(begun)
+            writers.submit(begun)
         writers.wait_for_all()
         return stager.checksums
 
 
 class _Writers:
-    """Threads that write windows. Left only when none of them is writing any more."""
+    """Threads that write windows and release them. Left only when none of them is writing any more."""
 
-    def __init__(self, fd: int, alignment: int, windows: int) -> None:
+    def __init__(self, fd: int, alignment: int, windows: int, release: Callable[[Window], None]) -> None:
         self._fd = fd
         self._alignment = alignment
+        self._release = release
         threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # two transfers each, or more
         self._pool = open_pool(threads, "fastensor-write")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[Window, Future[None]]] = deque()
 
     def __enter__(self) -> _Writers:
         return self
@@ -141,16 +142,16 @@ class _Writers:
     def __exit__(self, *exc: object) -> None:
         shut_down(self._pool)
 
-    def submit(self, window: Window, data: memoryview) -> None:
+    def submit(self, window: Window) -> None:
         """Write a finished window; its tail is padded to a whole block, which truncation takes away again."""
-        nbytes = -(-data.nbytes // self._alignment) * self._alignment
-        window.buffer.array[data.nbytes : nbytes] = 0
-        view = window.buffer.view[:nbytes]
-        self._pending.append(submit(self._pool, posix.write_fully, self._fd, view, window.offset))
+        data = window.padded(self._alignment)
+        self._pending.append((window, submit(self._pool, posix.write_fully, self._fd, data, window.offset)))
 
     def wait_for_oldest(self) -> None:
+        window, written = self._pending.popleft()
         with _refusals_reported():
-            self._pending.popleft().result()
+            written.result()
+        self._release(window)
 
     def wait_for_all(self) -> None:
         while self._pending:

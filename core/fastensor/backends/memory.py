@@ -55,6 +55,12 @@ class Buffer:
             self.array[:: mmap.PAGESIZE] = 0
         self._touched = True
 
+    def prepare(self, device: torch.device | None) -> None:
+        """Touch it, and pin it if copies come from a CUDA device."""
+        self.touch()
+        if device is not None:
+            self.pin(device)
+
     def pin(self, device: torch.device) -> None:
         """Register the memory with CUDA, so that device copies into it are at full speed. They work without."""
         if self._pinned:
@@ -85,28 +91,31 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
+def map_buffers(count: int) -> list[Buffer]:
+    """Buffers of ``BUFFER_NBYTES`` in one private mapping, whose huge pages are used whole. Children find it empty."""
+    memory = mmap.mmap(-1, count * BUFFER_NBYTES + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
+        with contextlib.suppress(OSError):  # this kernel does not have it
+            memory.madvise(advice)
+    address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    begin = -address % _HUGE_PAGE
+    return [Buffer(memory, begin + number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(count)]
+
+
 class Ring:
-    """The buffers of one transfer, in one private mapping whose huge pages are used whole."""
+    """The buffers of one transfer."""
 
     def __init__(self) -> None:
-        nbytes = BUFFER_COUNT * BUFFER_NBYTES
-        memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
-            with contextlib.suppress(OSError):  # this kernel does not have it
-                memory.madvise(advice)
-        address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
-        begin = -address % _HUGE_PAGE
-        self._buffers = [
-            Buffer(memory, begin + number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(BUFFER_COUNT)
-        ]
+        self._buffers = map_buffers(BUFFER_COUNT)
 
-    def buffer(self, index: int, *, pin_for: torch.device | None = None) -> Buffer:
-        """Buffer number ``index``, touched, and pinned if copies come from a CUDA device."""
-        buffer = self._buffers[index]
-        buffer.touch()
-        if pin_for is not None:
-            buffer.pin(pin_for)
-        return buffer
+    def buffers(self) -> list[Buffer]:
+        """All of them, which may not have been touched yet."""
+        return list(self._buffers)
+
+    def buffer(self, index: int) -> Buffer:
+        """Buffer number ``index``, touched."""
+        self._buffers[index].touch()
+        return self._buffers[index]
 
     def release(self) -> None:
         for buffer in self._buffers:

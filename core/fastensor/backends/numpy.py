@@ -13,8 +13,8 @@ from isal import isal_zlib
 
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
-from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring, copy_memory
-from fastensor.backends.staging import Stager
+from fastensor.backends.memory import BUFFER_NBYTES, copy_memory
+from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
@@ -39,12 +39,12 @@ class NumpyBackend:
         return Capabilities(bypasses_page_cache=False, extra_nbytes=BUFFER_NBYTES)
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
-        total = source.image.nbytes
-        with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
-            buffer = ring.buffer(0, pin_for=stager.device)
+        total = source.nbytes
+        with open_stager(source) as stager:
             for offset in range(0, total, _WINDOW_NBYTES):
-                window = stager.begin(buffer, offset, min(_WINDOW_NBYTES, total - offset))
+                window = stager.begin(offset, min(_WINDOW_NBYTES, total - offset))
                 posix.write_fully(fd, stager.finish(window), offset)
+                stager.release(window)
         posix.truncate(fd, total)
         return stager.checksums
 

@@ -1,4 +1,4 @@
-"""Producing an image window by window: storages are copied into a buffer and their CRC32s taken on the way.
+"""Producing a file window by window: storages are copied into buffers and their CRC32s taken on the way.
 
 The CRC32 of a block is taken right after it was copied: bytes that change later, in the buffer or behind it, are
 noticed at load.
@@ -6,17 +6,18 @@ noticed at load.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self, cast
 
 import torch
 from isal import isal_zlib
 
-from fastensor.backends.memory import Buffer, copy_memory
+from fastensor.backends.memory import Buffer, borrowed_ring, copy_memory
 from fastensor.errors import StateChangedError
-from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload, Piece
-from fastensor.stitch.source import FileBytes
+from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Payload, Piece
+from fastensor.stitch.source import FileBytes, Plan, Source
 
 _BLOCK_NBYTES = 512 << 10
 """Copied and checksummed at a time, so that the second pass finds the bytes in the processor's cache."""
@@ -24,148 +25,263 @@ _BLOCK_NBYTES = 512 << 10
 
 @dataclass(slots=True)
 class Window:
-    """A part of the image in a buffer. Complete once :meth:`Stager.finish` has returned."""
+    """A part of the file in a buffer. Complete once :meth:`Stager.finish` has returned."""
 
     buffer: Buffer
+    begin: int
+    """Where in the buffer it begins."""
     offset: int
+    """Where in the file it begins."""
     nbytes: int
     late: list[Piece] = field(default_factory=list)
     """Pieces that need another look once the device has copied: its payload, and headers, whose blanks depend on it."""
     events: list[torch.cuda.Event] = field(default_factory=list)
 
+    @property
+    def data(self) -> memoryview:
+        return self.buffer.view[self.begin : self.begin + self.nbytes]
 
-class Stager:
-    """Copies consecutive windows of one image into buffers. Used by one thread, in a ``with`` block.
+    def padded(self, alignment: int) -> memoryview:
+        """The data, and zeros behind it up to a multiple of the alignment, which divides the buffer's size."""
+        end = self.begin + self.nbytes
+        stop = -(-end // alignment) * alignment
+        self.buffer.array[end:stop] = 0
+        return self.buffer.view[self.begin : stop]
 
-    Args:
-        image: the layout.
-        storages: what its payload segments refer to; borrowed, neither resized nor written until the last window is
-            finished.
 
-    CUDA storages are copied on a stream of this stager's own, ordered behind the work that was queued on the device's
-    current stream when the stager was made. No copy is in flight any more when the block is left. Storages of other
-    devices are copied synchronously.
+class Stager(Protocol):
+    """Produces the windows of one file, from front to back. Used by one thread.
+
+    For each window :meth:`begin`, :meth:`finish` and, as soon as its bytes are where they belong, :meth:`release` are
+    called, each of them in the order of the windows. Up to ``BUFFER_COUNT`` windows may be held at a time. The end of
+    a buffer of ``BUFFER_NBYTES`` bytes is the end of a window, if buffers are counted from the file's start.
     """
 
-    def __init__(self, image: Image, storages: Sequence[torch.UntypedStorage | FileBytes]) -> None:
-        self._image = image
-        self._storages = storages
-        self._addresses = [_address(storage) for storage in storages]
-        self._checksums = [0] * len(storages)
-        self._streams = _streams_behind_current(storages)
-        self.asynchronous = bool(self._streams)
+    @property
+    def asynchronous(self) -> bool:
         """Whether copies go on after :meth:`begin` has returned, so that beginning the next window first pays."""
-        self.device = next(iter(self._streams), None)
-        """A CUDA device that copies come from, for which buffers are to be pinned."""
 
     @property
     def checksums(self) -> tuple[int, ...]:
         """The CRC32 of each storage's part, as far as windows are finished; 0 for those that are empty."""
-        return tuple(self._checksums)
+
+    def begin(self, offset: int, nbytes: int) -> Window:
+        """Start to produce the file's bytes ``[offset, offset + nbytes)``.
+
+        Raises:
+            StateChangedError: a storage has another size than when the file was planned.
+        """
+
+    def finish(self, window: Window) -> memoryview:
+        """Wait until the window is complete, and return its bytes."""
+
+    def release(self, window: Window) -> None:
+        """Its buffer may be used for another one."""
+
+
+class StagedSource(Source, Protocol):
+    """A source that has been staged by somebody else."""
+
+    def open_stager(self) -> AbstractContextManager[Stager]:
+        """What hands over its windows."""
+
+
+def open_stager(source: Source) -> AbstractContextManager[Stager]:
+    """What produces the windows of a source."""
+    return RingStager(source) if isinstance(source, Plan) else cast(StagedSource, source).open_stager()
+
+
+class RingStager:
+    """Copies what a plan borrows through a ring of buffers. See :class:`Stager`.
+
+    No copy is in flight any more when its ``with`` block is left.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._image = plan.image
+        self._copier = Copier(plan.storages)
+        self._checksums = Checksums(len(plan.storages))
+        self._resources = ExitStack()
+        self._buffers: list[Buffer] = []
+        self.asynchronous = self._copier.asynchronous
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        return self._checksums.values
 
     def __enter__(self) -> Self:
+        ring = self._resources.enter_context(borrowed_ring())
+        self._resources.callback(self._copier.synchronize)
+        self._buffers = ring.buffers()[::-1]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+        self._resources.close()
 
-    def begin(self, buffer: Buffer, offset: int, nbytes: int) -> Window:
-        """Start copying the image's bytes ``[offset, offset + nbytes)`` into the buffer.
-
-        Raises:
-            StateChangedError: a storage has another size than when the image was planned.
-            ValueError: the buffer is smaller than that.
-        """
+    def begin(self, offset: int, nbytes: int) -> Window:
+        buffer = self._buffers.pop()
+        buffer.prepare(self._copier.device)
         if nbytes > buffer.nbytes:
             raise ValueError(f"a window of {nbytes} bytes does not fit into a buffer of {buffer.nbytes}")
-        window = Window(buffer, offset, nbytes)
+        window = Window(buffer, 0, offset, nbytes)
         for piece in self._image.pieces(offset, offset + nbytes):
-            segment, begin, count, at = piece
-            if isinstance(segment, Header):
-                buffer.view[at : at + count] = (
-                    segment.data if count == len(segment.data) else segment.data[begin : begin + count]
-                )
+            if isinstance(piece.segment, Header):
+                copy_header(piece, piece.segment, window.data)
                 if self.asynchronous:
                     window.late.append(piece)
                 else:
-                    self._fill_in_blanks(window, segment, begin, count, at)
+                    self._checksums.fill_in(piece, piece.segment, window.data)
             else:
-                self._check_size(segment)
-                storage = self._storages[segment.index]
-                if self._addresses[segment.index]:
-                    self._copy_from_host(window, piece, segment)
-                elif isinstance(storage, torch.UntypedStorage):
-                    self._copy_from_device(window, piece, segment, storage)
-                else:
-                    self._copy_from_file(window, piece, segment, storage)
-        for device, stream in self._streams.items():
-            with torch.cuda.device(device):
-                window.events.append(stream.record_event())
+                self._copy(window, piece, piece.segment)
+        window.events += self._copier.record_events()
         return window
 
     def finish(self, window: Window) -> memoryview:
-        """Wait for the copies, fill in what depends on them and return the window's bytes. In order of windows."""
         for event in window.events:
             event.synchronize()
-        for segment, begin, count, at in window.late:
-            if isinstance(segment, Header):
-                self._fill_in_blanks(window, segment, begin, count, at)
+        self._checksums.take(window.late, window.data)
+        return window.data
+
+    def release(self, window: Window) -> None:
+        self._buffers.append(window.buffer)
+
+    def _copy(self, window: Window, piece: Piece, payload: Payload) -> None:
+        file = self._copier.file(payload)
+        if file is not None:
+            self._copy_from_file(window, piece, payload, file)
+        elif self._copier.is_on_host(payload):
+            for block in _blocks(piece):
+                self._copier.copy(block, payload, window.buffer, window.begin)
+                self._checksums.add(block, payload, window.data)
+        else:
+            self._copier.copy(piece, payload, window.buffer, window.begin)
+            if self.asynchronous:
+                window.late.append(piece)
             else:
-                self._add_to_checksum(segment.index, window.buffer.view[at : at + count])
-        return window.buffer.view[: window.nbytes]
-
-    def _check_size(self, payload: Payload) -> None:
-        nbytes = self._storages[payload.index].nbytes()
-        if nbytes != payload.storage_nbytes:
-            raise StateChangedError(
-                f"a storage of {payload.storage_nbytes} bytes was resized to {nbytes} while it was being saved; "
-                f"keep the state unchanged until save returns"
-            )
-
-    def _fill_in_blanks(self, window: Window, header: Header, begin: int, count: int, at: int) -> None:
-        """Write the checksums into a part of a header that stands at ``at``; a blank may be cut by its ends."""
-        for position, storage in header.blanks:
-            start, stop = max(position, begin), min(position + CHECKSUM_NBYTES, begin + count)
-            if start < stop:
-                crc32 = self._checksums[storage].to_bytes(CHECKSUM_NBYTES, "little")
-                target = at + start - begin
-                window.buffer.view[target : target + stop - start] = crc32[start - position : stop - position]
-
-    def _copy_from_host(self, window: Window, piece: Piece, payload: Payload) -> None:
-        index = payload.index
-        source = self._addresses[index] + payload.before + piece.begin
-        at, end = piece.position, piece.position + piece.nbytes
-        while at < end:
-            count = min(_BLOCK_NBYTES, end - at)
-            copy_memory(window.buffer.address + at, source, count)
-            self._add_to_checksum(index, window.buffer.view[at : at + count])
-            at += count
-            source += count
+                self._checksums.add(piece, payload, window.data)
 
     def _copy_from_file(self, window: Window, piece: Piece, payload: Payload, file: FileBytes) -> None:
-        index = payload.index
-        data = window.buffer.view[piece.position : piece.position + piece.nbytes]
-        crc32 = file.readinto(payload.before + piece.begin, data)
-        self._checksums[index] = isal_zlib.crc32_combine(self._checksums[index], crc32, piece.nbytes)
+        crc32 = file.readinto(payload.before + piece.begin, window.data[piece.position : piece.position + piece.nbytes])
+        total = self._checksums.combine(payload.index, crc32, piece.nbytes)
         if piece.begin + piece.nbytes == payload.nbytes:
-            file.check(self._checksums[index])
+            file.check(total)
 
-    def _copy_from_device(self, window: Window, piece: Piece, payload: Payload, storage: torch.UntypedStorage) -> None:
-        begin = payload.before + piece.begin
-        target = window.buffer.as_tensor()[piece.position : piece.position + piece.nbytes]
+
+def _blocks(piece: Piece) -> Iterable[Piece]:
+    if piece.nbytes <= _BLOCK_NBYTES:
+        return (piece,)
+    return (
+        Piece(piece.segment, piece.begin + at, min(_BLOCK_NBYTES, piece.nbytes - at), piece.position + at)
+        for at in range(0, piece.nbytes, _BLOCK_NBYTES)
+    )
+
+
+def copy_header(piece: Piece, header: Header, window: memoryview) -> None:
+    """Put a part of a header where it belongs. Its blanks are left as they are."""
+    _, begin, count, at = piece
+    window[at : at + count] = header.data if count == len(header.data) else header.data[begin : begin + count]
+
+
+class Copier:
+    """Copies parts of storages into memory of the host. Used by several threads at once.
+
+    CUDA storages are copied on streams of this object's own, ordered behind the work that was queued on the devices'
+    current streams when it was made. Storages of other devices are copied synchronously.
+
+    Args:
+        storages: what payload segments refer to; borrowed, neither resized nor written while they are copied.
+    """
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> None:
+        self._storages = storages
+        self._addresses = [_address(storage) for storage in storages]
+        self._streams = _streams_behind_current(storages)
+        self.asynchronous = bool(self._streams)
+        """Whether copies go on after :meth:`copy` has returned: until events recorded behind them have come."""
+        self.device = next(iter(self._streams), None)
+        """A CUDA device that copies come from, for which buffers are to be pinned."""
+
+    def is_on_host(self, payload: Payload) -> bool:
+        return bool(self._addresses[payload.index])
+
+    def file(self, payload: Payload) -> FileBytes | None:
+        """Where the payload comes from if it is not in memory."""
+        storage = self._storages[payload.index]
+        return None if isinstance(storage, torch.UntypedStorage) else storage
+
+    def copy(self, piece: Piece, payload: Payload, buffer: Buffer, begin: int) -> None:
+        """Start copying a part of a storage into the window that begins at ``begin`` of the buffer.
+
+        Raises:
+            StateChangedError: the storage has another size than when the file was planned.
+        """
+        storage = cast(torch.UntypedStorage, self._storages[payload.index])
+        if storage.nbytes() != payload.storage_nbytes:
+            raise StateChangedError(
+                f"a storage of {payload.storage_nbytes} bytes was resized to {storage.nbytes()} while it was being "
+                f"saved; keep the state unchanged until save returns"
+            )
+        start, at = payload.before + piece.begin, begin + piece.position
+        if address := self._addresses[payload.index]:
+            copy_memory(buffer.address + at, address + start, piece.nbytes)
+            return
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         stream = self._streams.get(storage.device)
         with torch.cuda.stream(stream):
-            target.copy_(source[begin : begin + piece.nbytes], non_blocking=stream is not None)
-        if stream is not None:
-            window.late.append(piece)
-        else:
-            data = window.buffer.view[piece.position : piece.position + piece.nbytes]
-            self._add_to_checksum(payload.index, data)
+            buffer.as_tensor()[at : at + piece.nbytes].copy_(
+                source[start : start + piece.nbytes], non_blocking=stream is not None
+            )
 
-    def _add_to_checksum(self, index: int, data: memoryview) -> None:
-        self._checksums[index] = isal_zlib.crc32(data, self._checksums[index])
+    def record_events(self) -> list[torch.cuda.Event]:
+        """Events that come when all copies started so far are done, one per device."""
+        events = []
+        for device, stream in self._streams.items():
+            with torch.cuda.device(device):
+                events.append(stream.record_event())
+        return events
+
+    def synchronize(self) -> None:
+        """Return when no copy is in flight."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+class Checksums:
+    """The CRC32s of the storages of one image, whose windows are gone through in order."""
+
+    def __init__(self, count: int) -> None:
+        self._values = [0] * count
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(self._values)
+
+    def take(self, pieces: Iterable[Piece], window: memoryview) -> None:
+        """Go through complete pieces of a window: add what is payload, and fill in the blanks of headers."""
+        for piece in pieces:
+            if isinstance(piece.segment, Header):
+                self.fill_in(piece, piece.segment, window)
+            else:
+                self.add(piece, piece.segment, window)
+
+    def add(self, piece: Piece, payload: Payload, window: memoryview) -> None:
+        data = window[piece.position : piece.position + piece.nbytes]
+        self._values[payload.index] = isal_zlib.crc32(data, self._values[payload.index])
+
+    def combine(self, index: int, crc32: int, nbytes: int) -> int:
+        """Add bytes of which only the CRC32 is known; returns that of all so far."""
+        self._values[index] = isal_zlib.crc32_combine(self._values[index], crc32, nbytes)
+        return self._values[index]
+
+    def fill_in(self, piece: Piece, header: Header, window: memoryview) -> None:
+        """Write the checksums into a part of a header; a blank may be cut by its ends."""
+        _, begin, count, at = piece
+        for position, storage in header.blanks:
+            start, stop = max(position, begin), min(position + CHECKSUM_NBYTES, begin + count)
+            if start < stop:
+                crc32 = self._values[storage].to_bytes(CHECKSUM_NBYTES, "little")
+                target = at + start - begin
+                window[target : target + stop - start] = crc32[start - position : stop - position]
 
 
 def _address(storage: torch.UntypedStorage | FileBytes) -> int:

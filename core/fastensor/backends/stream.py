@@ -5,14 +5,15 @@ Memory beyond the state is one buffer of the ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from isal import isal_zlib
 
 from fastensor.backends import posix
-from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
-from fastensor.backends.staging import Stager
+from fastensor.backends.memory import BUFFER_NBYTES
+from fastensor.backends.staging import Stager, open_stager
 from fastensor.errors import StateChangedError
 from fastensor.stitch.source import Source
 
@@ -25,13 +26,10 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
 
     Where checksums stand in front of what they are of, the state is staged twice, first for them alone.
     """
-    checksums = _checksums(source) if source.checksums_first else ()
+    checksums = (source.known_checksums or checksums_of(source)) if source.checksums_first else ()
     head = source.head(checksums)
-    total = source.image.nbytes
-    with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
-        buffer = ring.buffer(0, pin_for=stager.device)
-        for offset in range(0, total, BUFFER_NBYTES):
-            data = stager.finish(stager.begin(buffer, offset, min(BUFFER_NBYTES, total - offset)))
+    with open_stager(source) as stager:
+        for offset, data in _windows(source, stager):
             known = head[offset : offset + data.nbytes]
             data[: len(known)] = known
             write(data)
@@ -41,13 +39,19 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
             )
 
 
-def _checksums(source: Source) -> tuple[int, ...]:
-    total = source.image.nbytes
-    with borrowed_ring() as ring, Stager(source.image, source.storages) as stager:
-        buffer = ring.buffer(0, pin_for=stager.device)
-        for offset in range(0, total, BUFFER_NBYTES):
-            stager.finish(stager.begin(buffer, offset, min(BUFFER_NBYTES, total - offset)))
+def checksums_of(source: Source) -> tuple[int, ...]:
+    """What the source's head needs. Goes through all of it."""
+    with open_stager(source) as stager:
+        deque(_windows(source, stager), maxlen=0)
         return stager.checksums
+
+
+def _windows(source: Source, stager: Stager) -> Iterator[tuple[int, memoryview]]:
+    """The file in pieces: where each begins, and its bytes, which are lent until the next one is asked for."""
+    for offset in range(0, source.nbytes, BUFFER_NBYTES):
+        window = stager.begin(offset, min(BUFFER_NBYTES, source.nbytes - offset))
+        yield offset, stager.finish(window)
+        stager.release(window)
 
 
 class Readable(Protocol):

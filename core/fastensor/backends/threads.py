@@ -53,6 +53,26 @@ def submit(pool: Executor, function: Callable[..., T], *arguments: Any, **option
         raise BackendUnavailableError(f"threads accept no more work ({error})") from error
 
 
+def run_together(work: Callable[[], None], threads: int) -> None:
+    """Run ``work``, which must not raise, in this thread and others at once, fewer if no more can be started.
+
+    Returns when none of them runs any more.
+    """
+    others = []
+    try:
+        for number in range(threads - 1):
+            other = threading.Thread(target=work, name=f"fastensor-copy_{number}", daemon=True)
+            try:
+                other.start()
+            except RuntimeError:  # the interpreter exits, or there are too many
+                break
+            others.append(other)
+        work()
+    finally:
+        for other in others:
+            _uninterrupted(other.join)
+
+
 def finish(futures: Iterable[Future[int]]) -> None:
     """Return when all of them are done, whatever came of them."""
     pending = list(futures)

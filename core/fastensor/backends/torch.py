@@ -42,7 +42,7 @@ class TorchBackend:
             )
         with file_for_torch(partial(posix.write_fully, fd)) as file:
             source.write_with_torch(file)
-        posix.truncate(fd, source.image.nbytes)
+        posix.truncate(fd, source.nbytes)
         return ()
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:

@@ -15,7 +15,7 @@ from fastensor.backends import registry
 from fastensor.backends.base import Reader
 from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
-from fastensor.checkpoint.deliver import deliver
+from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
@@ -24,7 +24,7 @@ from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_c
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.stitch import safetensors, torch_zip
-from fastensor.stitch.source import Source
+from fastensor.stitch.source import Plan
 from fastensor.stitch.torch_pickle import TensorRef
 
 _SHOWN = 5
@@ -94,21 +94,22 @@ def convert(
             _check_ties(tensors, file.where)
         texts = catalog.metadata or None if metadata is None and kind == "safetensors" else metadata
 
-        def plan(fallbacks: list[Fallback]) -> Source:
+        def plan(fallbacks: list[Fallback]) -> Plan:
             # Their memory is never touched: only sizes count.
             stand_ins = {name: _stand_in(name, one, file.where) for name, one in tensors.items()}
             if kind == "safetensors":
-                planned: Source = safetensors.plan(stand_ins, metadata=texts, checksums=checksums)
+                planned: Plan = safetensors.plan(stand_ins, metadata=texts, checksums=checksums)
             else:
                 whole = torch_zip.plan(stand_ins, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
-                planned = Source(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
+                planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
             names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
             order = [tensors[names[_identity(storage)]] for storage in planned.storages]
             reading = _Reading(file, catalog, order, verify, backend, progress or (lambda done, total: None))
             stack.callback(reading.close)
             return replace(planned, storages=tuple(_TensorBytes(reading, one) for one in order))
 
-        return deliver(target, plan, _refuse, backend=backend, durable=durable, follow_symlinks=True)
+        delivery = Delivery(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
+        return delivery.deliver(plan)
 
 
 def _refuse(file: BinaryIO) -> None:

@@ -7,16 +7,17 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from types import TracebackType
+from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.fallback import use_first
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
+from fastensor.checkpoint.ordering import wait_to_replace
 from fastensor.checkpoint.publish import (
     Target,
     Temporary,
@@ -30,76 +31,13 @@ from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import Fallback, SaveReport
 from fastensor.errors import CheckpointWriteError, FastensorError
 from fastensor.select.rule import choose_writer
-from fastensor.stitch.source import Source
+from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
 
 
-def deliver(
-    path: Location,
-    plan: Callable[[list[Fallback]], Source | None],
-    let_torch_write: Callable[[BinaryIO], None],
-    *,
-    backend: str,
-    durable: bool,
-    follow_symlinks: bool,
-) -> SaveReport:
-    """Plan a file and bring it there.
-
-    Args:
-        path: where to.
-        plan: called once the target has been looked at; None if torch has to write the file by itself. It may add to
-            the fallbacks.
-        let_torch_write: does so.
-        backend, durable, follow_symlinks: as for :func:`fastensor.save`.
-
-    Raises:
-        CheckpointWriteError: it could not be written; the message says what is there now.
-        Exception: whatever ``plan`` raises; then nothing has been written.
-    """
-    started = time.perf_counter()
-    if backend != registry.AUTO:
-        registry.get(backend)
-    found = locate(path)
-    target = resolve_target(found, follow_symlinks=follow_symlinks) if isinstance(found, str) else found
-    delivery = _Delivery(let_torch_write, name_of(path), backend, durable)
-    with delivery.timed("plan"):
-        delivery.source = plan(delivery.fallbacks)
-    written = _write_to(target, delivery)
-    return SaveReport(
-        path=written.path,
-        nbytes=written.nbytes,
-        backend=written.backend,
-        durable=written.durable,
-        plan_seconds=delivery.seconds["plan"],
-        write_seconds=delivery.seconds["write"],
-        sync_seconds=delivery.seconds.get("sync", 0.0),
-        publish_seconds=delivery.seconds.get("publish", 0.0),
-        seconds=time.perf_counter() - started,
-        fallbacks=tuple(delivery.fallbacks),
-    )
-
-
-@dataclass(slots=True)
-class _Delivery:
-    """What is to be delivered, and how it went so far."""
-
-    let_torch_write: Callable[[BinaryIO], None]
-    where: str
-    """The target's name, for messages."""
-    backend: str
-    durable: bool
-    source: Source | None = None
-    """None if torch has to write the file by itself."""
-    fallbacks: list[Fallback] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By stage."""
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[stage] = time.perf_counter() - started
+Planner: TypeAlias = Callable[[list[Fallback]], Plan | None]
+"""Lays out a file. None if torch has to write it by itself; why is added to the list."""
 
 
 class _Written(NamedTuple):
@@ -109,65 +47,186 @@ class _Written(NamedTuple):
     durable: bool
 
 
-def _write_to(target: Target | RemotePath | BinaryIO, delivery: _Delivery) -> _Written:
-    if isinstance(target, Target):
-        return _to_disk(delivery, target)
-    used = stream.NAME if delivery.source else "torch"
-    if isinstance(target, RemotePath):
+class Delivery:
+    """One file on its way to where it is to be: planned, opened, moved. Used by one thread at a time.
+
+    What was at the target before is replaced in the last instant of :meth:`move`, or never.
+
+    Args:
+        path: where to.
+        let_torch_write: writes the file if it cannot be planned.
+        backend, durable, follow_symlinks: as for :func:`fastensor.save`.
+
+    Raises:
+        CheckpointWriteError: the target must not be replaced.
+        UnknownBackendError: no backend has that name.
+        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        let_torch_write: Callable[[BinaryIO], None],
+        *,
+        backend: str,
+        durable: bool,
+        follow_symlinks: bool,
+    ) -> None:
+        self._started = time.perf_counter()
+        if backend != registry.AUTO:
+            registry.get(backend)
+        found = locate(path)
+        self.target = resolve_target(found, follow_symlinks=follow_symlinks) if isinstance(found, str) else found
+        self.where = name_of(path)
+        """The target's name, for messages."""
+        self.stage = "plan"
+        """What it is at, or was at when it failed: ``plan``, ``write``, ``sync`` or ``publish``."""
+        self.seconds: dict[str, float] = {}
+        """By stage."""
+        self.before_publishing: Callable[[], None] = lambda: None
+        """Called when all is ready to take the target's place; it is not taken if this raises."""
+        self._let_torch_write = let_torch_write
+        self._backend = backend
+        self._durable = durable
+        self._fallbacks: list[Fallback] = []
+        self._temporary: Temporary | None = None
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._resources.__exit__(kind, error, traceback)
+
+    def deliver(self, plan: Planner) -> SaveReport:
+        """Do all of it, behind everything that this process has accepted for the target.
+
+        Raises:
+            CheckpointWriteError: it could not be written; the message says what is there now.
+            Exception: whatever ``plan`` raises; then nothing has been written.
+        """
+        wait_to_replace(self.target)
+        planned = self.plan(plan)
+        with self:
+            return self.move(planned)
+
+    def plan(self, plan: Planner) -> Plan | None:
+        """Have the file planned."""
+        with self._at("plan"):
+            return plan(self._fallbacks)
+
+    def open(self) -> None:
+        """Create what will take a local target's place. From now on the delivery is to be left by ``with``.
+
+        Raises:
+            CheckpointWriteError: the directory does not let files be created.
+        """
+        if isinstance(self.target, Target) and self._temporary is None:
+            self._temporary = self._resources.enter_context(temporary_for(self.target))
+
+    def abandon(self, pid: int) -> None:
+        """In a forked child: let go of what is its parent's, and leave it as it is."""
+        assert pid != os.getpid(), "only a child may let go"
+        if self._temporary is not None:
+            os.close(self._temporary.fd)
+        self._resources.pop_all()
+
+    def move(self, source: Source | None) -> SaveReport:
+        """Write it all, sync it, and let it take the target's place.
+
+        Args:
+            source: the file; None if torch has to write it.
+
+        Raises:
+            CheckpointWriteError: it could not be written; the message says what is there now.
+        """
+        self.open()
+        if self._temporary is not None and isinstance(self.target, Target):
+            written = self._to_disk(source, self._temporary, self.target)
+        elif isinstance(self.target, RemotePath):
+            written = self._to_url(source, self.target)
+        else:
+            assert not isinstance(self.target, Target)
+            written = self._to_file(source, self.target)
+        seconds = time.perf_counter() - self._started
+        return SaveReport(
+            path=written.path,
+            nbytes=written.nbytes,
+            backend=written.backend,
+            durable=written.durable,
+            plan_seconds=self.seconds["plan"],
+            write_seconds=self.seconds["write"],
+            sync_seconds=self.seconds.get("sync", 0.0),
+            publish_seconds=self.seconds.get("publish", 0.0),
+            seconds=seconds,
+            stall_seconds=seconds,
+            fallbacks=tuple(self._fallbacks),
+        )
+
+    @contextmanager
+    def _at(self, stage: str) -> Iterator[None]:
+        self.stage = stage
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] = time.perf_counter() - started
+
+    def _to_disk(self, source: Source | None, temporary: Temporary, target: Target) -> _Written:
+        """Write to a temporary, sync it, publish it."""
+        with _explained(temporary, target.path):
+            with self._at("write"):
+                used = self._write(source, temporary.fd)
+                nbytes = os.fstat(temporary.fd).st_size
+            copy_ownership(temporary, target)
+            if self._durable:
+                with self._at("sync"):
+                    posix.sync_file(temporary.fd)
+            self.before_publishing()
+            with self._at("publish"):
+                publish(temporary, target, durable=self._durable)
+            self._resources.close()
+        return _Written(target.path, nbytes, used, self._durable)
+
+    def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
         kept = "what was there before is kept"
-        with delivery.timed("write"), _refusals_explained(delivery.where, kept), replacing(target) as file:
-            nbytes = _to_stream(delivery, file)
-        return _Written(target.url, nbytes, used, False)
-    _check_writable(target, delivery.where)
-    with delivery.timed("write"), _refusals_explained(delivery.where, "the open file holds a part of it"):
-        nbytes = _to_stream(delivery, target)
-        if hasattr(target, "flush"):
-            target.flush()
-    return _Written(delivery.where, nbytes, used, False)
+        with self._at("write"), _refusals_explained(self.where, kept), replacing(target) as file:
+            nbytes = self._to_stream(source, file)
+            self.before_publishing()
+        return _Written(target.url, nbytes, stream.NAME if source else "torch", False)
 
+    def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
+        _check_writable(file, self.where)
+        with self._at("write"), _refusals_explained(self.where, "the open file holds a part of it"):
+            nbytes = self._to_stream(source, file)
+            if hasattr(file, "flush"):
+                file.flush()
+        return _Written(self.where, nbytes, stream.NAME if source else "torch", False)
 
-def _to_disk(delivery: _Delivery, target: Target) -> _Written:
-    """Write to a temporary, sync it, publish it."""
-    with temporary_for(target) as temporary, _explained(temporary, target.path):
-        with delivery.timed("write"):
-            used = _write(delivery, temporary.fd)
-            nbytes = os.fstat(temporary.fd).st_size
-        copy_ownership(temporary, target)
-        if delivery.durable:
-            with delivery.timed("sync"):
-                posix.sync_file(temporary.fd)
-        with delivery.timed("publish"):
-            publish(temporary, target, durable=delivery.durable)
-    return _Written(target.path, nbytes, used, delivery.durable)
+    def _write(self, source: Source | None, fd: int) -> str:
+        """Move the file with the wanted backend or else with the next one that can; returns its name."""
+        if source is None:
+            with file_for_torch(partial(posix.write_fully, fd)) as file:
+                self._let_torch_write(file)
+            return "torch"
+        wait_for_space()
+        posix.preallocate(fd, -(-source.nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
+        automatic = self._backend == registry.AUTO
+        wanted = choose_writer(source.nbytes) if automatic else registry.get(self._backend).name
+        used, checksums = use_first(wanted, lambda candidate: candidate.write(source, fd), self._fallbacks)
+        if source.checksums_first:
+            posix.write_fully(fd, memoryview(source.head(checksums)), 0)
+        return used
 
-
-def _write(delivery: _Delivery, fd: int) -> str:
-    """Move the image with the wanted backend or else with the next one that can; returns its name."""
-    source = delivery.source
-    if source is None:
-        with file_for_torch(partial(posix.write_fully, fd)) as file:
-            delivery.let_torch_write(file)
-        return "torch"
-    nbytes = source.image.nbytes
-    wait_for_space()
-    posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
-    automatic = delivery.backend == registry.AUTO
-    wanted = choose_writer(nbytes) if automatic else registry.get(delivery.backend).name
-    used, checksums = use_first(wanted, lambda candidate: candidate.write(source, fd), delivery.fallbacks)
-    if source.checksums_first:
-        posix.write_fully(fd, memoryview(source.head(checksums)), 0)
-    return used
-
-
-def _to_stream(delivery: _Delivery, file: BinaryIO) -> int:
-    """Write to a file from its position on; returns how much."""
-    counted = _Counted(file)
-    if delivery.source is not None:
-        stream.write_stream(delivery.source, counted.write)
+    def _to_stream(self, source: Source | None, file: BinaryIO) -> int:
+        """Write to a file from its position on; returns how much."""
+        counted = _Counted(file)
+        if source is not None:
+            stream.write_stream(source, counted.write)
+            return counted.nbytes
+        with file_for_torch(lambda data, offset: counted.write(data)) as own:
+            self._let_torch_write(own)
         return counted.nbytes
-    with file_for_torch(lambda data, offset: counted.write(data)) as own:
-        delivery.let_torch_write(own)
-    return counted.nbytes
 
 
 class _Counted:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastensor.checkpoint import publish
 from fastensor.checkpoint.location import RemotePath, locate
+from fastensor.checkpoint.ordering import wait_to_remove
 from fastensor.checkpoint.remote import refusals_as_os_errors
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def remove(path: str | os.PathLike[str]) -> None:
         OSError: the filesystem refused.
     """
     target = locate(path)
+    wait_to_remove(path)
     if isinstance(target, RemotePath):
         with refusals_as_os_errors():
             _remove_remote(target)

@@ -14,6 +14,7 @@ from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.fallback import use_first
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.remote import RemoteFile
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
@@ -129,6 +130,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
         CorruptCheckpointError: it is empty.
     """
     where = name_of(location)
+    wait_to_read(location)
     with ExitStack() as stack:
         with explained(where):
             target = locate(location)

@@ -41,7 +41,9 @@ class SaveReport:
     publish_seconds: float
     """Rename, and ``fsync`` of the directory if durable."""
     seconds: float
-    """All of it, from call to return."""
+    """All of it, from the call until this is true."""
+    stall_seconds: float
+    """How long the caller was held up: all of it, unless it was saved asynchronously."""
     fallbacks: tuple[Fallback, ...] = ()
     """Ways that were not possible, in the order in which they were given up."""
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.checkpoint.deliver import deliver
+from fastensor.checkpoint.deliver import Delivery, Planner
 from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.report import Fallback, SaveReport
 from fastensor.errors import LayoutError
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.containers import is_safetensors_name
-from fastensor.stitch.source import Source
+from fastensor.stitch.source import Plan
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
@@ -85,21 +86,54 @@ def save(
     >>> torch.load(path)["weight"].shape
     torch.Size([2, 3])
     """
-    kind = choose_container(container, name_of(path), metadata, checksums)
+    settings = SaveSettings(
+        metadata, checksums, container, backend, durable, follow_symlinks, pickle_module, pickle_protocol
+    )
+    delivery, plan = settings.prepare(obj, path)
+    return delivery.deliver(plan)
 
-    def plan(fallbacks: list[Fallback]) -> Source | None:
-        if kind == "safetensors":
-            return safetensors.plan(obj, metadata=metadata, checksums=checksums)
-        try:
-            return torch_zip.plan(obj, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
-        except LayoutError as error:
-            give_up("stitching", str(error), fallbacks)
-            return None
 
-    def let_torch_write(file: BinaryIO) -> None:
-        torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+@dataclass(frozen=True, slots=True)
+class SaveSettings:
+    """The keywords of :func:`save`."""
 
-    return deliver(path, plan, let_torch_write, backend=backend, durable=durable, follow_symlinks=follow_symlinks)
+    metadata: Mapping[str, str] | None = None
+    checksums: bool = True
+    container: SavedContainer | None = None
+    backend: str = registry.AUTO
+    durable: bool = True
+    follow_symlinks: bool = True
+    pickle_module: Any = pickle
+    pickle_protocol: int = DEFAULT_PROTOCOL
+
+    def prepare(self, obj: object, path: Location) -> tuple[Delivery, Planner]:
+        """Look at where an object is to be saved, and find out how. Nothing is written yet.
+
+        Raises:
+            Exception: as :func:`save`, for everything that is wrong with its arguments but the object.
+        """
+        kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
+
+        def plan(fallbacks: list[Fallback]) -> Plan | None:
+            if kind == "safetensors":
+                return safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
+            try:
+                return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
+            except LayoutError as error:
+                give_up("stitching", str(error), fallbacks)
+                return None
+
+        def let_torch_write(file: BinaryIO) -> None:
+            torch.save(obj, file, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
+
+        delivery = Delivery(
+            path,
+            let_torch_write,
+            backend=self.backend,
+            durable=self.durable,
+            follow_symlinks=self.follow_symlinks,
+        )
+        return delivery, plan
 
 
 def choose_container(

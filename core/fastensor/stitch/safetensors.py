@@ -24,7 +24,7 @@ import torch
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.shape import MAX_SIZE, is_shape
-from fastensor.stitch.source import Source
+from fastensor.stitch.source import Plan
 
 CHECKSUM_KEY = "fastensor.crc32"
 METADATA_KEY = "__metadata__"
@@ -84,7 +84,7 @@ class SafetensorsHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsSource(Source):
+class SafetensorsPlan(Plan):
     """A planned file: see :func:`plan`."""
 
     header: bytes
@@ -106,7 +106,7 @@ class SafetensorsSource(Source):
         return bytes(head)
 
 
-def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -> SafetensorsSource:
+def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -> SafetensorsPlan:
     """Lay out the file that ``safetensors.torch.save_file(tensors, ..., metadata)`` would write.
 
     Args:
@@ -132,7 +132,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
     marker = f'"{CHECKSUM_KEY}":"'.encode()
     blanks = header.rindex(marker + _BLANK.encode()) + len(marker) if checksums else None
     storages = tuple(checked[name].untyped_storage() for name in order)
-    return SafetensorsSource(Image(segments), storages, header, blanks)
+    return SafetensorsPlan(Image(segments), storages, header, blanks)
 
 
 def _header(

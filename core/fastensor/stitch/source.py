@@ -1,9 +1,9 @@
-"""What is saved: an image, and the memory that its payload comes from."""
+"""What is saved: a planned file, and the memory that its payload comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,21 +24,20 @@ class FileBytes(Protocol):
         """Raise if the bytes, of which this is the CRC32, are not the right ones. Called once all have been read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A planned file. Each container has its own kind.
+class Source(Protocol):
+    """A file to be written: what a backend gets. How its bytes are had is told by ``fastensor.backends.staging``."""
 
-    The storages are borrowed: they must be neither resized nor written until the image has been moved.
-    """
-
-    image: Image
-    storages: tuple[torch.UntypedStorage | FileBytes, ...]
-    """Payload segment ``i`` of the image is a part of, or all of, ``storages[i]``."""
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
 
     @property
     def checksums_first(self) -> bool:
         """Whether :meth:`head` has something to say."""
-        return False
+
+    @property
+    def known_checksums(self) -> tuple[int, ...] | None:
+        """What :meth:`head` needs, if it was found out beforehand."""
 
     def head(self, checksums: Sequence[int]) -> bytes:
         """What stands at the start of the file in place of what the image has there; empty if that is right already.
@@ -49,4 +48,34 @@ class Source:
         Args:
             checksums: the CRC32 of each payload segment; 0 for those that are empty.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layout of a file, and the memory that it borrows: a :class:`Source`. Each container has its own kind.
+
+    The storages must be neither resized nor written until the image has been moved.
+    """
+
+    image: Image
+    storages: tuple[torch.UntypedStorage | FileBytes, ...]
+    """Payload segment ``i`` of the image is a part of, or all of, ``storages[i]``."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes
+
+    @property
+    def checksums_first(self) -> bool:
+        return False
+
+    @property
+    def known_checksums(self) -> tuple[int, ...] | None:
+        return None
+
+    def head(self, checksums: Sequence[int]) -> bytes:
         return b""
+
+    def released(self) -> Plan:
+        """The same plan, without what it borrows."""
+        return replace(self, storages=())

@@ -31,7 +31,7 @@ from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.stitch.image import Blank, Header, Image, Payload, Segment
-from fastensor.stitch.source import Source
+from fastensor.stitch.source import Plan
 from fastensor.stitch.zip_directory import (
     DESCRIPTOR_CRC_OFFSET,
     DESCRIPTOR_SIGNATURE,
@@ -85,12 +85,15 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchZip(Source):
+class TorchZip(Plan):
     """The planned image of one object. Every payload segment is a whole storage; empty ones are in no segment."""
 
     storages: tuple[torch.UntypedStorage, ...]
     recording: Recording
     alignment: int
+
+    def released(self) -> Plan:
+        return Plan(self.image, ())
 
     def write_with_torch(self, file: BinaryIO) -> None:
         """Let ``torch.save`` write the same file, moving the storages itself."""
