@@ -40,6 +40,15 @@ def test_alignment(sizes: list[int], expected: int) -> None:
     assert torch_zip.choose_alignment(sizes) == expected
 
 
+def test_what_was_planned_before_makes_no_difference() -> None:
+    small, large = {"w": torch.arange(100)}, {"w": torch.arange(100_000)}
+    first = [plan(state) for state in (small, small, large, large)]
+    again = [plan(state) for state in (large, small, large, small)]
+    assert [one.alignment for one in first] == [64, 64, 4096, 4096]
+    assert first[0].image.segments[1:] == first[1].image.segments[1:] == again[1].image.segments[1:]
+    assert first[2].image.segments[1:-1] == again[0].image.segments[1:-1] == again[2].image.segments[1:-1]
+
+
 def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
     with mock.patch.object(torch, "save"), pytest.raises(LayoutError, match="did not pickle"):
         plan(STATE)

@@ -7,8 +7,8 @@ torch itself produces every byte but the storages', through public interfaces:
    (a DTensor adds a storage that is not in the file, raw storages go unseen).
 2. Once the object is pickled, ``torch.serialization.skip_data`` makes torch leave holes for the storages, and the file
    is a sink that keeps the headers and notes the holes.
-3. If the sizes, known now, ask for another alignment than torch used, ``torch.save`` runs again, replaying the recorded
-   pickle.
+3. If the sizes, known now, ask for another alignment than the one that was right the last time, ``torch.save`` runs
+   again, replaying the recorded pickle.
 
 The object is pickled exactly once. ``skip_data`` is never active while user code runs: an object whose ``__reduce__``
 calls ``torch.save`` would come back as zeros.
@@ -21,7 +21,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, BinaryIO, cast
@@ -56,6 +56,8 @@ per thousand."""
 _config_lock = threading.RLock()
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
 _OPTIONS_ARE_PER_THREAD = torch.__version__ >= "2.13"
+_likely_alignment = TORCH_ALIGNMENT
+"""The next object is probably of the kind of the last one: a checkpoint of the same training."""
 
 
 def _renew_lock() -> None:
@@ -113,16 +115,20 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
         LayoutError: torch wrote something that this module does not understand.
         Exception: whatever pickling the object raises, as from ``torch.save``.
     """
+    global _likely_alignment
     skeleton = _Skeleton()
-    options = torch.serialization.get_crc32_options(), torch_config.save.storage_alignment
-    recording = _Recorder(pickle_module).record(obj, pickle_protocol, skeleton)
+    recorder = _Recorder(pickle_module)
+    guessed = _likely_alignment if _OPTIONS_ARE_PER_THREAD else None
+    with nullcontext() if guessed is None else _saving_options(guessed):
+        recording = recorder.record(obj, pickle_protocol, skeleton)
     storages = recording.storages
     for storage in storages:
         if storage.device.type == "meta" and storage.nbytes():
             raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
     sizes = tuple(storage.nbytes() for storage in storages)
     alignment = choose_alignment(sizes)
-    if options != (True, alignment) or not _OPTIONS_ARE_PER_THREAD:
+    if alignment != guessed:
+        _likely_alignment = alignment
         skeleton = _Skeleton()
         with _saving_options(alignment), torch.serialization.skip_data():
             torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
@@ -143,7 +149,7 @@ def choose_alignment(storage_nbytes: Sequence[int]) -> int:
 def _saving_options(alignment: int) -> Iterator[None]:
     """torch's options for saving: CRC32s on, whatever the user chose for ``torch.save``, and this alignment."""
     with (
-        _config_lock,
+        nullcontext() if _OPTIONS_ARE_PER_THREAD else _config_lock,
         torch_config.patch({"save.compute_crc32": True, "save.storage_alignment": alignment}),  # type: ignore[attr-defined]  # torch installs it at run time
     ):
         yield
