@@ -1,5 +1,8 @@
 """Fastensor: PyTorch checkpoints at the speed of the disk, atomic, durable and verified, in standard files."""
 
+from fastensor.checkpoint.asynchronous.handle import SaveHandle
+from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
+from fastensor.checkpoint.asynchronous.writer import AsyncWriter
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.convert import convert
 from fastensor.checkpoint.inspect import Inspection, inspect
@@ -16,6 +19,7 @@ from fastensor.errors import (
     FastensorError,
     LayoutError,
     PlacementError,
+    SaveDroppedError,
     StateChangedError,
     UnknownBackendError,
     UnknownFilesystemError,
@@ -35,6 +39,10 @@ __all__ = [
     "open",
     "LazyCheckpoint",
     "TensorInfo",
+    # saving while the program goes on
+    "AsyncWriter",
+    "SaveHandle",
+    "WriterStatistics",
     # looking inside
     "verify",
     "VerifyReport",
@@ -55,6 +63,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "UnsupportedContentError",
     "PlacementError",
+    "SaveDroppedError",
     "StateChangedError",
     "UnknownKeyError",
     "UnknownFilesystemError",

@@ -98,6 +98,7 @@ class Delivery:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._temporary = None
         self._resources.__exit__(kind, error, traceback)
 
     def deliver(self, plan: Planner) -> SaveReport:
@@ -126,9 +127,8 @@ class Delivery:
         if isinstance(self.target, Target) and self._temporary is None:
             self._temporary = self._resources.enter_context(temporary_for(self.target))
 
-    def abandon(self, pid: int) -> None:
+    def forget(self) -> None:
         """In a forked child: let go of what is its parent's, and leave it as it is."""
-        assert pid != os.getpid(), "only a child may let go"
         if self._temporary is not None:
             os.close(self._temporary.fd)
         self._resources.pop_all()

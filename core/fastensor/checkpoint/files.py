@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint: a file, a directory with all it holds, or a symlink but not its target.
 
-    Nothing happens if there is none.
+    Nothing happens if there is none. What this process has accepted for the path comes first.
 
     Raises:
         OSError: the filesystem refused.
     """
-    target = locate(path)
     wait_to_remove(path)
+    remove_at_once(path)
+
+
+def remove_at_once(path: str | os.PathLike[str]) -> None:
+    """:func:`remove`, without waiting for what this process has accepted for the path."""
+    target = locate(path)
     if isinstance(target, RemotePath):
         with refusals_as_os_errors():
             _remove_remote(target)

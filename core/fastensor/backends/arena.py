@@ -1,0 +1,109 @@
+"""Memory for snapshots: blocks that are touched once, kept between saves, and never more than a budget allows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from fastensor.backends.memory import BUFFER_NBYTES, Buffer, map_buffers
+
+BLOCK_NBYTES = BUFFER_NBYTES
+
+
+class ArenaClosedError(RuntimeError):
+    """There are no blocks any more."""
+
+
+class Arena:
+    """Hands out blocks of ``BLOCK_NBYTES``. Every method may be called from several threads at once.
+
+    A block belongs to whoever took it until it is given back. Memory is mapped when :meth:`reserve` asks for it, backed
+    when a block is first used, and kept until :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._idle: list[Buffer] = []
+        self._count = 0
+        self._used = 0
+        self._peak = 0
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is, used or not."""
+        return self._count * BLOCK_NBYTES
+
+    @property
+    def free_nbytes(self) -> int:
+        """How much could be taken at once."""
+        return len(self._idle) * BLOCK_NBYTES
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that was in use at any instant."""
+        return self._peak * BLOCK_NBYTES
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow to at least so many bytes.
+
+        Raises:
+            MemoryError: the operating system refuses so much address space.
+        """
+        with self._changed:
+            missing = -(-nbytes // BLOCK_NBYTES) - self._count
+            if missing <= 0:
+                return
+            try:
+                self._idle += map_buffers(missing)[::-1]
+            except OSError as error:
+                raise MemoryError(f"cannot map {missing * BLOCK_NBYTES} bytes for staging: {error}") from error
+            self._count += missing
+            self._changed.notify_all()
+
+    def take(self, *, on_wait: Callable[[], None], stopped: Callable[[], bool]) -> Buffer | None:
+        """A block, as soon as there is one.
+
+        Args:
+            on_wait: called if there is none right now, before waiting.
+            stopped: asked whenever something changes; whether to give up and return None.
+
+        Raises:
+            ArenaClosedError: it has been closed.
+        """
+        if not self._idle:
+            on_wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle or self._closed or stopped())
+            if self._closed:
+                raise ArenaClosedError("the staging memory has been released")
+            if stopped():
+                return None
+            self._used += 1
+            self._peak = max(self._peak, self._used)
+            assert self._used <= self._count, "more blocks in use than there are"
+            return self._idle.pop()
+
+    def give(self, block: Buffer) -> None:
+        """Give a block back."""
+        with self._changed:
+            self._used -= 1
+            if self._closed:
+                block.release()
+            else:
+                self._idle.append(block)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those who wait in :meth:`take` ask again whether to stop."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Release the memory, of blocks in use as soon as they are given back. Calling it again does nothing."""
+        with self._changed:
+            self._closed = True
+            for block in self._idle:
+                block.release()
+            self._idle.clear()
+            self._changed.notify_all()

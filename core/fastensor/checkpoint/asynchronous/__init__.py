@@ -1,0 +1,1 @@
+"""Saving while the program goes on."""

@@ -1,0 +1,129 @@
+"""What becomes of pending saves when the process exits, is told to, or forks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+import weakref
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+
+class Watched(Protocol):
+    """A writer, as the end of the process sees it."""
+
+    def finish_at_exit(self, seconds: float | None) -> None:
+        """Wait for what is pending, at most so long, or as long as it was told when it was made."""
+
+    def forget_pending(self) -> None:
+        """In a forked child: what is pending is the parent's."""
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Writers. One that has something to do is kept alive by its thread."""
+_deadline: float | None = None
+"""When the process will be killed, if it was told so: ``time.monotonic()``."""
+
+
+def watch(writer: Watched, preemption_seconds: float | None) -> None:
+    """Finish what is pending in a writer before the process exits, and before SIGTERM ends it.
+
+    Raises:
+        ValueError: SIGTERM can only be handled by the main thread.
+    """
+    if preemption_seconds is not None:
+        _preemption.install(preemption_seconds)
+    if not _watched:
+        _register()
+    _watched.add(writer)
+
+
+_registered = False
+
+
+def _register() -> None:
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    # Before the interpreter stops to start threads, which writing needs; atexit comes after that.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_finish_all)
+
+
+def _finish_all() -> None:
+    for writer in list(_watched):
+        writer.finish_at_exit(None if _deadline is None else max(_deadline - time.monotonic(), 0))
+
+
+def _after_fork() -> None:
+    _preemption.forget()
+    for writer in list(_watched):
+        writer.forget_pending()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Preemption:
+    """Lets SIGTERM wait.
+
+    The handler itself waits for nothing: it may have interrupted a thread that holds any lock. A thread waits, and then
+    sends the signal again.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._previous: Any = None
+        self._installed = False
+        self._told: SimpleQueue[None] = SimpleQueue()  # may be used by signal handlers
+        self._begun = False
+        self._finished = False
+
+    def install(self, seconds: float) -> None:
+        self._seconds = max(seconds, self._seconds)
+        if self._installed:
+            return
+        try:
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
+        except ValueError as error:
+            raise ValueError(
+                "preemption_seconds: SIGTERM can only be handled in the main thread; make the writer there"
+            ) from error
+        self._installed = True
+        threading.Thread(target=self._wait, name="fastensor-preemption", daemon=True).start()
+
+    def forget(self) -> None:
+        """In a forked child: there is no thread to wait, and nothing to wait for."""
+        if self._installed:
+            self._finished = True
+
+    def _handle(self, number: int, frame: Any) -> None:
+        global _deadline
+        if self._finished:
+            if callable(self._previous):
+                self._previous(number, frame)
+            elif self._previous != signal.SIG_IGN:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if not self._begun:
+            _deadline = time.monotonic() + self._seconds
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif not self._begun:
+            self._told.put(None)
+        self._begun = True
+
+    def _wait(self) -> None:
+        self._told.get()
+        if self._previous != signal.SIG_IGN:
+            _finish_all()
+            self._finished = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+_preemption = _Preemption()

@@ -1,0 +1,113 @@
+"""Doing one thing after the other, in a thread that lives as long as there is something to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+
+class Work(Protocol):
+    """Something to be done in its turn."""
+
+    def run(self) -> None:
+        """Do it. What comes of it is the work's own business: nothing is raised."""
+
+    def lose(self) -> None:
+        """The thread that was at it has died. Nothing to be done if it was done by then."""
+
+
+class WorkQueue:
+    """Works in the order in which they came. Every method may be called from several threads at once.
+
+    The thread is a daemon: it does not keep the interpreter from exiting, and is not there when nothing is to be done.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self.changed = threading.Condition(threading.RLock())  # a signal handler may save, too
+        """Notified when a work is done."""
+        self.waiting: deque[Work] = deque()
+        self.current: Work | None = None
+
+    def works(self) -> list[Work]:
+        """What is not done, in order."""
+        with self.changed:
+            return self.works_of_parent()
+
+    def works_of_parent(self) -> list[Work]:
+        """In a forked child, where the lock may be held by nobody who lives: what was not done."""
+        return [*([] if self.current is None else [self.current]), *self.waiting]
+
+    def put(self, work: Work) -> None:
+        """Have it done behind all others.
+
+        Raises:
+            RuntimeError: no thread can be started, because the interpreter exits or there are too many.
+        """
+        with self.changed:
+            self.waiting.append(work)
+            if self._thread is None:
+                try:
+                    self._start()
+                except RuntimeError:
+                    self.waiting.remove(work)
+                    raise
+
+    def withdraw(self, work: Work) -> bool:
+        """Take it back, unless it has been begun or done; whether that was so."""
+        with self.changed:
+            if work not in self.waiting:
+                return False
+            self.waiting.remove(work)
+            self.changed.notify_all()
+            return True
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Return when nothing is left to be done, or it took too long; whether it is done."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self.changed:
+            while self.current is not None or self.waiting:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self.changed.wait(left)
+            return True
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _work(self) -> None:
+        try:
+            while (work := self._next()) is not None:
+                work.run()
+                with self.changed:
+                    self.current = None
+                    self.changed.notify_all()
+        finally:
+            self._end()
+
+    def _next(self) -> Work | None:
+        with self.changed:
+            if self.waiting:
+                self.current = self.waiting.popleft()
+            else:
+                self._thread = None  # from here on, others start a new one
+            return self.current
+
+    def _end(self) -> None:
+        """Something may have killed the thread: others go on with what it leaves behind."""
+        with self.changed:
+            if self._thread is not threading.current_thread():
+                return
+            self._thread = None
+            lost, self.current = self.current, None
+            if lost is not None:
+                lost.lose()
+            if self.waiting:
+                self._start()
+            self.changed.notify_all()

@@ -1,0 +1,513 @@
+"""``fastensor.AsyncWriter``: saves that take no more of the caller's time than copying the state once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
+
+from fastensor.backends import stream
+from fastensor.backends.arena import BLOCK_NBYTES, Arena
+from fastensor.backends.snapshot import Snapshot
+from fastensor.checkpoint import files, ordering
+from fastensor.checkpoint.asynchronous import exits
+from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
+from fastensor.checkpoint.asynchronous.handle import SaveHandle
+from fastensor.checkpoint.asynchronous.operations import Drop, Operation, Save, Step
+from fastensor.checkpoint.asynchronous.pace import Pace
+from fastensor.checkpoint.asynchronous.queue import WorkQueue
+from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
+from fastensor.checkpoint.location import RemotePath
+from fastensor.checkpoint.publish import Target
+from fastensor.checkpoint.report import SaveReport, announce
+from fastensor.checkpoint.save import SavedContainer, SaveSettings
+from fastensor.stitch.source import Plan
+
+_logger = logging.getLogger("fastensor")
+
+WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
+_POLICIES = ("wait", "skip", "latest")
+_QUIET_SECONDS = 2.0
+"""Waits that take longer say so, again and again."""
+_GRACE_SECONDS = 10.0
+"""How long a save that was given up may take to notice."""
+
+
+class SaveOptions(TypedDict, total=False):
+    """The keywords of :func:`fastensor.save`."""
+
+    metadata: Mapping[str, str] | None
+    checksums: bool
+    container: SavedContainer | None
+    backend: str
+    durable: bool
+    follow_symlinks: bool
+    pickle_module: Any
+    pickle_protocol: int
+
+
+class AsyncWriter:
+    """Saves checkpoints while the program goes on.
+
+    :meth:`save` returns when all that is to be saved has been copied into staging memory; from then on it may change.
+    A thread moves the copies to their files, one after the other, in the order of the calls. For whoever is in this
+    process things happen in that order, too: loading, replacing, converting or removing a file waits for what was
+    accepted for it before. Other processes only ever see whole files.
+
+    Args:
+        staging_bytes: how much memory staging may take, at least 4 MiB; it is mapped when it is needed, touched once,
+            and kept until :meth:`close`. A checkpoint that is larger streams through it. None means enough for the
+            largest checkpoint so far, but no more than half of the memory that is available when it is asked for
+            (limits of cgroups counted), shared by the processes that the launcher started on this machine.
+        when_busy: what to do when earlier saves still need so much of the staging memory that a new one would have to
+            wait: ``"wait"``; ``"skip"`` the new one; or replace queued ones by it, so that the ``"latest"`` is kept (it
+            waits if that is not enough). What is dropped is logged, and its handle says so. Two checkpoints can only
+            be there at a time if ``staging_bytes`` is enough for two.
+        max_bytes_per_second: how fast files may be written. It does not count while somebody waits for them.
+        exit_seconds: how long :meth:`close`, and the exit of the interpreter, wait for what is pending before it is
+            given up; what was at the paths before is kept then.
+        preemption_seconds: if given, SIGTERM ends the process only when what is pending is durable, or after so many
+            seconds; a handler that the program has installed before is called at once and decides by itself. Works in
+            the main thread only.
+
+    What was not told by a handle is raised once by the next call: :meth:`save` (before anything is accepted),
+    :meth:`remove`, :meth:`wait`, :meth:`close`, or a load of that path. Afterwards saves work again if the cause is
+    gone.
+
+    Every method may be called from several threads. A forked child starts with nothing pending: that is its parent's.
+    Picklable: the copy has the same settings and nothing pending.
+
+    >>> import os, tempfile, torch, fastensor
+    >>> state = {"weight": torch.zeros(3)}
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")
+    >>> with fastensor.AsyncWriter() as writer:
+    ...     handle = writer.save(state, path)
+    ...     _ = state["weight"].add_(1)
+    >>> handle.result().durable, fastensor.load(path)["weight"]
+    (True, tensor([0., 0., 0.]))
+    """
+
+    def __init__(
+        self,
+        *,
+        staging_bytes: int | None = None,
+        when_busy: WhenBusy = "wait",
+        max_bytes_per_second: float | None = None,
+        exit_seconds: float = 600.0,
+        preemption_seconds: float | None = None,
+    ) -> None:
+        if staging_bytes is not None and staging_bytes < BLOCK_NBYTES:
+            raise ValueError(f"staging_bytes is at least {BLOCK_NBYTES} (one block), found {staging_bytes}")
+        if when_busy not in _POLICIES:
+            raise ValueError(f"when_busy is one of {_POLICIES}, found {when_busy!r}")
+        for name, value in (("max_bytes_per_second", max_bytes_per_second), ("preemption_seconds", preemption_seconds)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is positive or None, found {value}")
+        self._settings: dict[str, Any] = {
+            "staging_bytes": staging_bytes,
+            "when_busy": when_busy,
+            "max_bytes_per_second": max_bytes_per_second,
+            "exit_seconds": exit_seconds,
+            "preemption_seconds": preemption_seconds,
+        }
+        self._staging_bytes = staging_bytes
+        self._when_busy = when_busy
+        self._exit_seconds = exit_seconds
+        self._listeners: list[Callable[[SaveReport], None]] = []
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._nbytes = 0
+        self._stall_seconds = 0.0
+        self._failures: deque[Operation] = deque()
+        """Those that nobody has been told of."""
+        self._begin_empty()
+        weakref.finalize(self, _log_failures, self._failures)
+        exits.watch(self, preemption_seconds)
+
+    def _begin_empty(self) -> None:
+        self._queue = WorkQueue("fastensor-drain")
+        self._arena = Arena()
+        self._limit_nbytes = self._staging_bytes
+        self.pace = Pace(self._settings["max_bytes_per_second"])
+        self._turn = threading.Lock()
+        """Held while a save is staged: blocks are taken in the order of the saves."""
+        self._staging_thread: int | None = None
+
+    def save(self, obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOptions]) -> SaveHandle:
+        """Save as :func:`fastensor.save` does, but return when all of ``obj`` has been copied.
+
+        Args:
+            obj: as for :func:`fastensor.save`. It is pickled, and its tensors are copied, before this returns; CUDA
+                tensors behind the work that was queued on the devices' current streams, on streams of their own.
+            path: a path or a URL. Its directory must exist.
+            options: as for :func:`fastensor.save`.
+
+        Returns:
+            A handle, which need not be kept. It is done already if the save was skipped, or if it could not be done
+            asynchronously, which is logged: when torch has to write the file by itself, when the interpreter exits, or
+            in a signal handler that interrupts another save.
+
+        Raises:
+            Exception: what an earlier save failed with, if nobody has been told; nothing is accepted then. Or as
+                :func:`fastensor.save`, for everything that is wrong with the object, the options or the target.
+        """
+        started = time.perf_counter()
+        self._check_open()
+        self._raise_failure()
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"expected a path or a URL, found {type(path).__name__}; fastensor.save takes open files")
+        delivery, plan = SaveSettings(**options).prepare(obj, path)
+        assert isinstance(delivery.target, Target | RemotePath)
+        save = Save(ordering.place_of(delivery.target), self, delivery)
+        if self._staging_thread == threading.get_ident():
+            announce("saving asynchronously", "a signal handler saves while a save is being staged")
+            save.run_now(delivery.plan(plan))
+            return save.handle
+        with self._turn:
+            self._staging_thread = threading.get_ident()
+            try:
+                self._save(save, delivery.plan(plan), started)
+            finally:
+                self._staging_thread = None
+        return save.handle
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint as soon as what was saved after it is durable.
+
+        A save of that very path that is pending is given up, if nothing was saved after it; else it comes first. If the
+        last save before this call fails, the file stays, and that is logged: it may be the only one.
+
+        Args:
+            path: a file, a directory with all it holds, or a symlink but not its target. Nothing happens if there is
+                none.
+
+        Raises:
+            Exception: what an earlier save failed with, if nobody has been told; nothing is removed then.
+            OSError: it cannot be removed. If it has to wait, the next call raises this.
+        """
+        self._raise_failure()
+        place = next(ordering.places_behind(path), "")
+        saves = self._pending_saves()
+        while saves and saves[-1].place == place and self.give_up(saves[-1], "cancelled", "its file was removed"):
+            saves.pop()
+        step = self.follow(lambda: files.remove_at_once(path), place, f"removing {path}", leaves_file=False)
+        if not saves:
+            step.settle()
+            step.raise_failure()
+
+    def follow(self, function: Callable[[], None], place: str, what: str, *, leaves_file: bool) -> Operation:
+        """Have something done in its turn: when the saves before it are durable, and not if the last of them fails.
+
+        Args:
+            function: what to do, in the writer's thread; may raise ``OSError``, which the next call raises.
+            place: the path that it changes.
+            what: says what it is, for messages.
+            leaves_file: whether there is a file at the path afterwards.
+        """
+        with self._queue.changed:
+            after = next(reversed(self._pending_saves()), None)
+            step = Step(place, self, function, what, leaves_file=leaves_file, after=after)
+            try:
+                self._accept(step)
+            except RuntimeError:  # no thread can be started, so nothing is pending
+                step.run()
+        return step
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when everything is durable that was accepted so far.
+
+        Args:
+            timeout: seconds to wait at most; None means for ever.
+
+        Raises:
+            TimeoutError: it takes longer. It goes on.
+            Exception: what a save failed with, if nobody has been told; of several the first, with notes of the others.
+        """
+        if not self._drain(timeout):
+            raise TimeoutError(f"not done after {timeout:g} s: {self._describe_pending()}; it goes on")
+        self._raise_failure(all_of_them=True)
+
+    def close(self, timeout: float | None = None) -> None:
+        """:meth:`wait`, and release the memory. Calling it again does nothing.
+
+        Args:
+            timeout: seconds to wait at most, after which what is pending is given up; None means ``exit_seconds``.
+
+        Raises:
+            TimeoutError: it took longer. What was at the paths of the saves that were given up is kept.
+            Exception: as :meth:`wait`.
+        """
+        if self._closed:
+            return
+        timeout = self._exit_seconds if timeout is None else timeout
+        self._closed = True
+        try:
+            if not self._drain(timeout):
+                lost = self._describe_pending()
+                self.abandon(f"it was not done {timeout:g} s after the writer was closed")
+                raise TimeoutError(f"given up after {timeout:g} s: {lost}; what was there before is kept")
+        except KeyboardInterrupt:
+            self.abandon("it was interrupted")
+            raise
+        finally:
+            self._arena.close()
+        self._raise_failure(all_of_them=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close. If the block has raised, that is what is seen, and failures of saves are logged."""
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            _logger.error("%s", failure, exc_info=failure)
+
+    def abandon(self, message: str) -> None:
+        """Give up everything that is pending: what was at the paths before is kept.
+
+        Args:
+            message: why, for the handles.
+        """
+        for work in self._queue.works():
+            if isinstance(work, Save):
+                self.give_up(work, "cancelled", message)
+        self._queue.join(_GRACE_SECONDS)
+
+    def subscribe(self, listener: Callable[[SaveReport], None]) -> Callable[[], None]:
+        """Call ``listener`` with the report of every save that is finished, in the thread that has finished it.
+
+        Returns:
+            How to stop that.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def statistics(self) -> WriterStatistics:
+        """What has been done so far, and what is going on."""
+        with self._queue.changed:
+            stages = Counter(save.handle.stage for save in self._pending_saves())
+            return WriterStatistics(
+                staging=stages["staging"],
+                queued=stages["queued"],
+                writing=stages["writing"],
+                durable=self._counts["durable"],
+                failed=self._counts["failed"],
+                cancelled=self._counts["cancelled"],
+                skipped=self._counts["skipped"],
+                replaced=self._counts["replaced"],
+                nbytes=self._nbytes,
+                stall_seconds=self._stall_seconds,
+                staging_nbytes=self._arena.nbytes,
+                peak_staging_nbytes=self._arena.peak_nbytes,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._settings
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)  # type: ignore[misc]  # a copy begins like any other
+
+    # --- for its operations
+
+    def ended(self, operation: Operation) -> None:
+        with self._queue.changed:
+            if isinstance(operation, Save):
+                self._counts[operation.handle.stage] += 1
+            if operation.failure is None or operation.is_told:
+                ordering.end(operation, operation.place)
+            else:
+                self._failures.append(operation)
+
+    def told(self, operation: Operation) -> None:
+        with self._queue.changed:
+            if operation in self._failures:
+                self._failures.remove(operation)
+                ordering.end(operation, operation.place)
+
+    def finished(self, report: SaveReport) -> None:
+        with self._queue.changed:
+            self._nbytes += report.nbytes
+        for listener in tuple(self._listeners):
+            try:
+                listener(report)
+            except Exception as error:
+                _logger.error("a listener of saves has failed: %s", error, exc_info=error)
+
+    def give_up(self, save: Save, why: Drop, message: str) -> bool:
+        dropped = save.drop(why, message)
+        if dropped and self._queue.withdraw(save):
+            save.run()  # nothing is written: it cleans up
+        return dropped
+
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        self.pace.hurry()
+        try:
+            yield
+        finally:
+            self.pace.resume()
+
+    # --- for the end of the process, and the beginning of another
+
+    def finish_at_exit(self, seconds: float | None) -> None:
+        """Wait for what is pending, and give up what takes too long.
+
+        Args:
+            seconds: how long to wait at most; None means ``exit_seconds``.
+        """
+        seconds = self._exit_seconds if seconds is None else seconds
+        try:
+            if not self._drain(seconds):
+                _logger.error("given up at exit, after %g s: %s", seconds, self._describe_pending())
+                self.abandon("the process exited")
+        except KeyboardInterrupt:
+            _logger.error("given up at exit, interrupted: %s", self._describe_pending())
+            self.abandon("the process exited, and waiting for it was interrupted")
+
+    def forget_pending(self) -> None:
+        """In a forked child: what is pending is the parent's, and so is the memory."""
+        for work in self._queue.works_of_parent():
+            if isinstance(work, Operation):
+                work.forget()
+        self._failures.clear()
+        self._begin_empty()
+
+    # --- inside
+
+    def _save(self, save: Save, plan: Plan | None, started: float) -> None:
+        if plan is None:
+            save.run_now(None)
+            return
+        self._reserve(plan.nbytes)
+        if self._when_busy == "skip" and not self._has_room(plan.nbytes):
+            _logger.warning("skipped, because earlier saves are not done: %s", save.handle.path)
+            save.drop("skipped", "the save was skipped, because earlier ones were not done")
+            save.run()
+            return
+        orphans = self._make_room(save, plan.nbytes) if self._when_busy == "latest" else []
+        remote = isinstance(save.delivery.target, RemotePath)
+        known = stream.checksums_of(plan) if remote and plan.checksums_first else None
+        snapshot = Snapshot(plan, self._arena, before_window=save.before_window, known_checksums=known)
+        save.open(snapshot)
+        try:
+            self._accept(save)
+        except RuntimeError as error:
+            announce("saving asynchronously", str(error))
+            save.abandon()
+            save.run_now(plan)
+        else:
+            save.stage(snapshot)
+            self._stall_seconds += (seconds := time.perf_counter() - started)
+            save.staged(seconds)
+        for step in orphans:
+            step.after = save
+            self._accept(step)
+
+    def _accept(self, operation: Save | Step) -> None:
+        """Have it done in its turn.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        with self._queue.changed:
+            ordering.begin(operation, operation.place)
+            try:
+                self._queue.put(operation)
+            except RuntimeError:
+                ordering.end(operation, operation.place)
+                raise
+
+    def _reserve(self, nbytes: int) -> None:
+        """Map as much staging memory as a file needs and the budget allows."""
+        if self._limit_nbytes is None:
+            self._limit_nbytes = staging_limit(available_memory(), local_processes())
+        # A budget of the user's may be for several files at a time, ours is for one.
+        missing = nbytes - (self._arena.nbytes if self._staging_bytes is None else self._arena.free_nbytes)
+        if missing > 0:
+            wanted = self._arena.nbytes + -(-missing // BLOCK_NBYTES) * BLOCK_NBYTES
+            self._arena.reserve(min(wanted, self._limit_nbytes // BLOCK_NBYTES * BLOCK_NBYTES))
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether a file can be staged without waiting for earlier saves."""
+        return self._arena.free_nbytes >= min(nbytes, self._arena.nbytes)
+
+    def _make_room(self, save: Save, nbytes: int) -> list[Step]:
+        """Drop queued saves, the oldest first, until there is room; returns the steps that were to follow them."""
+        orphans: list[Step] = []
+        for old in self._pending_saves():
+            if self._has_room(nbytes):
+                break
+            if old.handle.stage != "queued":
+                continue
+            steps = [work for work in self._queue.works() if isinstance(work, Step) and work.after is old]
+            withdrawn = [step for step in steps if self._queue.withdraw(step)]
+            if self.give_up(old, "replaced", f"the save was replaced by the one to {save.handle.path}"):
+                _logger.warning("replaced by the save to %s: %s", save.handle.path, old.handle.path)
+            orphans += withdrawn
+        return orphans
+
+    def _pending_saves(self) -> list[Save]:
+        return [work for work in self._queue.works() if isinstance(work, Save) and not work.done]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the writer has been closed; make another one")
+
+    def _raise_failure(self, *, all_of_them: bool = False) -> None:
+        while self._failures:
+            operation = self._failures[0]
+            if not operation.tell():
+                continue
+            failure = operation.failure
+            assert failure is not None
+            for other in tuple(self._failures) if all_of_them else ():
+                if other.tell():
+                    failure.add_note(f"and then: {other.failure!r}")
+            raise failure
+
+    def _drain(self, timeout: float | None) -> bool:
+        """Wait until nothing is pending, and say so if it takes long; False if it takes longer than the timeout."""
+        started = time.monotonic()
+        left_before = self._left_nbytes()
+        with self.hurried():
+            while True:
+                elapsed = time.monotonic() - started
+                left = None if timeout is None else timeout - elapsed
+                if self._queue.join(_QUIET_SECONDS if left is None else min(max(left, 0), _QUIET_SECONDS)):
+                    return True
+                if left is not None and left <= 0:
+                    return False
+                elapsed = time.monotonic() - started
+                speed = (left_before - self._left_nbytes()) / elapsed
+                _logger.warning(
+                    "waiting for %s; %.0f s so far, %s to go",
+                    self._describe_pending(),
+                    elapsed,
+                    f"about {self._left_nbytes() / speed:.0f} s" if speed > 0 else "an unknown time",
+                )
+
+    def _left_nbytes(self) -> int:
+        return sum(save.nbytes - save.moved_nbytes for save in self._pending_saves())
+
+    def _describe_pending(self) -> str:
+        saves = self._pending_saves()
+        names = ", ".join(save.handle.path for save in saves)
+        return f"{len(saves)} checkpoints of which {self._left_nbytes() / 1e6:.0f} MB are to be written ({names})"
+
+
+def _log_failures(failures: deque[Operation]) -> None:
+    """Nobody has been told of these, and the writer is gone."""
+    for operation in failures:
+        _logger.error("an asynchronous save had failed: %s", operation.failure, exc_info=operation.failure)
