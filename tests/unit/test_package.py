@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
 
 def test_errors_are_fastensor_errors_and_fitting_builtins() -> None:
     errors = [getattr(fastensor, name) for name in fastensor.__all__ if name.endswith("Error")]
-    assert len(errors) == 14
+    assert len(errors) == 15
     for error in errors:
         assert issubclass(error, fastensor.FastensorError)
-        fitting = (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError)
+        fitting = (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError, CancelledError)
         assert error is fastensor.FastensorError or issubclass(error, fitting)

@@ -134,7 +134,7 @@ class _Writers:
         self._release = release
         threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # two transfers each, or more
         self._pool = open_pool(threads, "fastensor-write")
-        self._pending: deque[tuple[Window, Future[None]]] = deque()
+        self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> _Writers:
         return self
@@ -144,13 +144,14 @@ class _Writers:
 
     def submit(self, window: Window) -> None:
         """Write a finished window; its tail is padded to a whole block, which truncation takes away again."""
-        data = window.padded(self._alignment)
-        self._pending.append((window, submit(self._pool, posix.write_fully, self._fd, data, window.offset)))
+        self._pending.append(submit(self._pool, self._write, window, window.padded(self._alignment)))
 
     def wait_for_oldest(self) -> None:
-        window, written = self._pending.popleft()
         with _refusals_reported():
-            written.result()
+            self._pending.popleft().result()
+
+    def _write(self, window: Window, data: memoryview) -> None:
+        posix.write_fully(self._fd, data, window.offset)
         self._release(window)
 
     def wait_for_all(self) -> None:

@@ -8,6 +8,7 @@ is larger than the arena streams through it.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -57,8 +58,8 @@ class Snapshot:
         self._claimed = 0
         self._claiming = threading.Lock()
         self._staged: dict[int, Buffer] = {}
-        self._handed_back = 0
-        """Blocks before this one have been moved and given back."""
+        self._moved: Counter[int] = Counter()
+        """How many bytes of each block have been moved."""
         self._staging = True
         self._streams = False
         """Whether windows may be had before all is staged. Otherwise moving would take time from staging."""
@@ -109,10 +110,16 @@ class Snapshot:
             for block in self._staged.values():
                 self._arena.give(block)
             self._staged.clear()
-            self._handed_back = self._count
 
     @contextmanager
     def open_stager(self) -> Iterator[SnapshotStager]:
+        """What hands over its windows.
+
+        Raises:
+            BackendUnavailableError: parts of it have been moved by another backend, and given back.
+        """
+        if self._moved:
+            raise BackendUnavailableError("a part of the snapshot has been given back; it cannot be moved again")
         checksums = Checksums(self._storage_count)
         yield SnapshotStager(self, self._released_plan.image, checksums, self._before_window)
 
@@ -120,26 +127,27 @@ class Snapshot:
         """Wait until a block is staged.
 
         Raises:
-            BackendUnavailableError: it has been moved and given back.
             BaseException: what :meth:`fail` was given.
         """
 
-        def ready() -> bool:
-            return number in self._staged and (self._streams or not self._staging)
+        def decided() -> bool:
+            staged = number in self._staged and (self._streams or not self._staging)
+            return staged or self._failure is not None
 
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or number < self._handed_back or ready())
+            self._changed.wait_for(decided)
             if self._failure is not None:
                 raise self._failure
-            if number < self._handed_back:
-                raise BackendUnavailableError("a part of the snapshot has been given back; it cannot be moved again")
             return self._staged[number]
 
-    def hand_back(self, number: int) -> None:
-        """A block has been moved. Called in order."""
+    def hand_back(self, number: int, nbytes: int) -> None:
+        """So many bytes of a block have been moved. When all have, it goes back to the arena."""
         with self._changed:
+            begin = number * BLOCK_NBYTES
+            self._moved[number] += nbytes
+            if self._moved[number] < min(BLOCK_NBYTES, self.nbytes - begin):
+                return
             block = self._staged.pop(number)
-            self._handed_back = number + 1
         self._arena.give(block)
 
     def _threads(self) -> int:
@@ -220,6 +228,4 @@ class SnapshotStager:
         return window.data
 
     def release(self, window: Window) -> None:
-        end = window.offset + window.nbytes
-        if end % BLOCK_NBYTES == 0 or end == self._snapshot.nbytes:
-            self._snapshot.hand_back((end - 1) // BLOCK_NBYTES)
+        self._snapshot.hand_back(window.offset // BLOCK_NBYTES, window.nbytes)

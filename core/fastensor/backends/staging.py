@@ -50,11 +50,12 @@ class Window:
 
 
 class Stager(Protocol):
-    """Produces the windows of one file, from front to back. Used by one thread.
+    """Produces the windows of one file, from front to back.
 
-    For each window :meth:`begin`, :meth:`finish` and, as soon as its bytes are where they belong, :meth:`release` are
-    called, each of them in the order of the windows. Up to ``BUFFER_COUNT`` windows may be held at a time. The end of
-    a buffer of ``BUFFER_NBYTES`` bytes is the end of a window, if buffers are counted from the file's start.
+    One thread calls :meth:`begin` and :meth:`finish` for each window, each of them in the order of the windows. Any
+    thread calls :meth:`release` as soon as the window's bytes are where they belong: beginning another one may have to
+    wait for that. Up to ``BUFFER_COUNT`` windows may be held at a time. The end of a buffer of ``BUFFER_NBYTES`` bytes
+    is the end of a window, if buffers are counted from the file's start.
     """
 
     @property

@@ -36,6 +36,7 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
 _POLICIES = ("wait", "skip", "latest")
 _QUIET_SECONDS = 2.0
 """Waits that take longer say so, again and again."""
+_LEAST_NBYTES = 32 << 20
 _GRACE_SECONDS = 10.0
 """How long a save that was given up may take to notice."""
 
@@ -64,8 +65,8 @@ class AsyncWriter:
     Args:
         staging_bytes: how much memory staging may take, at least 4 MiB; it is mapped when it is needed, touched once,
             and kept until :meth:`close`. A checkpoint that is larger streams through it. None means enough for the
-            largest checkpoint so far, but no more than half of the memory that is available when it is asked for
-            (limits of cgroups counted), shared by the processes that the launcher started on this machine.
+            largest checkpoint so far, or 32 MiB, but no more than half of the memory that is available when it is first
+            asked for (limits of cgroups counted), shared by the processes that the launcher started on this machine.
         when_busy: what to do when earlier saves still need so much of the staging memory that a new one would have to
             wait: ``"wait"``; ``"skip"`` the new one; or replace queued ones by it, so that the ``"latest"`` is kept (it
             waits if that is not enough). What is dropped is logged, and its handle says so. Two checkpoints can only
@@ -197,8 +198,11 @@ class AsyncWriter:
         saves = self._pending_saves()
         while saves and saves[-1].place == place and self.give_up(saves[-1], "cancelled", "its file was removed"):
             saves.pop()
-        step = self.follow(lambda: files.remove_at_once(path), place, f"removing {path}", leaves_file=False)
-        if not saves:
+        after = saves[-1] if saves else None
+        step = self._follow(
+            Step(place, self, lambda: files.remove_at_once(path), f"removing {path}", leaves_file=False, after=after)
+        )
+        if after is None:
             step.settle()
             step.raise_failure()
 
@@ -213,12 +217,7 @@ class AsyncWriter:
         """
         with self._queue.changed:
             after = next(reversed(self._pending_saves()), None)
-            step = Step(place, self, function, what, leaves_file=leaves_file, after=after)
-            try:
-                self._accept(step)
-            except RuntimeError:  # no thread can be started, so nothing is pending
-                step.run()
-        return step
+            return self._follow(Step(place, self, function, what, leaves_file=leaves_file, after=after))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when everything is durable that was accepted so far.
@@ -415,6 +414,13 @@ class AsyncWriter:
             step.after = save
             self._accept(step)
 
+    def _follow(self, step: Step) -> Step:
+        try:
+            self._accept(step)
+        except RuntimeError:  # no thread can be started, so nothing is pending
+            step.run()
+        return step
+
     def _accept(self, operation: Save | Step) -> None:
         """Have it done in its turn.
 
@@ -433,8 +439,11 @@ class AsyncWriter:
         """Map as much staging memory as a file needs and the budget allows."""
         if self._limit_nbytes is None:
             self._limit_nbytes = staging_limit(available_memory(), local_processes())
-        # A budget of the user's may be for several files at a time, ours is for one.
-        missing = nbytes - (self._arena.nbytes if self._staging_bytes is None else self._arena.free_nbytes)
+        # A budget of the user's may be for several files at a time, ours is for one, or some small ones.
+        if self._staging_bytes is None:
+            missing = max(nbytes, _LEAST_NBYTES) - self._arena.nbytes
+        else:
+            missing = nbytes - self._arena.free_nbytes
         if missing > 0:
             wanted = self._arena.nbytes + -(-missing // BLOCK_NBYTES) * BLOCK_NBYTES
             self._arena.reserve(min(wanted, self._limit_nbytes // BLOCK_NBYTES * BLOCK_NBYTES))

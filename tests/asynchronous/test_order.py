@@ -1,0 +1,236 @@
+"""What this process sees at a path is what it asked for last, whatever is still to be written."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastensor
+from fastensor import AsyncWriter, SaveDroppedError
+from fastensor.checkpoint import files, ordering
+from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
+
+
+def state(number: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), number)}
+
+
+def content(path: Any) -> int:
+    return int(fastensor.load(path)["w"][0])
+
+
+def has_to_wait(gate: Any, action: Callable[[], Any]) -> Any:
+    """What an action returns that a closed gate keeps from ending, once it is open."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(action()))
+    thread.start()
+    gate.wait_until_reached()
+    thread.join(0.05)
+    assert thread.is_alive(), "it did not wait"
+    gate.open()
+    thread.join(60)
+    return results[0]
+
+
+READS: dict[str, Callable[[Path], Any]] = {
+    "load": content,
+    "load of a part": lambda path: int(fastensor.load(path, keys=["w"])["w"][0]),
+    "open": lambda path: int(opened_tensor(path)[0]),
+    "verify": lambda path: fastensor.verify(path).compared and content(path),
+    "inspect": lambda path: fastensor.inspect(path).tensors and content(path),
+    "convert": lambda path: fastensor.convert(path, path.with_name("y")) and content(path.with_name("y")),
+    "through a link": lambda path: content(link_to(path)),
+    "through a link to a link": lambda path: content(link_to(link_to(path))),
+    "through a folder that is a link": lambda path: content(link_to(path.parent) / path.name),
+    "relative": lambda path: content(os.path.relpath(path)),
+}
+
+
+def opened_tensor(path: Path) -> torch.Tensor:
+    with fastensor.open(path) as opened:
+        return opened["w"]
+
+
+def link_to(path: Path) -> Path:
+    link = path.with_name(path.name + "-link")
+    link.symlink_to(path.name)
+    return link
+
+
+@pytest.mark.parametrize("way", READS)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_a_read_waits(tmp_path: Path, gate: Any, way: str, overwrite: bool) -> None:
+    path = tmp_path / "folder" / "x"
+    path.parent.mkdir()
+    if overwrite:
+        fastensor.save(state(1), path)
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(2), path)
+        assert has_to_wait(gate, lambda: READS[way](path)) == 2
+
+
+def test_a_url_is_read_when_it_is_there(gate: Any, tmp_path: Path) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), tmp_path / "x")  # what stands before it in the queue
+        writer.save(state(2), "memory://order/x")
+        assert has_to_wait(gate, lambda: content("memory://order/x")) == 2
+
+
+def test_replacing_waits(tmp_path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), tmp_path / "x")
+        writer.save(state(2), tmp_path / "x")
+        has_to_wait(gate, lambda: fastensor.save(state(3), tmp_path / "x"))
+        assert content(tmp_path / "x") == 3
+        writer.save(state(4), tmp_path / "x")
+        writer.save(state(5), tmp_path / "x")
+    assert content(tmp_path / "x") == 5
+
+
+def test_a_converted_file_replaces_what_was_saved_before(tmp_path: Path, gate: Any) -> None:
+    fastensor.save(state(7), tmp_path / "y")
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), tmp_path / "x")
+        has_to_wait(gate, lambda: fastensor.convert(tmp_path / "y", tmp_path / "x"))
+    assert content(tmp_path / "x") == 7
+
+
+def test_others_see_whole_files_only(tmp_path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), tmp_path / "x")
+        gate.wait_until_reached()
+        assert not (tmp_path / "x").exists()
+        assert [name[-len(TEMPORARY_SUFFIX) :] for name in os.listdir(tmp_path)] == [TEMPORARY_SUFFIX]
+        gate.open()
+
+
+def test_removing_a_pending_save_gives_it_up(tmp_path: Path, gate: Any) -> None:
+    fastensor.save(state(0), tmp_path / "x")
+    with AsyncWriter() as writer:
+        gate.close()
+        handle = writer.save(state(1), tmp_path / "x")
+        queued = writer.save(state(2), tmp_path / "x")
+        gate.wait_until_reached()
+        has_to_wait(gate, lambda: writer.remove(tmp_path / "x"))
+        assert not os.listdir(tmp_path)
+        assert (handle.stage, queued.stage) == ("cancelled", "cancelled")
+        with pytest.raises(SaveDroppedError, match="removed; what was there before is kept"):
+            queued.result()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "nothing"])
+def test_removing_what_is_not_pending_is_done_at_once(tmp_path: Path, kind: str) -> None:
+    fastensor.save(state(0), tmp_path / "x")
+    if kind == "folder":
+        (tmp_path / "old").mkdir()
+        fastensor.save(state(0), tmp_path / "old" / "y")
+    elif kind == "link":
+        (tmp_path / "old").symlink_to("x")
+    elif kind == "file":
+        fastensor.save(state(0), tmp_path / "old")
+    with AsyncWriter() as writer:
+        writer.save(state(1), tmp_path / "x").result()
+        writer.remove(tmp_path / "old")
+        assert os.listdir(tmp_path) == ["x"]
+
+
+def test_an_old_file_is_removed_when_the_new_one_is_durable(tmp_path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        writer.save(state(0), tmp_path / "old").result()
+        gate.close()
+        new = writer.save(state(1), tmp_path / "new")
+        writer.remove(tmp_path / "old")
+        gate.wait_until_reached()
+        assert torch.load(tmp_path / "old")["w"][0] == 0  # whoever does not ask us sees what is there
+        gate.open()
+        new.result()
+        writer.wait()
+        assert os.listdir(tmp_path) == ["new"]
+
+
+def test_a_pending_file_is_written_before_it_makes_way_for_a_newer_one(tmp_path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        old = writer.save(state(0), tmp_path / "old")
+        writer.save(state(1), tmp_path / "new")
+        writer.remove(tmp_path / "old")
+        gate.open()
+        assert old.result().durable
+        writer.wait()
+        assert os.listdir(tmp_path) == ["new"]
+
+
+def test_an_old_file_stays_if_the_new_one_fails(tmp_path: Path, gate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with AsyncWriter() as writer:
+        writer.save(state(0), tmp_path / "old").result()
+        gate.close()
+        new = writer.save(state(1), tmp_path / "new")
+        writer.remove(tmp_path / "old")
+        gate.wait_until_reached()
+        (tmp_path / "new").mkdir()
+        gate.open()
+        with pytest.raises(fastensor.CheckpointWriteError, match="Is a directory"):
+            new.result()
+        writer.wait()
+        assert content(tmp_path / "old") == 0
+        assert "removing" in caplog.text
+        writer.remove(tmp_path / "old")  # now it is known that the save failed
+        assert not (tmp_path / "old").exists()
+
+
+def test_a_file_that_is_saved_again_after_its_removal(tmp_path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(0), tmp_path / "x")
+        writer.save(state(1), tmp_path / "y")
+        writer.remove(tmp_path / "x")
+        writer.save(state(2), tmp_path / "x")
+        gate.open()
+        assert content(tmp_path / "x") == 2
+
+
+def test_a_removal_that_fails_is_told(tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any) -> None:
+        raise PermissionError(13, "no", str(path))
+
+    monkeypatch.setattr(files, "remove_at_once", refuse)
+    with AsyncWriter() as writer:
+        with pytest.raises(PermissionError):
+            writer.remove(tmp_path / "x")
+        gate.close()
+        writer.save(state(0), tmp_path / "y")
+        writer.remove(tmp_path / "x")
+        gate.open()
+        with pytest.raises(PermissionError) as caught:
+            writer.wait()
+        assert caught.value.__notes__ == [f"in what was to follow an asynchronous save: removing {tmp_path / 'x'}"]
+
+
+def test_two_writers_take_turns_at_one_path(tmp_path: Path, gate: Any) -> None:
+    with AsyncWriter() as first, AsyncWriter() as second:
+        gate.close()
+        first.save(state(1), tmp_path / "x")
+        gate.wait_until_reached()
+        handle = second.save(state(2), tmp_path / "x")
+        gate.open()
+        handle.result()
+        assert content(tmp_path / "x") == 2
+
+
+def test_nothing_is_left_to_be_waited_for(tmp_path: Path) -> None:
+    with AsyncWriter() as writer:
+        for number in range(3):
+            writer.save(state(number), tmp_path / str(number))
+        writer.remove(tmp_path / "1")
+    assert not ordering._operations

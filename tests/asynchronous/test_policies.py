@@ -1,0 +1,128 @@
+"""What happens when saves come faster than they can be written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastensor
+from fastensor import AsyncWriter, SaveDroppedError
+from fastensor.backends.arena import BLOCK_NBYTES
+
+ONE_BLOCK = BLOCK_NBYTES - 100_000
+
+
+def state(number: int, nbytes: int = ONE_BLOCK) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((nbytes,), number, dtype=torch.uint8)}
+
+
+def content(path: Path) -> int:
+    return int(fastensor.load(path)["w"][-1])
+
+
+@pytest.fixture
+def blocked(gate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The gate stands in front of every write, so that no memory comes back."""
+    from fastensor.backends import posix
+
+    write = posix.write_fully
+
+    def write_behind_gate(*arguments: Any) -> None:
+        gate.pass_through()
+        write(*arguments)
+
+    monkeypatch.setattr(posix, "write_fully", write_behind_gate)
+    return gate
+
+
+def test_waiting(tmp_path: Path, blocked: Any) -> None:
+    with AsyncWriter(staging_bytes=BLOCK_NBYTES) as writer:
+        blocked.close()
+        writer.save(state(1), tmp_path / "1")
+        blocked.wait_until_reached()
+        thread = threading.Thread(target=lambda: writer.save(state(2), tmp_path / "2"))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        assert writer.statistics().staging == 1
+        assert writer.statistics().writing == 1
+        blocked.open()
+        thread.join(60)
+    assert (content(tmp_path / "1"), content(tmp_path / "2")) == (1, 2)
+
+
+def test_skipping(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
+        blocked.close()
+        writer.save(state(1), tmp_path / "1")
+        fastensor_path = tmp_path / "2"
+        skipped = writer.save(state(2), fastensor_path)
+        assert (skipped.stage, skipped.done()) == ("skipped", True)
+        with pytest.raises(SaveDroppedError, match="skipped"):
+            skipped.result()
+        assert str(fastensor_path) in caplog.text
+        blocked.open()
+        writer.wait()
+        assert writer.save(state(3), tmp_path / "3").result().durable
+        assert (writer.statistics().skipped, writer.statistics().durable) == (1, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+def test_a_file_larger_than_the_memory_is_not_skipped_for_that(tmp_path: Path) -> None:
+    with AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
+        assert writer.save(state(1, 3 * BLOCK_NBYTES), tmp_path / "1").result().durable
+
+
+def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with AsyncWriter(staging_bytes=3 * BLOCK_NBYTES, when_busy="latest") as writer:
+        blocked.close()
+        handles = [writer.save(state(number), tmp_path / str(number)) for number in range(6)]
+        assert [handle.stage for handle in handles[1:4]] == ["replaced"] * 3
+        assert handles[5].stage == "queued"
+        with pytest.raises(SaveDroppedError, match=f"replaced by the one to {tmp_path / '3'}"):
+            handles[1].result()
+        blocked.open()
+        writer.wait()
+        assert writer.statistics().replaced == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "4", "5"]
+    assert [content(tmp_path / name) for name in "045"] == [0, 4, 5]
+    assert "replaced by the save to" in caplog.text
+
+
+def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_path: Path, blocked: Any) -> None:
+    with AsyncWriter(staging_bytes=2 * BLOCK_NBYTES, when_busy="latest") as writer:
+        writer.save(state(9), tmp_path / "old").result()
+        blocked.close()
+        writer.save(state(0), tmp_path / "0")
+        blocked.wait_until_reached()
+        replaced = writer.save(state(1), tmp_path / "1")
+        writer.remove(tmp_path / "old")
+        writer.save(state(2), tmp_path / "2")
+        assert replaced.stage == "replaced"
+        assert (tmp_path / "old").exists()
+        blocked.open()
+        writer.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"staging_bytes": 100}, "at least 4194304"),
+        ({"when_busy": "panic"}, "one of .*'wait'"),
+        ({"max_bytes_per_second": 0}, "positive or None, found 0"),
+        ({"preemption_seconds": -1}, "positive or None, found -1"),
+    ],
+)
+def test_wrong_settings(option: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AsyncWriter(**option)
+
+
+def test_options_of_save_that_do_not_exist(tmp_path: Path) -> None:
+    with AsyncWriter() as writer, pytest.raises(TypeError, match="colour"):
+        writer.save({}, tmp_path / "x", colour="red")  # type: ignore[call-arg]
