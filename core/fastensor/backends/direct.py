@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader, transfer_nbytes
-from fastensor.backends.staging import Window, open_stager
+from fastensor.backends.staging import Stager, Window, open_stager
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
@@ -103,12 +103,13 @@ def _write(source: Source, fd: int, limits: posix.DirectLimits) -> Sequence[int]
     begun: Window | None = None
     with (
         open_stager(source) as stager,
-        _Writers(fd, limits.offset_alignment, -(-source.nbytes // size), stager.release) as writers,
+        _Writers(fd, limits.offset_alignment, -(-source.nbytes // size), stager) as writers,
     ):
         for number, offset in enumerate(range(0, source.nbytes, size)):
             if number >= BUFFER_COUNT:
                 writers.wait_for_oldest()
-            window = stager.begin(offset, min(size, source.nbytes - offset))
+            with _refusals_reported():  # of windows before, which it may have to wait for
+                window = stager.begin(offset, min(size, source.nbytes - offset))
             if not stager.asynchronous:
                 stager.finish(window)
                 writers.submit(window)
@@ -128,10 +129,10 @@ def _write(source: Source, fd: int, limits: posix.DirectLimits) -> Sequence[int]
 class _Writers:
     """Threads that write windows and release them. Left only when none of them is writing any more."""
 
-    def __init__(self, fd: int, alignment: int, windows: int, release: Callable[[Window], None]) -> None:
+    def __init__(self, fd: int, alignment: int, windows: int, stager: Stager) -> None:
         self._fd = fd
         self._alignment = alignment
-        self._release = release
+        self._stager = stager
         threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # two transfers each, or more
         self._pool = open_pool(threads, "fastensor-write")
         self._pending: deque[Future[None]] = deque()
@@ -151,8 +152,12 @@ class _Writers:
             self._pending.popleft().result()
 
     def _write(self, window: Window, data: memoryview) -> None:
-        posix.write_fully(self._fd, data, window.offset)
-        self._release(window)
+        try:
+            posix.write_fully(self._fd, data, window.offset)
+        except BaseException as failure:
+            self._stager.fail(failure)
+            raise
+        self._stager.release(window)
 
     def wait_for_all(self) -> None:
         while self._pending:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from fastensor.backends.arena import BLOCK_NBYTES, Arena
 from fastensor.backends.memory import Buffer
@@ -123,8 +124,12 @@ class Snapshot:
         checksums = Checksums(self._storage_count)
         yield SnapshotStager(self, self._released_plan.image, checksums, self._before_window)
 
-    def block(self, number: int) -> Buffer:
+    def block(self, number: int, stopped: Callable[[], bool]) -> Buffer | None:
         """Wait until a block is staged.
+
+        Args:
+            number: of the block, counted from the file's start.
+            stopped: asked whenever something changes; whether to give up and return None.
 
         Raises:
             BaseException: what :meth:`fail` was given.
@@ -132,13 +137,18 @@ class Snapshot:
 
         def decided() -> bool:
             staged = number in self._staged and (self._streams or not self._staging)
-            return staged or self._failure is not None
+            return staged or self._failure is not None or stopped()
 
         with self._changed:
             self._changed.wait_for(decided)
             if self._failure is not None:
                 raise self._failure
-            return self._staged[number]
+            return None if stopped() else self._staged[number]
+
+    def wake(self) -> None:
+        """Let whoever waits in :meth:`block` ask again whether to stop."""
+        with self._changed:
+            self._changed.notify_all()
 
     def hand_back(self, number: int, nbytes: int) -> None:
         """So many bytes of a block have been moved. When all have, it goes back to the arena."""
@@ -212,6 +222,7 @@ class SnapshotStager:
         self._image = image
         self._checksums = checksums
         self._before_window = before_window
+        self._failure: BaseException | None = None
 
     @property
     def checksums(self) -> tuple[int, ...]:
@@ -219,7 +230,9 @@ class SnapshotStager:
 
     def begin(self, offset: int, nbytes: int) -> Window:
         number, begin = divmod(offset, BLOCK_NBYTES)
-        block = self._snapshot.block(number)
+        block = self._snapshot.block(number, lambda: self._failure is not None)
+        if block is None:
+            raise cast(BaseException, self._failure)
         self._before_window(nbytes)
         return Window(block, begin, offset, nbytes)
 
@@ -229,3 +242,7 @@ class SnapshotStager:
 
     def release(self, window: Window) -> None:
         self._snapshot.hand_back(window.offset // BLOCK_NBYTES, window.nbytes)
+
+    def fail(self, failure: BaseException) -> None:
+        self._failure = failure
+        self._snapshot.wake()

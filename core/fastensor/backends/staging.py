@@ -79,6 +79,9 @@ class Stager(Protocol):
     def release(self, window: Window) -> None:
         """Its buffer may be used for another one."""
 
+    def fail(self, failure: BaseException) -> None:
+        """A window's bytes cannot be moved, so it will not be released: whoever waits for that is to raise this."""
+
 
 class StagedSource(Source, Protocol):
     """A source that has been staged by somebody else."""
@@ -145,6 +148,9 @@ class RingStager:
 
     def release(self, window: Window) -> None:
         self._buffers.append(window.buffer)
+
+    def fail(self, failure: BaseException) -> None:
+        """Nobody waits: a buffer is free, or too many windows are held."""
 
     def _copy(self, window: Window, piece: Piece, payload: Payload) -> None:
         file = self._copier.file(payload)

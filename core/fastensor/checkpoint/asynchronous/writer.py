@@ -129,7 +129,7 @@ class AsyncWriter:
         self._failures: deque[Operation] = deque()
         """Those that nobody has been told of."""
         self._begin_empty()
-        weakref.finalize(self, _log_failures, self._failures)
+        self._report_failures = weakref.finalize(self, _log_failures, self._failures)
         exits.watch(self, preemption_seconds)
 
     def _begin_empty(self) -> None:

@@ -1,0 +1,315 @@
+"""Failures are told once, to whoever can be told first, and saves work again when their cause is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastensor
+from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
+from fastensor.backends import posix
+from fastensor.checkpoint import ordering
+
+OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
+
+
+class FullDisk:
+    """Refuses to sync files while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        sync = posix.sync_file
+
+        def sync_if_possible(fd: int) -> None:
+            if self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            sync(fd)
+
+        monkeypatch.setattr(posix, "sync_file", sync_if_possible)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    return FullDisk(monkeypatch)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    fastensor.save(OLD, tmp_path / "x")
+    return tmp_path / "x"
+
+
+@pytest.fixture
+def writer(path: Path, disk: FullDisk) -> AsyncWriter:
+    """One whose save to the path has just failed."""
+    writer = AsyncWriter()
+    disk.full = True
+    handle = writer.save(NEW, path)
+    assert writer._queue.join(60)
+    assert handle.stage == "failed"
+    disk.full = False
+    return writer
+
+
+def assert_told(error: BaseException, path: Path) -> None:
+    assert isinstance(error, CheckpointWriteError)
+    assert (error.errno, error.filename) == (errno.ENOSPC, str(path))
+    assert "what was there before is kept" in str(error)
+    assert error.__notes__ == [f"in an asynchronous save to {path}, stage 'sync'"]
+
+
+def assert_old(path: Path) -> None:
+    assert torch.equal(fastensor.load(path)["w"], OLD["w"])
+    assert os.listdir(path.parent) == [path.name]
+
+
+CALLS = {
+    "save": lambda writer, path: writer.save(NEW, path),
+    "remove": lambda writer, path: writer.remove(path),
+    "wait": lambda writer, path: writer.wait(),
+    "close": lambda writer, path: writer.close(),
+    "load": lambda writer, path: fastensor.load(path),
+    "open": lambda writer, path: fastensor.open(path).__enter__(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_next_call_raises_and_does_nothing(writer: AsyncWriter, path: Path, call: str) -> None:
+    with pytest.raises(CheckpointWriteError) as caught:
+        CALLS[call](writer, path)
+    assert_told(caught.value, path)
+    assert_old(path)
+    writer.wait()
+    writer.close()
+    assert not ordering._operations
+
+
+def test_it_works_again_afterwards(writer: AsyncWriter, path: Path) -> None:
+    with pytest.raises(CheckpointWriteError):
+        writer.save(NEW, path)
+    assert writer.save(NEW, path).result().durable
+    assert torch.equal(fastensor.load(path)["w"], NEW["w"])
+    assert (writer.statistics().failed, writer.statistics().durable) == (1, 1)
+
+
+def test_what_a_handle_has_told_is_not_told_again(path: Path, disk: FullDisk) -> None:
+    with AsyncWriter() as writer:
+        disk.full = True
+        handle = writer.save(NEW, path)
+        with pytest.raises(CheckpointWriteError) as caught:
+            handle.result()
+        assert_told(caught.value, path)
+        assert handle.exception() is caught.value
+        disk.full = False
+        assert_old(path)
+        writer.wait()
+
+
+def test_several_failures_are_told_together_at_the_end(path: Path, disk: FullDisk) -> None:
+    disk.full = True
+    writer = AsyncWriter()
+    try:
+        for _ in range(3):
+            writer.save(NEW, path)
+    except CheckpointWriteError:
+        pass
+    else:
+        with pytest.raises(CheckpointWriteError) as caught:
+            writer.close()
+        assert "and then" in caught.value.__notes__[-1]
+    writer.close()
+
+
+def test_a_failure_does_not_hide_an_exception(path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture) -> None:
+    disk.full = True
+
+    def program() -> None:
+        with AsyncWriter() as writer:
+            writer.save(NEW, path)
+            raise ValueError("of the program")
+
+    with pytest.raises(ValueError, match="of the program"):
+        program()
+    assert "No space left" in caplog.text
+    assert_old(path)
+
+
+def test_a_writer_that_goes_away_leaves_what_nobody_was_told_in_the_log(
+    writer: AsyncWriter, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = str(path)
+    finalizer = writer._report_failures
+    del writer
+    gc.collect()
+    finalizer()  # pytest still holds the fixture
+    assert "an asynchronous save had failed: [Errno 28] the save failed" in caplog.text
+    assert name in caplog.text
+
+
+def test_a_failure_in_a_streaming_save_is_raised_by_that_save(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with AsyncWriter(staging_bytes=4 << 20) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(posix, "write_fully", refuse)
+            with pytest.raises(CheckpointWriteError, match="the disk is gone"):
+                writer.save({"w": torch.zeros(5 << 20)}, path)
+        writer.wait()
+        assert writer.save(NEW, path).result().durable
+
+
+def test_the_thread_is_killed(path: Path, gate: Any) -> None:
+    """By an exception that comes from outside, at any line of it."""
+    with AsyncWriter() as writer:
+        gate.close()
+        handle = writer.save(NEW, path)
+        other = writer.save(NEW, path)
+        gate.wait_until_reached()
+        thread = writer._queue._thread
+        assert thread is not None
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        gate.open()
+        with pytest.raises(CheckpointWriteError, match=r"stopped in stage 'sync' \(SystemExit") as caught:
+            handle.result()
+        assert isinstance(caught.value.__cause__, SystemExit)
+        assert other.result().durable
+        assert writer.save(OLD, path).result().durable
+    assert_old(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_dies_between_two_saves(path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        first = writer.save(NEW, path)
+        gate.wait_until_reached()
+
+        def die(report: Any) -> None:
+            raise SystemExit
+
+        unsubscribe = writer.subscribe(die)
+        second = writer.save(OLD, path)
+        gate.open()
+        assert first.result().durable
+        unsubscribe()
+        assert second.result().durable
+        writer.wait(60)
+
+
+def test_cancelling(path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        running = writer.save(NEW, path)
+        queued = writer.save(NEW, path)
+        gate.wait_until_reached()
+        assert queued.cancel()
+        assert queued.done()
+        assert (queued.stage, running.stage) == ("cancelled", "writing")
+        with pytest.raises(TimeoutError, match=r"not done after 0\.01 s, but writing; it goes on"):
+            running.result(0.01)
+        assert running.cancel()
+        gate.open()
+        for handle in (running, queued):
+            with pytest.raises(SaveDroppedError, match="cancelled; what was there before is kept"):
+                handle.result()
+        writer.wait()
+        assert_old(path)
+        done = writer.save(NEW, path)
+        done.result()
+        assert not done.cancel()
+        assert writer.statistics().cancelled == 2
+    assert done.stage == "durable"
+    assert list(done.stages) == ["staging", "queued", "writing", "durable"]
+    assert sorted(done.stages.values()) == list(done.stages.values())
+
+
+def test_cancelling_while_it_is_staged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It streams, and the disk does not answer."""
+    reached, go = threading.Event(), threading.Event()
+    write = posix.write_fully
+
+    def write_later(*arguments: Any) -> None:
+        reached.set()
+        assert go.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(posix, "write_fully", write_later)
+    handles: list[Any] = []
+    with AsyncWriter(staging_bytes=4 << 20) as writer:
+        thread = threading.Thread(target=lambda: handles.append(writer.save({"w": torch.zeros(5 << 20)}, path)))
+        thread.start()
+        assert reached.wait(60)
+        (save,) = writer._pending_saves()
+        assert save.handle.stage == "writing"
+        assert save.handle.cancel()
+        go.set()
+        thread.join(60)
+        assert handles[0].exception() is not None
+    assert_old(path)
+
+
+def test_waiting_takes_too_long(path: Path, gate: Any) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        handle = writer.save(NEW, path)
+        with pytest.raises(TimeoutError, match=rf"not done after 0.01 s: 1 checkpoints .*{path}.*; it goes on"):
+            writer.wait(0.01)
+        gate.open()
+        assert handle.result().durable
+
+
+def test_closing_takes_too_long(path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastensor.checkpoint.asynchronous import writer as module
+
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.0)
+    writer = AsyncWriter()
+    gate.close()
+    running, queued = writer.save(NEW, path), writer.save(NEW, path)
+    gate.wait_until_reached()
+    with pytest.raises(TimeoutError, match=r"given up after 0\.01 s: 2 checkpoints"):
+        writer.close(0.01)
+    gate.open()
+    for handle in (running, queued):
+        with pytest.raises(SaveDroppedError, match="after the writer was closed"):
+            handle.result()
+    assert writer._queue.join(60)
+    assert_old(path)
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.save(NEW, path)
+    writer.close()
+
+
+def test_long_waits_say_so(
+    path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fastensor.checkpoint.asynchronous import writer as module
+
+    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(NEW, path)
+        with pytest.raises(TimeoutError):
+            writer.wait(0.1)
+        gate.open()
+    assert "waiting for 1 checkpoints of which 0 MB are to be written" in caplog.text
+    assert "s so far" in caplog.text
+
+
+def test_a_listener_that_fails_harms_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(report: Any) -> None:
+        raise ValueError("a listener's own trouble")
+
+    with AsyncWriter() as writer:
+        writer.subscribe(fail)
+        assert writer.save(NEW, path).result().durable
+    assert "a listener's own trouble" in caplog.text
