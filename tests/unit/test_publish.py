@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -86,7 +87,7 @@ def test_a_link_itself_can_be_replaced(tmp_path: Path) -> None:
 def test_the_contents_of_a_private_file_are_never_readable_by_others(tmp_path: Path) -> None:
     fastensor.save(STATE, tmp_path / "x")
     (tmp_path / "x").chmod(0o600)
-    with publish.temporary_for(publish.resolve_target(tmp_path / "x")) as temporary:
+    with closing(publish.open_temporary(publish.resolve_target(tmp_path / "x"))) as temporary:
         assert stat.S_IMODE(os.fstat(temporary.fd).st_mode) == 0o600
 
 
@@ -144,7 +145,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
         Path(stem + publish.TEMPORARY_SUFFIX).write_bytes(b"cut off")
     foreign = tmp_path / f".x.notes{publish.TEMPORARY_SUFFIX}"
     foreign.write_text("not one of ours")
-    with publish.temporary_for(target) as temporary:
+    with closing(publish.open_temporary(target)) as temporary:
         alive = temporary.name
         fastensor.save(STATE, tmp_path / "x")
         assert os.path.exists(alive)
@@ -173,7 +174,7 @@ def test_leftovers_that_are_read_only_are_removed(tmp_path: Path) -> None:
 def test_a_temporary_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys; from fastensor.checkpoint.publish import *\n"
-        "with temporary_for(resolve_target(sys.argv[1])) as t: print(t.name, flush=True); sys.stdin.read()"
+        "t = open_temporary(resolve_target(sys.argv[1])); print(t.name, flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "x")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

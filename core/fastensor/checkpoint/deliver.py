@@ -7,9 +7,8 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
 from fastensor.backends import posix, registry, stream
@@ -22,9 +21,9 @@ from fastensor.checkpoint.publish import (
     Target,
     Temporary,
     copy_ownership,
+    open_temporary,
     publish,
     resolve_target,
-    temporary_for,
     wait_for_space,
 )
 from fastensor.checkpoint.remote import replacing
@@ -90,16 +89,12 @@ class Delivery:
         self._durable = durable
         self._fallbacks: list[Fallback] = []
         self._temporary: Temporary | None = None
-        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._temporary = None
-        self._resources.__exit__(kind, error, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def deliver(self, plan: Planner) -> SaveReport:
         """Do all of it, behind everything that this process has accepted for the target.
@@ -125,13 +120,19 @@ class Delivery:
             CheckpointWriteError: the directory does not let files be created.
         """
         if isinstance(self.target, Target) and self._temporary is None:
-            self._temporary = self._resources.enter_context(temporary_for(self.target))
+            self._temporary = open_temporary(self.target)
+
+    def close(self) -> None:
+        """Undo :meth:`open`, unless the file has been published. Calling it again does nothing."""
+        temporary, self._temporary = self._temporary, None
+        if temporary is not None:
+            temporary.close()
 
     def forget(self) -> None:
         """In a forked child: let go of what is its parent's, and leave it as it is."""
         if self._temporary is not None:
             os.close(self._temporary.fd)
-        self._resources.pop_all()
+        self._temporary = None
 
     def move(self, source: Source | None) -> SaveReport:
         """Write it all, sync it, and let it take the target's place.
@@ -143,8 +144,8 @@ class Delivery:
             CheckpointWriteError: it could not be written; the message says what is there now.
         """
         self.open()
-        if self._temporary is not None and isinstance(self.target, Target):
-            written = self._to_disk(source, self._temporary, self.target)
+        if self._temporary is not None:
+            written = self._to_disk(source, self._temporary)
         elif isinstance(self.target, RemotePath):
             written = self._to_url(source, self.target)
         else:
@@ -172,21 +173,22 @@ class Delivery:
         yield
         self.seconds[stage] = time.perf_counter() - started
 
-    def _to_disk(self, source: Source | None, temporary: Temporary, target: Target) -> _Written:
+    def _to_disk(self, source: Source | None, temporary: Temporary) -> _Written:
         """Write to a temporary, sync it, publish it."""
-        with _explained(temporary, target.path):
+        path = temporary.target.path
+        with _explained(temporary, path):
             with self._at("write"):
                 used = self._write(source, temporary.fd)
                 nbytes = os.fstat(temporary.fd).st_size
-            copy_ownership(temporary, target)
+            copy_ownership(temporary)
             if self._durable:
                 with self._at("sync"):
                     posix.sync_file(temporary.fd)
             self.before_publishing()
             with self._at("publish"):
-                publish(temporary, target, durable=self._durable)
-            self._resources.close()
-        return _Written(target.path, nbytes, used, self._durable)
+                publish(temporary, durable=self._durable)
+            self.close()
+        return _Written(path, nbytes, used, self._durable)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
         kept = "what was there before is kept"

@@ -87,44 +87,49 @@ def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True
 
 @dataclass(slots=True)
 class Temporary:
-    """A file that is to take the target's place."""
+    """A file that is to take a target's place. It has to be closed: nothing happens by itself, least of all in a child
+    that was forked meanwhile."""
 
     fd: int
     name: str
+    target: Target
     published: bool = False
     """Whether it has."""
 
+    def close(self) -> None:
+        """Remove it, unless it was published.
 
-@contextmanager
-def temporary_for(target: Target) -> Iterator[Temporary]:
-    """A locked, empty file beside the target. Gone afterwards unless it was published.
+        Raises:
+            CheckpointWriteError: the file could not be closed.
+        """
+        with contextlib.suppress(OSError):  # it has taken the target's place, or the filesystem is gone
+            os.unlink(self.name)
+        try:
+            os.close(self.fd)
+        except OSError as error:
+            outcome = "the new file is in place" if self.published else "what was there before is kept"
+            raise _failure(error, f"closing the file that was written failed; {outcome}", self.target.path) from error
+
+
+def open_temporary(target: Target) -> Temporary:
+    """A locked, empty file beside the target.
 
     Raises:
         CheckpointWriteError: the directory does not let files be created.
     """
     _remove_leftovers(target)
     try:
-        temporary = _create_temporary(target)
+        return _create_temporary(target)
     except OSError as error:
         raise _failure(error, "cannot create a temporary file in the target's directory", target.path) from error
-    try:
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):  # it has taken the target's place, or the filesystem is gone
-            os.unlink(temporary.name)
-        try:
-            os.close(temporary.fd)
-        except OSError as error:
-            outcome = "the new file is in place" if temporary.published else "what was there before is kept"
-            raise _failure(error, f"closing the file that was written failed; {outcome}", target.path) from error
 
 
-def copy_ownership(temporary: Temporary, target: Target) -> None:
+def copy_ownership(temporary: Temporary) -> None:
     """Give the new file the mode, and where allowed the owner, of the one that it replaces. To be done before syncs.
 
     Where it cannot have the same group, no group gets rights: the old one's are not for another.
     """
-    previous = target.previous
+    previous = temporary.target.previous
     if previous is None:
         return
     current = os.fstat(temporary.fd)
@@ -148,12 +153,13 @@ def _change_owner(fd: int, uid: int, gid: int) -> bool:
     return True
 
 
-def publish(temporary: Temporary, target: Target, *, durable: bool) -> None:
-    """Rename a finished temporary over the target and make the name durable.
+def publish(temporary: Temporary, *, durable: bool) -> None:
+    """Rename a finished temporary over its target and make the name durable.
 
     Raises:
         OSError: a call failed; ``temporary.published`` tells whether it has taken the target's place.
     """
+    target = temporary.target
     with _keeping_open(target.path):
         os.rename(temporary.name, target.path)
         temporary.published = True
@@ -242,7 +248,7 @@ def _create_temporary(target: Target) -> Temporary:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             if _lock(fd) and os.fstat(fd).st_nlink:
-                return Temporary(fd, name)
+                return Temporary(fd, name, target)
         except BaseException:
             os.close(fd)
             os.unlink(name)

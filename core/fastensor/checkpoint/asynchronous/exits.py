@@ -36,22 +36,36 @@ def watch(writer: Watched, preemption_seconds: float | None) -> None:
     """
     if preemption_seconds is not None:
         _preemption.install(preemption_seconds)
-    if not _watched:
-        _register()
+    _register()
     _watched.add(writer)
 
 
 _registered = False
+_exiting = False
+
+
+def exiting() -> bool:
+    """Whether it is too late to leave anything pending."""
+    return _exiting
 
 
 def _register() -> None:
-    global _registered
+    global _registered, _exiting
     if _registered:
         return
     _registered = True
     # Before the interpreter stops to start threads, which writing needs; atexit comes after that.
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(_finish_all)
+    try:
+        register(_finish_at_exit)
+    except RuntimeError:  # it has stopped already
+        _exiting = True
+
+
+def _finish_at_exit() -> None:
+    global _exiting
+    _exiting = True
+    _finish_all()
 
 
 def _finish_all() -> None:

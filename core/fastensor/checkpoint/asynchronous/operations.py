@@ -201,8 +201,7 @@ class Save(Operation):
         """Undo :meth:`open`."""
         self._busy_thread = None
         self._snapshot = None
-        with self.delivery:
-            pass
+        self.delivery.close()
 
     def forget(self) -> None:
         super().forget()

@@ -167,8 +167,8 @@ class AsyncWriter:
         delivery, plan = SaveSettings(**options).prepare(obj, path)
         assert isinstance(delivery.target, Target | RemotePath)
         save = Save(ordering.place_of(delivery.target), self, delivery)
-        if self._staging_thread == threading.get_ident():
-            announce("saving asynchronously", "a signal handler saves while a save is being staged")
+        if reason := self._reason_to_wait():
+            announce("saving asynchronously", reason)
             save.run_now(delivery.plan(plan))
             return save.handle
         with self._turn:
@@ -420,6 +420,14 @@ class AsyncWriter:
         except RuntimeError:  # no thread can be started, so nothing is pending
             step.run()
         return step
+
+    def _reason_to_wait(self) -> str:
+        """Why a save cannot be done asynchronously; empty if it can."""
+        if exits.exiting():
+            return "the interpreter exits"
+        if self._staging_thread == threading.get_ident():
+            return "a signal handler saves while a save is being staged"
+        return ""
 
     def _accept(self, operation: Save | Step) -> None:
         """Have it done in its turn.

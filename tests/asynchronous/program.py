@@ -1,0 +1,231 @@
+"""A program that saves asynchronously and then ends in some way. Run by ``test_exits.py``.
+
+Arguments: the path, and the name of the way.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+import fastensor
+from fastensor.backends import posix
+
+STATE = {"w": torch.full((3 << 20,), 2.0)}
+
+
+def block_the_disk() -> None:
+    """Writes never end."""
+
+    def never(*arguments: Any) -> None:
+        print("blocked", flush=True)
+        time.sleep(1000)
+
+    posix.sync_file = never
+
+
+def slow_down() -> threading.Event:
+    """Syncs end when the event is set."""
+    go = threading.Event()
+    sync = posix.sync_file
+
+    def later(fd: int) -> None:
+        print("blocked", flush=True)
+        go.wait(60)
+        sync(fd)
+
+    posix.sync_file = later
+    return go
+
+
+def end_of_program(path: str) -> None:
+    fastensor.AsyncWriter().save(STATE, path)
+
+
+def after_the_end_of_the_program(path: str) -> None:
+    """Another thread saves when it is too late to leave anything pending."""
+    writer = fastensor.AsyncWriter()
+
+    def save() -> None:
+        threading.main_thread().join()
+        assert writer.save(STATE, path).done()
+
+    threading.Thread(target=save).start()
+
+
+def first_writer_after_the_end_of_the_program(path: str) -> None:
+    def save() -> None:
+        threading.main_thread().join()
+        assert fastensor.AsyncWriter().save(STATE, path).done()
+
+    threading.Thread(target=save).start()
+
+
+def slow_backend_at_exit(path: str) -> None:
+    """What is left to be done when the interpreter has stopped the main thread still needs threads."""
+    writer = fastensor.AsyncWriter(max_bytes_per_second=1 << 20)
+    writer.save(STATE, path, backend="direct")
+
+
+def sys_exit(path: str) -> None:
+    fastensor.AsyncWriter().save(STATE, path)
+    sys.exit(3)
+
+
+def exception(path: str) -> None:
+    fastensor.AsyncWriter().save(STATE, path)
+    raise ValueError("of the program")
+
+
+def interrupt(path: str) -> None:
+    fastensor.AsyncWriter().save(STATE, path)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def interrupt_twice(path: str) -> None:
+    block_the_disk()
+    fastensor.AsyncWriter().save(STATE, path)
+    time.sleep(60)
+
+
+def timeout(path: str) -> None:
+    block_the_disk()
+    fastensor.AsyncWriter(exit_seconds=0.2).save(STATE, path)
+
+
+def failure_at_exit(path: str) -> None:
+    writer = fastensor.AsyncWriter()
+    os.mkdir(path + "-folder")
+    go = slow_down()
+    writer.save(STATE, path + "-folder/x")
+    os.mkdir(path + "-folder/x")
+    go.set()
+
+
+def terminated(path: str) -> None:
+    slow_down()
+    fastensor.AsyncWriter().save(STATE, path)
+    time.sleep(60)
+
+
+def preempted(path: str) -> None:
+    go = slow_down()
+    fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
+    print("ready", flush=True)
+    sys.stdin.readline()  # the parent has sent SIGTERM
+    go.set()
+    time.sleep(60)
+
+
+def preempted_too_late(path: str) -> None:
+    block_the_disk()
+    fastensor.AsyncWriter(preemption_seconds=0.2).save(STATE, path)
+    time.sleep(60)
+
+
+def preempted_with_a_handler(path: str) -> None:
+    """As frameworks do: note it, and end in good order."""
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    go = slow_down()
+    fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
+    told.wait(60)
+    go.set()
+    sys.exit(5)
+
+
+def preempted_child(path: str) -> None:
+    fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def fork(path: str) -> None:
+    go = slow_down()
+    writer = fastensor.AsyncWriter()
+    handle = writer.save(STATE, path)
+    child = os.fork()
+    if child == 0:
+        assert handle.stage == "cancelled"
+        assert isinstance(handle.exception(), fastensor.SaveDroppedError)
+        writer.wait()
+        assert writer.statistics().staging_nbytes == 0
+        go.set()
+        mine = writer.save(STATE, path + "-child")
+        assert mine.result().durable
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(fastensor.load(path + "-child")["w"], STATE["w"])
+    os.unlink(path + "-child")
+    assert not handle.done()
+    go.set()
+    assert handle.result().durable
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def workers(path: str) -> None:
+    """Of a DataLoader: forked and spawned while a save is pending."""
+    writer = fastensor.AsyncWriter()
+    for method in ("fork", "spawn"):
+        writer.save(STATE, path)
+        loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=method)
+        assert [int(row) for row in loader] == list(range(8))
+
+
+def save_in_child(writer: fastensor.AsyncWriter, path: str) -> None:
+    writer.save(STATE, path)
+
+
+def spawn(path: str) -> None:
+    writer = fastensor.AsyncWriter(staging_bytes=8 << 20)
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy._staging_bytes == 8 << 20
+    process = multiprocessing.get_context("spawn").Process(target=save_in_child, args=(writer, path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def second_signal_handler(path: str) -> None:
+    """A handler saves while the main thread is staging another save."""
+    writer = fastensor.AsyncWriter(staging_bytes=4 << 20)
+    handles = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: handles.append(writer.save({"from": "handler"}, path + "-2")))
+    write = posix.write_fully
+
+    def interrupt_staging(*arguments: Any) -> None:
+        posix.write_fully = write
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not handles:
+            time.sleep(0.001)
+        write(*arguments)
+
+    posix.write_fully = interrupt_staging
+    writer.save(STATE, path)
+    assert handles[0].done()
+    assert fastensor.load(path + "-2") == {"from": "handler"}
+    os.unlink(path + "-2")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[2]](sys.argv[1])

@@ -1,0 +1,149 @@
+"""However a process ends, the path holds the old or the new content, whole, and it ends in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
+
+PROGRAM = Path(__file__).with_name("program.py")
+OLD, NEW = {"w": torch.zeros(3)}, 2.0
+TIMEOUT_SECONDS = 60
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    fastensor.save(OLD, tmp_path / "x")
+    return tmp_path / "x"
+
+
+def start(path: Path, way: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(path), way],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(path: Path, way: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    with start(path, way) as process:
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    return process.returncode, errors
+
+
+def read_until(word: str, file: IO[str] | None) -> None:
+    assert file is not None
+    assert any(line.strip() == word for line in file), "the program has ended"
+
+
+def assert_new(path: Path) -> None:
+    assert fastensor.load(path, verify=True)["w"][-1] == NEW
+    assert os.listdir(path.parent) == [path.name]
+
+
+def assert_old(path: Path, *, leftovers: int = 0) -> None:
+    assert torch.equal(fastensor.load(path, verify=True)["w"], OLD["w"])
+    others = [name for name in os.listdir(path.parent) if name != path.name]
+    assert len(others) == leftovers
+    assert all(name.endswith(TEMPORARY_SUFFIX) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "message"),
+    [
+        ("end_of_program", 0, ""),
+        ("after_the_end_of_the_program", 0, "saving asynchronously is not used: the interpreter exits"),
+        ("first_writer_after_the_end_of_the_program", 0, "saving asynchronously is not used: the interpreter exits"),
+        ("slow_backend_at_exit", 0, ""),
+        ("sys_exit", 3, ""),
+        ("exception", 1, "ValueError: of the program"),
+        ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("preempted_child", 0, ""),
+        ("fork", 0, ""),
+        ("workers", 0, ""),
+        ("spawn", 0, ""),
+        ("second_signal_handler", 0, "a signal handler saves while a save is being staged"),
+    ],
+)
+def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: str) -> None:
+    found, errors = run(path, way)
+    assert (found, message in errors) == (code, True), errors
+    assert message or not errors
+    assert_new(path)
+
+
+def test_what_takes_too_long_is_given_up(path: Path) -> None:
+    code, errors = run(path, "timeout")
+    assert code == 0
+    assert f"given up at exit, after 0.2 s: 1 checkpoints of which 0 MB are to be written ({path})" in errors
+    assert_old(path, leftovers=1)
+
+
+def test_a_second_interrupt_gives_up(path: Path) -> None:
+    with start(path, "interrupt_twice") as process:
+        read_until("blocked", process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert any("waiting for 1 checkpoints" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == -signal.SIGINT
+    assert "given up at exit, interrupted" in errors
+    assert_old(path, leftovers=1)
+
+
+def test_a_failure_that_nobody_was_told_of_is_in_the_log(path: Path) -> None:
+    code, errors = run(path, "failure_at_exit")
+    assert code == 0
+    assert "an asynchronous save had failed" in errors
+    assert f"{path}-folder/x" in errors
+
+
+def test_sigterm_kills_at_once_if_nothing_was_said(path: Path) -> None:
+    with start(path, "terminated") as process:
+        read_until("blocked", process.stdout)
+        process.terminate()
+        assert process.wait(TIMEOUT_SECONDS) == -signal.SIGTERM
+    assert_old(path, leftovers=1)
+    fastensor.save(OLD, path)
+    assert_old(path)
+
+
+def test_preemption_waits(path: Path) -> None:
+    with start(path, "preempted") as process:
+        read_until("ready", process.stdout)
+        process.terminate()
+        process.communicate("go\n", timeout=TIMEOUT_SECONDS)
+    assert process.returncode == -signal.SIGTERM
+    assert_new(path)
+
+
+def test_preemption_does_not_wait_for_ever(path: Path) -> None:
+    with start(path, "preempted_too_late") as process:
+        read_until("blocked", process.stdout)
+        process.terminate()
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == -signal.SIGTERM
+    assert "given up at exit, after" in errors
+    assert_old(path, leftovers=1)
+
+
+def test_preemption_leaves_the_decision_to_the_handler_of_the_program(path: Path) -> None:
+    with start(path, "preempted_with_a_handler") as process:
+        read_until("blocked", process.stdout)
+        process.terminate()
+        process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 5
+    assert_new(path)
