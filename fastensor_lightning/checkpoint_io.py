@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
+import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
 
 import fastensor
+from fastensor.checkpoint import ordering
+from fastensor.checkpoint.asynchronous.writer import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
+from fastensor.checkpoint.location import locate
+from fastensor.checkpoint.publish import replace_link, wait_for_writers
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -20,10 +29,24 @@ else:
         {},
     )
 
-SaveListener = Callable[[fastensor.SaveReport], None]
+SaveListener = Callable[[fastensor.SaveReport, int | None], None]
+"""Gets the report of a save, and the global step that it is of, if it is a Trainer's."""
 
 _logger = logging.getLogger(__name__)
-_STORAGE_OPTIONS = ("backend", "durable")
+_STORAGE_OPTIONS = ("backend", "durable", "asynchronous")
+_PATIENCE_SECONDS = 600.0
+_FOR_REQUEUE = re.compile(r"hpc_ckpt_\d+\.ckpt")
+"""What a Trainer calls the checkpoint that it saves in the last seconds before it lets SLURM restart the job."""
+
+
+class AsyncOptions(TypedDict, total=False):
+    """The keywords of :class:`fastensor.AsyncWriter`."""
+
+    staging_bytes: int | None
+    when_busy: WhenBusy
+    max_bytes_per_second: float | None
+    exit_seconds: float
+    preemption_seconds: float | None
 
 
 class FastensorCheckpointIO(CheckpointIO):
@@ -39,13 +62,20 @@ class FastensorCheckpointIO(CheckpointIO):
         map_location: where checkpoints are loaded to when Lightning does not say, which it never does for resuming.
             ``"cpu"`` is what Lightning does by itself; ``"cuda"`` loads every tensor to the process's own device.
         verify: as in :func:`fastensor.load`.
+        asynchronous: whether saves return when the state has been copied, as with :class:`fastensor.AsyncWriter`; a
+            dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how. Loads and removals keep to the order of
+            the calls; an old checkpoint is only removed when what was saved after it is durable; a failure is raised by
+            the next call; the end of ``fit`` (``teardown``) waits for what is pending. Give the Trainer a
+            :class:`CheckpointMonitor`, too: then its loggers, its ``last.ckpt`` links and its version counter wait for
+            finished files. Checkpoints for a requeue by SLURM are saved synchronously.
 
-    A single save can override ``backend`` and ``durable``: ``trainer.save_checkpoint(path, storage_options={"durable":
-    False})``. Picklable. Saves are called on global rank 0, loads on all ranks; both block. Paths may be URLs of remote
-    filesystems (``s3://...``), as in :func:`fastensor.save`.
+    A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
+    storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
+    loads on all ranks. Paths may be URLs of remote filesystems (``s3://...``), as in :func:`fastensor.save`.
 
     >>> from lightning.pytorch import Trainer
-    >>> trainer = Trainer(plugins=[FastensorCheckpointIO()], logger=False, accelerator="cpu")
+    >>> plugin = FastensorCheckpointIO(asynchronous=True)
+    >>> trainer = Trainer(plugins=[plugin], callbacks=[CheckpointMonitor()], logger=False, accelerator="cpu")
     >>> type(trainer.strategy.checkpoint_io).__name__
     'FastensorCheckpointIO'
     """
@@ -57,14 +87,21 @@ class FastensorCheckpointIO(CheckpointIO):
         durable: bool = True,
         map_location: Any = "cpu",
         verify: bool | None = None,
+        asynchronous: bool | AsyncOptions = False,
     ) -> None:
         super().__init__()
         self.backend = backend
         self.durable = durable
         self.map_location = map_location
         self.verify = verify
+        self.asynchronous = asynchronous is not False
         self.last_save: fastensor.SaveReport | None = None
-        """What the latest save in this process did."""
+        """What the latest save in this process did, once it is finished."""
+        self._options: AsyncOptions = asynchronous if isinstance(asynchronous, dict) else {}
+        self._writer: fastensor.AsyncWriter | None = None
+        if self.asynchronous:
+            self._writer = fastensor.AsyncWriter(**self._options)
+        self._latest: fastensor.SaveHandle | None = None
         self._listeners: list[SaveListener] = []
 
     def save_checkpoint(
@@ -75,21 +112,25 @@ class FastensorCheckpointIO(CheckpointIO):
         Args:
             checkpoint: what to save; it must not change until this returns.
             path: the file to create or replace. A symlink is replaced, not what it leads to.
-            storage_options: overrides for this save: ``{"backend": ..., "durable": ...}``.
+            storage_options: overrides for this save: ``{"backend": ..., "durable": ..., "asynchronous": ...}``.
 
         Raises:
             TypeError: ``storage_options`` is not a dict or holds other keys.
-            fastensor.CheckpointWriteError: the save failed, as in :func:`fastensor.save`.
+            fastensor.CheckpointWriteError: the save failed, as in :func:`fastensor.save`, or an earlier one did.
             OSError: the directory is missing and cannot be created.
         """
-        options = self._options(storage_options)
+        options = self._save_options(storage_options)
+        asynchronous = options.pop("asynchronous") and not _FOR_REQUEUE.fullmatch(os.path.basename(os.fspath(path)))
         make_parent(path, durable=options["durable"])
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
-        report = fastensor.save(checkpoint, path, container="torch", follow_symlinks=False, **options)
-        _logger.debug("saved %s", report)
-        self.last_save = report
-        for listener in self._listeners:
-            listener(report)
+        options.update(container="torch", follow_symlinks=False)
+        step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
+        if asynchronous:
+            self._warn_without_monitor(checkpoint)
+            self._latest = self._open_writer().save(checkpoint, path, **options)
+            self._latest.add_done_callback(lambda handle: self._finished(handle, step))
+        else:
+            self._tell(fastensor.save(checkpoint, path, **options), step)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -107,6 +148,8 @@ class FastensorCheckpointIO(CheckpointIO):
         """
         if map_location is None:
             map_location = self.map_location
+        if self.asynchronous:
+            _wait_for_rank_0(path)
         checkpoint: dict[str, Any] = fastensor.load(
             path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
         )
@@ -115,25 +158,93 @@ class FastensorCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint: a file, a directory with all it holds, or a symlink but not its target.
 
-        Nothing happens if there is none.
+        Nothing happens if there is none. An asynchronous plugin does it when what was saved last is durable, and not at
+        all if that fails or was skipped.
         """
-        remove(path)
+        if self._writer is None:
+            remove(path)
+        elif self._latest is not None and self._latest.stage == "skipped":
+            _logger.warning("%s is not removed, because the save after it was skipped", path)
+        else:
+            self._open_writer().remove(path)
 
     def teardown(self) -> None:
-        """Nothing is pending between calls, so there is nothing to do; the plugin can be used again."""
+        """Wait for what is pending, and release the memory. The plugin can be used again.
+
+        Raises:
+            Exception: what a save failed with, unless the Trainer is handling an exception: then it is logged.
+        """
+        if self._writer is None:
+            return
+        handled = sys.exc_info()[1]
+        try:
+            self._writer.close()
+        except Exception as error:
+            if handled is None:
+                raise
+            _logger.error("a checkpoint was not saved: %s", error, exc_info=error)
+
+    def wait(self) -> None:
+        """Wait for what is pending; failures are left to the next call."""
+        if self._writer is not None:
+            self._writer.settle()
+
+    def foretell(self, path: str | os.PathLike[str]) -> bool | None:
+        """Whether there will be a file at a path once nothing is pending; None if nothing is, for that path."""
+        return ordering.foretell(path)
+
+    def link(self, target: str, link: str) -> None:
+        """Make ``link`` a symlink to a checkpoint as soon as that is durable, and not at all if its save fails."""
+        if self._writer is None:
+            replace_link(target, link)
+            return
+        place = next(ordering.places_behind(link), "")
+        what = f"linking {link} to {target}"
+        self._open_writer().follow(lambda: replace_link(target, link), place, what, leaves_file=True)
+
+    @property
+    def latest(self) -> fastensor.SaveHandle | None:
+        """The latest asynchronous save in this process."""
+        return self._latest
 
     def subscribe(self, listener: SaveListener) -> Callable[[], None]:
-        """Call ``listener`` with the report of every save of this process; returns how to stop that.
+        """Call ``listener`` with the report and the step of every save that is finished in this process.
 
-        Listeners stay behind when the plugin is pickled.
+        Returns:
+            How to stop that. Listeners stay behind when the plugin is pickled. They are called by the thread that has
+            finished the save.
         """
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_listeners": []}
+        return {**self.__dict__, "_listeners": [], "_latest": None}
 
-    def _options(self, overrides: Any | None) -> dict[str, Any]:
+    def _open_writer(self) -> fastensor.AsyncWriter:
+        if self._writer is None or self._writer.closed:
+            self._writer = fastensor.AsyncWriter(**self._options)
+        return self._writer
+
+    def _finished(self, handle: fastensor.SaveHandle, step: int | None) -> None:
+        if handle.stage == "durable":
+            self._tell(handle.result(), step)
+
+    def _tell(self, report: fastensor.SaveReport, step: int | None) -> None:
+        _logger.debug("saved %s", report)
+        self.last_save = report
+        for listener in tuple(self._listeners):
+            listener(report, step)
+
+    def _warn_without_monitor(self, checkpoint: dict[str, Any]) -> None:
+        if not self._listeners and "pytorch-lightning_version" in checkpoint:
+            warnings.warn(
+                "checkpoints are saved asynchronously, and the Trainer has no CheckpointMonitor: loggers, "
+                "ModelCheckpoint(save_last='link') and its version counter may look for files that are not there yet; "
+                "pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer",
+                stacklevel=4,
+            )
+
+    def _save_options(self, overrides: Any | None) -> dict[str, Any]:
         if overrides is None:
             overrides = {}
         if not isinstance(overrides, dict) or set(overrides) - set(_STORAGE_OPTIONS):
@@ -141,4 +252,15 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"storage_options of {type(self).__name__} is a dict with keys among {list(_STORAGE_OPTIONS)}, "
                 f"found {overrides!r}"
             )
-        return {"backend": self.backend, "durable": self.durable, **overrides}
+        return {"backend": self.backend, "durable": self.durable, "asynchronous": self.asynchronous, **overrides}
+
+
+def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:
+    """What another process of this job has accepted for a path is to be loaded, not what was there before."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    found = locate(path)
+    if torch.distributed.get_rank() != 0 and isinstance(found, str) and not wait_for_writers(found, _PATIENCE_SECONDS):
+        _logger.warning(
+            "%s is loaded although another process is still writing it, after %g s", path, _PATIENCE_SECONDS
+        )

@@ -1,4 +1,4 @@
-"""A callback that shows what checkpoints cost: in the Trainer's loggers and in its progress bar."""
+"""A callback that shows what checkpoints cost, and keeps a Trainer's own steps from running ahead of its files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastensor
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -20,12 +21,18 @@ _MEGABYTE = 1e6
 
 
 class CheckpointMonitor(Callback):
-    """Logs seconds, bytes and bandwidth of every save of :class:`FastensorCheckpointIO`.
+    """Logs what every save of :class:`FastensorCheckpointIO` costs, and makes asynchronous ones safe to build on.
 
-    Loggers get ``checkpoint/save_seconds``, ``checkpoint/save_bytes`` and ``checkpoint/save_bytes_per_second`` at the
-    step of the save, on the rank that saves. The progress bar shows ``save_s`` and ``save_MB/s`` of the latest save,
-    from the next training batch on. Loggers are not made for several threads: a save that another plugin moved to a
-    thread of its own is logged at the end of the next batch, or of the run.
+    Loggers get ``checkpoint/stall_seconds`` (how long training stood still), ``checkpoint/save_seconds`` (until the
+    file was durable), ``checkpoint/save_bytes`` and ``checkpoint/save_bytes_per_second`` at the step of the save, on
+    the rank that saves. The progress bar shows ``stall_s``, ``save_s`` and ``save_MB/s`` of the latest save, from the
+    next training batch on. Loggers are not made for several threads: what another thread has saved is logged at the end
+    of the next batch, or of the run.
+
+    With ``asynchronous=True``, Lightning's own steps see the checkpoints as if they had been saved when they were asked
+    for: ``ModelCheckpoint(save_last="link")`` links to a file that is durable, ``file_exists`` (its version counter)
+    knows of files that are still to come or go, and ``after_save_checkpoint`` of loggers, which may upload, is called
+    in the thread that trains once the file is finished, at the end of a batch or of the run.
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
@@ -37,35 +44,54 @@ class CheckpointMonitor(Callback):
     def __init__(self, *, progress_bar: bool = True) -> None:
         super().__init__()
         self._progress_bar = progress_bar
-        self._unsubscribe: Callable[[], None] | None = None
         self._to_show: fastensor.SaveReport | None = None
         self._to_log: deque[tuple[int, fastensor.SaveReport]] = deque()
         self._thread = 0
+        self._undo: list[Callable[[], None]] = []
+        self._loggers: WaitingLoggers | None = None
+        self._plugin: FastensorCheckpointIO | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        plugin = _find_plugin(trainer)
         self._stop()
+        self._plugin = plugin = _find_plugin(trainer)
         self._thread = threading.get_ident()
-        self._unsubscribe = plugin.subscribe(lambda report: self._on_save(trainer, report))
+        self._undo.append(plugin.subscribe(lambda report, step: self._on_save(trainer, report, step)))
+        if plugin.asynchronous:
+            self._loggers = WaitingLoggers(plugin, trainer.loggers)
+            self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        self._stop()
-        self._log(trainer)
+        self._finish(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._finish(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         self._log(trainer)
         report, self._to_show = self._to_show, None
         if report is None or not self._progress_bar:
             return
-        shown = {"save_s": report.seconds, "save_MB/s": report.bytes_per_second / _MEGABYTE}
+        shown = {
+            "stall_s": report.stall_seconds,
+            "save_s": report.seconds,
+            "save_MB/s": report.bytes_per_second / _MEGABYTE,
+        }
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unsubscribe": None}
+        return {**self.__dict__, "_undo": [], "_loggers": None, "_plugin": None}
 
-    def _on_save(self, trainer: Trainer, report: fastensor.SaveReport) -> None:
+    def _finish(self, trainer: Trainer) -> None:
+        """Before loggers are closed."""
+        if self._plugin is not None:
+            self._plugin.wait()
+        self._stop()
+        self._log(trainer)
+        self._loggers = None
+
+    def _on_save(self, trainer: Trainer, report: fastensor.SaveReport, step: int | None) -> None:
         self._to_show = report
-        self._to_log.append((trainer.global_step, report))
+        self._to_log.append((trainer.global_step if step is None else step, report))
         if threading.get_ident() == self._thread:
             self._log(trainer)
 
@@ -73,17 +99,19 @@ class CheckpointMonitor(Callback):
         while self._to_log:
             step, report = self._to_log.popleft()
             metrics = {
+                "checkpoint/stall_seconds": report.stall_seconds,
                 "checkpoint/save_seconds": report.seconds,
                 "checkpoint/save_bytes": float(report.nbytes),
                 "checkpoint/save_bytes_per_second": report.bytes_per_second,
             }
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
+        if self._loggers is not None:
+            self._loggers.call_those_whose_files_are_finished()
 
     def _stop(self) -> None:
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-            self._unsubscribe = None
+        while self._undo:
+            self._undo.pop()()
 
 
 def _find_plugin(trainer: Trainer) -> FastensorCheckpointIO:

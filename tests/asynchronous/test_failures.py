@@ -197,11 +197,10 @@ def test_the_thread_dies_between_two_saves(path: Path, gate: Any) -> None:
         def die(report: Any) -> None:
             raise SystemExit
 
-        unsubscribe = writer.subscribe(die)
+        first.add_done_callback(die)
         second = writer.save(OLD, path)
         gate.open()
         assert first.result().durable
-        unsubscribe()
         assert second.result().durable
         writer.wait(60)
 
@@ -305,11 +304,18 @@ def test_long_waits_say_so(
     assert "s so far" in caplog.text
 
 
-def test_a_listener_that_fails_harms_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(report: Any) -> None:
-        raise ValueError("a listener's own trouble")
+def test_callbacks(path: Path, gate: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(handle: Any) -> None:
+        raise ValueError("a callback's own trouble")
 
+    called: list[Any] = []
     with AsyncWriter() as writer:
-        writer.subscribe(fail)
-        assert writer.save(NEW, path).result().durable
-    assert "a listener's own trouble" in caplog.text
+        gate.close()
+        handle = writer.save(NEW, path)
+        for callback in (fail, called.append):
+            handle.add_done_callback(callback)
+        assert not called
+        gate.open()
+    handle.add_done_callback(called.append)
+    assert called == [handle, handle]
+    assert "a callback's own trouble" in caplog.text

@@ -14,7 +14,15 @@ _MOST_LINKS = 40
 
 
 class Operation(Protocol):
-    """A save, or a removal, that has been accepted and is not done."""
+    """A save, or a removal, that has been accepted and is not done, or has failed and nobody has been told."""
+
+    @property
+    def leaves_file(self) -> bool:
+        """Whether there is a file at its place once it is done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is, whatever came of it."""
 
     def settle(self) -> None:
         """Return when it is done, whatever came of it. At once if the calling thread is at it itself."""
@@ -50,6 +58,16 @@ def end(operation: Operation, place: str) -> None:
             found.remove(operation)
         if not found:
             _operations.pop(place, None)
+
+
+def foretell(location: Location) -> bool | None:
+    """Whether a file will be there once all is done that was accepted for it; None if nothing is to be done."""
+    for place in places_behind(location) if _operations else ():
+        with _lock:
+            pending = [operation for operation in _operations.get(place, ()) if not operation.done]
+        if pending:
+            return pending[-1].leaves_file
+    return None
 
 
 def wait_to_read(location: Location) -> None:

@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from fastensor.errors import CheckpointWriteError
 TEMPORARY_SUFFIX = ".fastensor-tmp"
 _TOKEN_NBYTES = 6
 _NAME_MAX = 255
+_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,52 @@ def publish(temporary: Temporary, *, durable: bool) -> None:
         temporary.published = True
         if durable:
             sync_directory(target.directory)
+
+
+def replace_link(target: str, link: str) -> None:
+    """Make ``link`` a symlink to ``target``, relative to its own directory, in place of whatever file it is.
+
+    Durable, and at every instant there is the old link or the new one.
+    """
+    directory = os.path.dirname(os.path.abspath(link))
+    temporary = _stem(Target(os.path.abspath(link), None)) + secrets.token_hex(_TOKEN_NBYTES) + TEMPORARY_SUFFIX
+    os.symlink(os.path.relpath(os.path.abspath(target), directory), temporary)
+    try:
+        os.rename(temporary, link)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    sync_directory(directory)
+
+
+def wait_for_writers(path: str, seconds: float) -> bool:
+    """Wait until no process is about to replace a file; False if it takes longer.
+
+    They are known by their temporaries, which they lock: seen from other machines where the filesystem shares locks.
+    """
+    pattern = glob.escape(_stem(Target(os.path.realpath(path), None))) + "*" + TEMPORARY_SUFFIX
+    deadline = time.monotonic() + seconds
+    while any(_is_locked(name) for name in glob.glob(pattern)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _is_locked(name: str) -> bool:
+    try:
+        fd = _open_leftover(name)
+    except OSError:  # it has just taken its target's place
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def remove_file(path: str) -> None:

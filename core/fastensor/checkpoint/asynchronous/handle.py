@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -94,6 +94,13 @@ class SaveHandle:
             ) from None
         self._save.tell()
         return error
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call it with the handle when :meth:`done`, in the thread that has finished; now, if that is so already.
+
+        What it raises is logged.
+        """
+        self._future.add_done_callback(lambda future: callback(self))
 
     def enter(self, stage: SaveStage) -> None:
         """Note that a stage begins. For the writer."""

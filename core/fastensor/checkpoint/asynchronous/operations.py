@@ -36,7 +36,7 @@ class Owner(Protocol):
         """Somebody is told of its failure. May be called before it has ended, and again."""
 
     def finished(self, report: SaveReport) -> None:
-        """A file is there."""
+        """A file is about to be told to be there."""
 
     def give_up(self, save: Save, why: Drop, message: str) -> bool:
         """Drop a save; whether it will leave what is at its path."""
@@ -95,9 +95,10 @@ class Operation:
         self._ended.set_result(None)
 
     def _end(self, failure: BaseException | None) -> None:
-        self.failure = failure
-        self._owner.ended(self)
-        self._ended.set_result(None)
+        if not self.done:
+            self.failure = failure
+            self._owner.ended(self)
+            self._ended.set_result(None)
 
 
 class Save(Operation):
@@ -194,7 +195,9 @@ class Save(Operation):
         self._succeed(report)
 
     def lose(self) -> None:
-        if not self.done:
+        if self.handle.done():  # it died in somebody's callback
+            self._end(None)
+        elif not self.done:
             self._fail(SystemExit("the thread that wrote has died"))
 
     def abandon(self) -> None:
@@ -222,9 +225,9 @@ class Save(Operation):
         if self._snapshot is not None:
             self._snapshot.discard()
             report = replace(report, stall_seconds=min(self._stall_seconds or report.seconds, report.seconds))
+        self._owner.finished(report)
         self.handle.end("durable", report)
         self._end(None)
-        self._owner.finished(report)
 
     def _fail(self, error: BaseException) -> None:
         if self._snapshot is not None:

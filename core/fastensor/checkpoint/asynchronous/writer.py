@@ -121,7 +121,6 @@ class AsyncWriter:
         self._staging_bytes = staging_bytes
         self._when_busy = when_busy
         self._exit_seconds = exit_seconds
-        self._listeners: list[Callable[[SaveReport], None]] = []
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._nbytes = 0
@@ -233,6 +232,15 @@ class AsyncWriter:
             raise TimeoutError(f"not done after {timeout:g} s: {self._describe_pending()}; it goes on")
         self._raise_failure(all_of_them=True)
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    def settle(self) -> None:
+        """Wait as :meth:`wait` does, for ``exit_seconds`` at most, and raise nothing: that is left to the next call."""
+        self._drain(self._exit_seconds)
+
     def close(self, timeout: float | None = None) -> None:
         """:meth:`wait`, and release the memory. Calling it again does nothing.
 
@@ -284,15 +292,6 @@ class AsyncWriter:
                 self.give_up(work, "cancelled", message)
         self._queue.join(_GRACE_SECONDS)
 
-    def subscribe(self, listener: Callable[[SaveReport], None]) -> Callable[[], None]:
-        """Call ``listener`` with the report of every save that is finished, in the thread that has finished it.
-
-        Returns:
-            How to stop that.
-        """
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
-
     def statistics(self) -> WriterStatistics:
         """What has been done so far, and what is going on."""
         with self._queue.changed:
@@ -338,11 +337,6 @@ class AsyncWriter:
     def finished(self, report: SaveReport) -> None:
         with self._queue.changed:
             self._nbytes += report.nbytes
-        for listener in tuple(self._listeners):
-            try:
-                listener(report)
-            except Exception as error:
-                _logger.error("a listener of saves has failed: %s", error, exc_info=error)
 
     def give_up(self, save: Save, why: Drop, message: str) -> bool:
         dropped = save.drop(why, message)

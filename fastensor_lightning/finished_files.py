@@ -1,0 +1,97 @@
+"""Keeping what a Trainer does with a checkpoint, after it has saved it, from running ahead of the file.
+
+Lightning looks at its files itself, without asking the plugin that saves them. Its objects are given other methods
+while a Trainer runs; whoever installs them gets what takes them away again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import fastensor
+from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+
+_logger = logging.getLogger(__name__)
+
+
+def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """Let ``ModelCheckpoint``s link to finished files only, and know of those that are to come or to go.
+
+    Yields:
+        What undoes it.
+    """
+    for callback in callbacks:
+        if hasattr(callback, "file_exists"):
+            yield _replace_method(callback, "file_exists", partial(_file_exists, plugin, callback.file_exists))
+        if hasattr(callback, "_link_checkpoint"):
+            yield _replace_method(callback, "_link_checkpoint", partial(_link, plugin, callback._link_checkpoint))
+
+
+def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
+    """Rank 0 knows, and all ranks are told, as by the original."""
+    foretold = plugin.foretell(filepath) if trainer.is_global_zero else None
+    if foretold is None:
+        return original(filepath, trainer)
+    return bool(trainer.strategy.reduce_boolean_decision(foretold, all=False))
+
+
+def _link(
+    plugin: FastensorCheckpointIO, original: Callable[..., None], trainer: Any, filepath: str, linkpath: str
+) -> None:
+    foretold = plugin.foretell(filepath) if trainer.is_global_zero else None
+    if foretold is None:
+        original(trainer, filepath, linkpath)
+        return
+    plugin.link(filepath, linkpath)
+    trainer.strategy.barrier()  # as in the original
+
+
+class WaitingLoggers:
+    """Loggers whose ``after_save_checkpoint`` is called when the file is finished, in the thread that trains."""
+
+    def __init__(self, plugin: FastensorCheckpointIO, loggers: Iterable[Any]) -> None:
+        self._plugin = plugin
+        self._waiting: deque[tuple[fastensor.SaveHandle, Callable[[], None]]] = deque()
+        self._undo = [
+            _replace_method(logger, "after_save_checkpoint", partial(self._later, logger.after_save_checkpoint))
+            for logger in loggers
+        ]
+
+    def call_those_whose_files_are_finished(self) -> None:
+        """In the order of the saves. Those whose save failed are not called."""
+        while self._waiting and self._waiting[0][0].done():
+            handle, call = self._waiting.popleft()
+            if handle.stage == "durable":
+                call()
+            else:
+                _logger.warning("loggers are not told of %s: the save was %s", handle.path, handle.stage)
+
+    def stop(self) -> None:
+        """Give the loggers their own methods back."""
+        for undo in self._undo:
+            undo()
+
+    def _later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
+        latest = self._plugin.latest
+        if latest is None or latest.stage == "durable":
+            original(checkpoint_callback)
+        else:
+            self._waiting.append((latest, partial(original, checkpoint_callback)))
+
+
+def _replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Give one object another method; returns what takes it away again."""
+    before = owner.__dict__.get(name)
+    setattr(owner, name, method)
+
+    def undo() -> None:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return undo
