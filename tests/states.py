@@ -172,6 +172,13 @@ def pattern(addresses: list[int]) -> list[int]:
     return [addresses.index(address) for address in addresses]
 
 
+def has_names_of_its_own(value: Any) -> bool:
+    """Whether no two keys of a dict in it look the same: then they would be numbered."""
+    if type(value) in (dict, OrderedDict):
+        return len({str(key) for key in value}) == len(value) and all(map(has_names_of_its_own, value.values()))
+    return all(map(has_names_of_its_own, value)) if type(value) in (list, tuple) else True
+
+
 def names_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a tree by the names that ``keys`` has for them."""
     if isinstance(value, Tensor):

@@ -145,10 +145,13 @@ def preempted_with_a_handler(path: str) -> None:
 
 def preempted_child(path: str) -> None:
     fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
+    ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(tell, b"x")  # Python forgets signals that come before it has forked altogether
         time.sleep(60)
         os._exit(1)
+    os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 

@@ -113,18 +113,17 @@ def test_what_a_handle_has_told_is_not_told_again(path: Path, disk: FullDisk) ->
         writer.wait()
 
 
-def test_several_failures_are_told_together_at_the_end(path: Path, disk: FullDisk) -> None:
-    disk.full = True
+def test_several_failures_are_told_together_at_the_end(path: Path, gate: Any) -> None:
     writer = AsyncWriter()
-    try:
-        for _ in range(3):
-            writer.save(NEW, path)
-    except CheckpointWriteError:
-        pass
-    else:
-        with pytest.raises(CheckpointWriteError) as caught:
-            writer.close()
-        assert "and then" in caught.value.__notes__[-1]
+    gate.close()
+    for _ in range(3):
+        writer.save(NEW, path)
+    path.unlink()
+    path.mkdir()
+    gate.open()
+    with pytest.raises(CheckpointWriteError, match="Is a directory") as caught:
+        writer.close()
+    assert [note.split("(")[0] for note in caught.value.__notes__[1:]] == ["and then: CheckpointWriteError"] * 2
     writer.close()
 
 

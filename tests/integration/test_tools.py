@@ -216,7 +216,7 @@ def test_keys_that_look_the_same(tmp_path: Path) -> None:
         assert (found["1"].shape, found["1#2"].shape) == ((1,), (2,))
 
 
-@given(tree=states.trees())
+@given(tree=states.trees().filter(states.has_names_of_its_own))
 def test_anything_can_be_looked_into(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -84,6 +84,15 @@ def wait_to_read(location: Location) -> None:
             operations[-1].raise_failure()
 
 
+def wait_for_earlier(operation: Operation, place: str) -> None:
+    """Return when everything is done that was accepted for the place before an operation, be it by other writers."""
+    with _lock:
+        found = _operations.get(place, [])
+        earlier = found[: found.index(operation)] if operation in found else []
+    for one in earlier:
+        one.settle()
+
+
 def wait_to_replace(target: Target | RemotePath | object) -> None:
     """Return when everything that was accepted for a target is done."""
     if isinstance(target, Target | RemotePath):

@@ -74,7 +74,6 @@ def _finish_all() -> None:
 
 
 def _after_fork() -> None:
-    _preemption.forget()
     for writer in list(_watched):
         writer.forget_pending()
 
@@ -92,14 +91,15 @@ class _Preemption:
     def __init__(self) -> None:
         self._seconds = 0.0
         self._previous: Any = None
-        self._installed = False
+        self._pid = 0
+        """Of the process that has installed the handler; 0 if none has."""
         self._told: SimpleQueue[None] = SimpleQueue()  # may be used by signal handlers
         self._begun = False
         self._finished = False
 
     def install(self, seconds: float) -> None:
         self._seconds = max(seconds, self._seconds)
-        if self._installed:
+        if self._pid == os.getpid():
             return
         try:
             self._previous = signal.signal(signal.SIGTERM, self._handle)
@@ -107,17 +107,12 @@ class _Preemption:
             raise ValueError(
                 "preemption_seconds: SIGTERM can only be handled in the main thread; make the writer there"
             ) from error
-        self._installed = True
+        self._pid = os.getpid()
         threading.Thread(target=self._wait, name="fastensor-preemption", daemon=True).start()
-
-    def forget(self) -> None:
-        """In a forked child: there is no thread to wait, and nothing to wait for."""
-        if self._installed:
-            self._finished = True
 
     def _handle(self, number: int, frame: Any) -> None:
         global _deadline
-        if self._finished:
+        if self._finished or self._pid != os.getpid():  # a forked child has nothing to wait for
             if callable(self._previous):
                 self._previous(number, frame)
             elif self._previous != signal.SIG_IGN:

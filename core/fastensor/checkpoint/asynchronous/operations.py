@@ -176,6 +176,7 @@ class Save(Operation):
         """Move the snapshot to where it is to be, and tell what came of it."""
         try:
             self._check_dropped()
+            ordering.wait_for_earlier(self, self.place)
             with self.delivery:
                 report = self.delivery.move(self._snapshot)
         except BaseException as error:  # noqa: BLE001  # told to whoever asks, or calls next
@@ -288,6 +289,7 @@ class Step(Operation):
             self._end(None)
             return
         try:
+            ordering.wait_for_earlier(self, self.place)
             self._function()
         except BaseException as error:  # noqa: BLE001  # told to whoever asks, or calls next
             error.add_note(f"in what was to follow an asynchronous save: {self._what}")

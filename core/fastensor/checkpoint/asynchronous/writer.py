@@ -521,4 +521,5 @@ class AsyncWriter:
 def _log_failures(failures: deque[Operation]) -> None:
     """Nobody has been told of these, and the writer is gone."""
     for operation in failures:
+        ordering.end(operation, operation.place)
         _logger.error("an asynchronous save had failed: %s", operation.failure, exc_info=operation.failure)
