@@ -55,20 +55,29 @@ class WaitingLoggers:
 
     def __init__(self, plugin: FastensorCheckpointIO, loggers: Iterable[Any]) -> None:
         self._plugin = plugin
-        self._waiting: deque[tuple[fastensor.SaveHandle, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[fastensor.SaveHandle, partial[None]]] = deque()
         self._undo = [
             _replace_method(logger, "after_save_checkpoint", partial(self._later, logger.after_save_checkpoint))
             for logger in loggers
         ]
 
     def call_those_whose_files_are_finished(self) -> None:
-        """In the order of the saves. Those whose save failed are not called."""
-        while self._waiting and self._waiting[0][0].done():
+        """In the order of the saves. Those whose save failed are not called.
+
+        Loggers look at whatever a ``ModelCheckpoint`` names when they are called: none of it may be unfinished.
+        """
+        while self._waiting and self._is_finished(*self._waiting[0]):
             handle, call = self._waiting.popleft()
             if handle.stage == "durable":
                 call()
             else:
                 _logger.warning("loggers are not told of %s: the save was %s", handle.path, handle.stage)
+
+    def _is_finished(self, handle: fastensor.SaveHandle, call: partial[None]) -> bool:
+        (callback,) = call.args
+        last, best = getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")
+        names = {last, best, *getattr(callback, "best_k_models", ())}
+        return handle.done() and not any(self._plugin.foretell(name) for name in names if name)
 
     def stop(self) -> None:
         """Give the loggers their own methods back."""

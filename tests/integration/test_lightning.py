@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from integration.lightning_models import fit, loader, make_module, make_trainer
+from torch import nn
 
 import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
@@ -26,49 +26,6 @@ pytestmark = [
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
 def pl(request: pytest.FixtureRequest) -> Any:
     return pytest.importorskip(request.param)
-
-
-def make_module(pl: Any) -> Any:
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self, width: int = 8) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.layer = nn.Linear(4, width)
-            self.tied = self.layer
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss: Tensor = self.layer(batch[0]).square().mean()
-            return loss
-
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            self.log("score", self.layer(batch[0]).mean())
-
-        test_step = validation_step
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters())
-
-    Module.__qualname__ = Module.__name__
-    globals()["Module"] = Module  # hyper-parameters are pickled by reference
-    return Module()
-
-
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
-
-
-def make_trainer(pl: Any, folder: Path, plugin: Any | None = None, **options: Any) -> Any:
-    defaults = {
-        "max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": folder,
-        "enable_progress_bar": False, "enable_model_summary": False, "plugins": [plugin] if plugin else None,
-    }  # fmt: skip
-    return pl.Trainer(**{**defaults, **options})
-
-
-def fit(pl: Any, folder: Path, plugin: Any | None = None, ckpt_path: Any = None, **options: Any) -> Any:
-    trainer = make_trainer(pl, folder, plugin, **options)
-    trainer.fit(make_module(pl), loader(), loader(), ckpt_path=ckpt_path)
-    return trainer
 
 
 def test_saves_what_stock_lightning_and_torch_load(pl: Any, tmp_path: Path) -> None:
@@ -89,14 +46,14 @@ def test_loads_what_stock_lightning_saved(pl: Any, tmp_path: Path) -> None:
 
 
 def test_resuming_gives_the_same_weights_as_not_stopping(pl: Any, tmp_path: Path) -> None:
-    def run(plugin: Any, folder: Path) -> Tensor:
+    def run(plugin: Any, folder: Path) -> torch.Tensor:
         pl.seed_everything(1, verbose=False)
-        module, data = make_module(pl), DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
+        module, data = make_module(pl), loader()
         make_trainer(pl, folder, plugin, max_epochs=2).fit(module, data)
         first = next(folder.rglob("*.ckpt"))
         resumed = make_module(pl)
         make_trainer(pl, folder, plugin, max_epochs=4).fit(resumed, data, ckpt_path=first)
-        weight: Tensor = resumed.layer.weight.detach()
+        weight: torch.Tensor = resumed.layer.weight.detach()
         return weight
 
     assert torch.equal(run(None, tmp_path / "stock"), run(FastensorCheckpointIO(), tmp_path / "ours"))

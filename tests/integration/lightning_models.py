@@ -1,0 +1,62 @@
+"""A small model, and Trainers for it, of whichever of the two packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def __getattr__(name: str) -> Any:
+    """In a spawned process, which finds nothing but the name of the class."""
+    if name == "Module":
+        import lightning.pytorch
+
+        return type(make_module(lightning.pytorch))
+    raise AttributeError(name)
+
+
+def make_module(pl: Any) -> Any:
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, width: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = nn.Linear(4, width)
+            self.tied = self.layer
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.layer(batch[0]).square().mean()
+            return loss
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("score", self.layer(batch[0]).mean())
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    Module.__qualname__ = Module.__name__
+    globals()["Module"] = Module  # hyper-parameters are pickled by reference
+    return Module()
+
+
+def loader(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=batch_size)
+
+
+def make_trainer(pl: Any, folder: Path, plugin: Any | None = None, **options: Any) -> Any:
+    defaults = {
+        "max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": folder,
+        "enable_progress_bar": False, "enable_model_summary": False, "plugins": [plugin] if plugin else None,
+    }  # fmt: skip
+    return pl.Trainer(**{**defaults, **options})
+
+
+def fit(pl: Any, folder: Path, plugin: Any | None = None, ckpt_path: Any = None, **options: Any) -> Any:
+    trainer = make_trainer(pl, folder, plugin, **options)
+    trainer.fit(make_module(pl), loader(), loader(), ckpt_path=ckpt_path)
+    return trainer

@@ -1,0 +1,348 @@
+"""Trainers and Fabric with asynchronous checkpoints: every step of theirs sees what it has asked for."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration.lightning_models import fit, loader, make_module, make_trainer
+
+import fastensor
+from fastensor.backends import posix
+from fastensor.checkpoint import ordering
+from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*unclosed.*:ResourceWarning"),
+]
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def pl(request: pytest.FixtureRequest) -> Any:
+    return pytest.importorskip(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_pending() -> Iterator[None]:
+    yield
+    assert not ordering._operations
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("fastensor-drain")]
+
+
+class SlowDisk:
+    """Syncs wait until the Trainer has gone on: every file is behind what the Trainer does next."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        sync = posix.sync_file
+
+        def sync_later(fd: int) -> None:
+            threading.Event().wait(seconds)
+            sync(fd)
+
+        monkeypatch.setattr(posix, "sync_file", sync_later)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return SlowDisk(monkeypatch, 0.02)
+
+
+def checkpoints(pl: Any, folder: Path, **options: Any) -> Any:
+    return pl.callbacks.ModelCheckpoint(dirpath=folder / "c", **options)
+
+
+def options_of(pl: Any, folder: Path, **options: Any) -> dict[str, Any]:
+    return {"callbacks": [CheckpointMonitor(), checkpoints(pl, folder, **options)]}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder / "c"))
+
+
+def step_of(path: Any) -> int:
+    return int(fastensor.load(path, weights_only=False)["global_step"])
+
+
+def test_every_step_is_saved_and_the_best_are_kept(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    options = options_of(pl, tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True)
+    trainer = fit(pl, tmp_path, plugin, **options)
+    assert files(tmp_path) == ["epoch=1-step=7.ckpt", "epoch=1-step=8.ckpt", "last.ckpt"]
+    assert step_of(trainer.checkpoint_callback.best_model_path) == 8
+    assert step_of(tmp_path / "c" / "last.ckpt") == 8
+    trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
+    trainer.fit(make_module(pl), loader(), loader(), ckpt_path="last")
+    assert plugin.last_save is not None
+    assert plugin.last_save.stall_seconds < plugin.last_save.seconds
+
+
+def test_the_same_files_as_synchronously(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """Names collide, so versions are counted, for files that are still to come and go."""
+
+    def run(folder: Path, asynchronous: bool) -> dict[str, int]:
+        callbacks = [
+            CheckpointMonitor(),
+            checkpoints(pl, folder, filename="x", every_n_train_steps=1, save_top_k=3, monitor="step", mode="max"),
+            checkpoints(pl, folder, filename="{epoch}", every_n_train_steps=2, save_top_k=-1),
+        ]
+        fit(pl, folder, FastensorCheckpointIO(asynchronous=asynchronous), callbacks=callbacks)
+        return {name: step_of(folder / "c" / name) for name in files(folder)}
+
+    found = run(tmp_path / "later", True)
+    assert found == run(tmp_path / "now", False)
+    assert {"x.ckpt", "x-v1.ckpt", "x-v2.ckpt", "epoch=1.ckpt"} <= found.keys()
+
+
+def test_the_last_is_a_link_to_a_finished_file(
+    pl: Any, tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastensor_lightning import checkpoint_io
+
+    replace_link = checkpoint_io.replace_link
+    linked: list[str] = []
+
+    def check_and_replace(target: str, link: str) -> None:
+        linked.append(target)
+        assert os.path.exists(target), "it is not there yet"
+        replace_link(target, link)
+
+    monkeypatch.setattr(checkpoint_io, "replace_link", check_and_replace)
+    options = options_of(
+        pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last="link"
+    )
+    trainer = fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), **options)
+    assert len(linked) == 8
+    assert files(tmp_path) == ["epoch=1-step=8.ckpt", "last.ckpt"]
+    assert os.readlink(tmp_path / "c" / "last.ckpt") == "epoch=1-step=8.ckpt"
+    trainer.fit(make_module(pl), loader(), loader(), ckpt_path="last")
+
+
+def test_loggers_are_called_when_files_are_finished(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    base = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
+    seen: list[tuple[bool, bool]] = []
+
+    class Uploader(base):  # type: ignore[misc]
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            path = checkpoint_callback.last_model_path
+            seen.append((not path or os.path.exists(path), threading.current_thread() is threading.main_thread()))
+
+    logger = Uploader(tmp_path)
+    options = options_of(pl, tmp_path, every_n_train_steps=2, save_top_k=1, save_last=True)
+    fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), logger=logger, **options)
+    assert seen == [(True, True)] * 8
+    assert "after_save_checkpoint" not in vars(logger)
+    metrics = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    for name in ("stall_seconds", "save_seconds", "save_bytes", "save_bytes_per_second"):
+        assert f"checkpoint/{name}" in metrics[0]
+    step, stall = (metrics[0].split(",").index(name) for name in ("step", "checkpoint/stall_seconds"))
+    rows = [line.split(",") for line in metrics[1:]]
+    assert {row[step] for row in rows if row[stall]} == {"2", "4", "6", "8"}
+
+
+class FullDisk:
+    """Is full from one save on, for as long as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full_after = 10**9
+        self._syncs = 0
+        sync = posix.sync_file
+
+        def sync_if_possible(fd: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{fd}"):
+                return sync(fd)
+            self._syncs += 1
+            if self._syncs > self.full_after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return sync(fd)
+
+        monkeypatch.setattr(posix, "sync_file", sync_if_possible)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    return FullDisk(monkeypatch)
+
+
+def test_the_old_one_stays_when_the_new_one_fails(pl: Any, tmp_path: Path, disk: FullDisk) -> None:
+    disk.full_after = 3
+    options = options_of(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
+        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), **options)
+    assert files(tmp_path) == ["epoch=0-step=3.ckpt"]
+    assert step_of(tmp_path / "c" / "epoch=0-step=3.ckpt") == 3
+
+
+def test_the_last_failure_is_raised_by_fit(pl: Any, tmp_path: Path, disk: FullDisk) -> None:
+    disk.full_after = 0
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
+        fit(pl, tmp_path, plugin, **options_of(pl, tmp_path, every_n_train_steps=8))
+    assert files(tmp_path) == []
+    disk.full_after = 10**9
+    fit(pl, tmp_path, plugin, **options_of(pl, tmp_path, every_n_train_steps=8))
+    assert files(tmp_path) == ["epoch=1-step=8.ckpt"]
+
+
+def test_an_exception_of_the_training_is_what_is_seen(
+    pl: Any, tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                disk.full_after = 0
+                trainer.save_checkpoint(tmp_path / "x")
+                raise ValueError("of the training")
+
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    with pytest.raises(ValueError, match="of the training"):
+        fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), Stop()])
+    assert "No space left" in caplog.text
+
+
+def test_a_checkpoint_of_the_exception(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise ValueError("of the training")
+
+    saver = pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    with pytest.raises(ValueError, match="of the training"):
+        fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), saver, Stop()])
+    assert step_of(tmp_path / "c" / "on_exception.ckpt") == 3
+    fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), saver])
+    assert not (tmp_path / "c" / "on_exception.ckpt").exists()
+
+
+def test_tuners_save_restore_and_remove(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    tuner = importlib.import_module(f"{pl.__name__}.tuner").Tuner
+    trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), enable_checkpointing=False)
+    module = make_module(pl)
+    module.lr, module.batch_size = 0.1, 2
+    before = module.layer.weight.clone()
+    tuner(trainer).lr_find(module, loader(), num_training=5, update_attr=False)
+    assert torch.equal(module.layer.weight, before)
+    module.train_dataloader = module.val_dataloader = lambda: loader(module.batch_size)
+    tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=1)
+    assert torch.equal(module.layer.weight, before)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".ckpt")]
+
+
+def test_a_checkpoint_for_a_requeue_is_there_at_once(pl: Any, tmp_path: Path) -> None:
+    trainer = fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[CheckpointMonitor()])
+    path = trainer._checkpoint_connector.hpc_save_path(str(tmp_path))
+    plugin = trainer.strategy.checkpoint_io
+    plugin.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), path)
+    assert os.path.exists(path)
+    assert plugin.latest is None or plugin.latest.path != path
+    resumed = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), max_epochs=3)
+    resumed.fit(make_module(pl), loader(), loader())
+    assert resumed.global_step == 12
+
+
+def test_two_fits_in_a_row(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    plugin, monitor = FastensorCheckpointIO(asynchronous=True), CheckpointMonitor()
+    trainer = make_trainer(pl, tmp_path, plugin, callbacks=[monitor, checkpoints(pl, tmp_path, save_last=True)])
+    trainer.fit(make_module(pl), loader(), loader())
+    assert step_of(tmp_path / "c" / "last.ckpt") == 8
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(make_module(pl), loader(), loader())
+    assert step_of(tmp_path / "c" / "last.ckpt") == 16
+    assert not plugin._listeners
+    pickle.loads(pickle.dumps((plugin, monitor)))
+
+
+def test_without_a_monitor_it_says_so_and_keeps_the_order(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    with pytest.warns(UserWarning, match=r"callbacks=\[fastensor_lightning.CheckpointMonitor"):
+        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[saver])
+    assert files(tmp_path) == ["epoch=1-step=8.ckpt"]
+
+
+def test_skipped_checkpoints_cost_no_old_ones(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fastensor.AsyncWriter, "_has_room", lambda self, nbytes: not self._pending_saves())
+    SlowDisk(monkeypatch, 0.1)
+    plugin = FastensorCheckpointIO(asynchronous={"when_busy": "skip"})
+    options = options_of(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    fit(pl, tmp_path, plugin, **options)
+    assert "skipped" in caplog.text
+    assert len(files(tmp_path)) >= 1
+
+
+def test_a_single_save_can_be_synchronous(tmp_path: Path) -> None:
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    plugin.save_checkpoint({"a": 1}, tmp_path / "x", storage_options={"asynchronous": False})
+    assert plugin.last_save is not None
+    assert plugin.last_save.stall_seconds == plugin.last_save.seconds
+    assert plugin.latest is None
+    plugin.teardown()
+    plugin.teardown()
+
+
+def test_fabric(tmp_path: Path, slow_disk: SlowDisk, recwarn: pytest.WarningsRecorder) -> None:
+    from lightning.fabric import Fabric
+
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    state = {"w": torch.zeros(3), "step": 0}
+    for step in range(5):
+        state["w"] += 1
+        state["step"] = step
+        fabric.save(tmp_path / "x.ckpt", state)
+    assert not [warning for warning in recwarn if "CheckpointMonitor" in str(warning.message)]
+    found = fabric.load(tmp_path / "x.ckpt")
+    assert (found["step"], float(found["w"][0])) == (4, 5.0)
+    plugin.teardown()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Rank 0 saves, both load at once; and a Trainer does everything that it can do with checkpoints."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(
+        accelerator="cpu", devices=2, strategy="ddp_spawn", plugins=[FastensorCheckpointIO(asynchronous=True)]
+    )
+    fabric.launch(_save_and_load_on_every_rank, str(tmp_path / "x.ckpt"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1", "x.ckpt"]
+
+
+def _save_and_load_on_every_rank(fabric: Any, path: str) -> None:
+    if fabric.global_rank == 0:
+        sync = posix.sync_file
+
+        def sync_later(fd: int) -> None:
+            threading.Event().wait(0.1)
+            sync(fd)
+
+        posix.sync_file = sync_later
+    for number in range(5):
+        fabric.save(path, {"w": torch.full((5,), number)})
+        fabric.barrier()
+        assert fabric.load(path)["w"][0] == number
+        fabric.barrier()
+    Path(path).with_name(f"rank{fabric.global_rank}").touch()
+
+
+def test_a_trainer_of_two_processes(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    options = options_of(
+        pl, tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last="link"
+    )
+    trainer = make_trainer(pl, tmp_path, plugin, devices=2, strategy="ddp_spawn", **options)
+    trainer.fit(make_module(pl), loader(), loader())
+    assert files(tmp_path) == ["epoch=1-step=3.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"]
+    assert step_of(tmp_path / "c" / "last.ckpt") == 4
+    trainer.test(make_module(pl), ckpt_path=str(tmp_path / "c" / "last.ckpt"), dataloaders=loader(), verbose=False)
