@@ -32,6 +32,7 @@ torture: $(STAMP)
 bench: $(STAMP)
 	benchmarks/install-fio.sh
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/async_checkpoint.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -rs

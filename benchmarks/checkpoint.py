@@ -12,29 +12,22 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from contenders import CONTENDERS, SAVING_ONLY, Contender, State, build_state, fio_seconds, model_names
+from measuring import describe_machine, peak_memory, settle
 from report import judge, plot, table
 
-from fastensor.checkpoint.publish import wait_for_space
-
 LIMIT = "fio"
-SETTLE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +42,6 @@ class Sample:
     cpu_seconds: float | None = None
     extra_nbytes: int | None = None
     """Peak resident memory over that before, of a first save in its process; for loads, less the tensors."""
-
-
-def settle() -> None:
-    """Let the disk finish what earlier measurements left behind, freed space included."""
-    wait_for_space()
-    os.sync()
-    time.sleep(SETTLE_SECONDS)
 
 
 def measure_save(contender: Contender, state: State, path: Path) -> tuple[float, float]:
@@ -73,7 +59,7 @@ def measure_memory_of_first_save(contender: Contender, state: State, path: Path)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with _peak_memory() as extra:
+        with peak_memory() as extra:
             contender.save(state, path)
         os.write(writing, str(extra()).encode())
         os._exit(0)
@@ -82,21 +68,6 @@ def measure_memory_of_first_save(contender: Contender, state: State, path: Path)
         nbytes = int(pipe.read())
     os.waitpid(pid, 0)
     return nbytes
-
-
-@contextmanager
-def _peak_memory() -> Iterator[Callable[[], int]]:
-    """How far resident memory rose in the block over what it was before (Linux: VmHWM, reset by clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    peaks: list[int] = []
-    yield lambda: peaks[0] - before
-    peaks.append(_status("VmHWM"))
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def measure_load(contender: Contender, path: Path, device: str, nbytes: int) -> tuple[float, float, int]:
@@ -117,7 +88,7 @@ def _load_in_child(name: str, path: Path, device: str, results: Any) -> None:
     contender = next(c for c in CONTENDERS if c.name == name)
     if device != "cpu":
         torch.zeros(1, device=device)
-    with _peak_memory() as extra:
+    with peak_memory() as extra:
         cpu = time.process_time()
         started = time.perf_counter()
         state = contender.load(path, device)
@@ -201,20 +172,6 @@ def _shuffled(number: int, contenders: Any = CONTENDERS) -> list[Contender]:
     shuffled = list(contenders)
     random.Random(number).shuffle(shuffled)
     return shuffled
-
-
-def describe_machine(folder: Path, device: str) -> dict[str, str]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
-    filesystem = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=True)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "cpu": f"{len(os.sched_getaffinity(0))} × {model.partition(':')[2].strip()}",
-        "kernel": platform.release().partition("-")[0],
-        "filesystem": filesystem.stdout.split()[-1],
-        "device": torch.cuda.get_device_name() if device == "cuda" else "none",
-        **{name: version(name) for name in ("torch", "safetensors", "fastensor")},
-    }
 
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def _random(shape: list[int], dtype: str, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=getattr(torch, dtype), generator=generator)
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path) -> None:
     """What Fastensor does, for those who do not: sync, rename, sync the directory."""
     for path in [temporary, *temporary.iterdir()] if temporary.is_dir() else [temporary]:
         _sync(path)
@@ -87,7 +87,7 @@ def _sync(path: Path) -> None:
 def _save_torch(state: State, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
-    _publish(temporary, path)
+    publish(temporary, path)
 
 
 def _save_torch_without_crc(state: State, path: Path) -> None:
@@ -101,7 +101,7 @@ def _save_torch_without_crc(state: State, path: Path) -> None:
 def _save_safetensors(state: State, path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     safetensors.torch.save_file(state, temporary)
-    _publish(temporary, path)
+    publish(temporary, path)
 
 
 def _save_dcp(threads: int) -> Callable[[State, Path], None]:
@@ -110,7 +110,7 @@ def _save_dcp(threads: int) -> Callable[[State, Path], None]:
         shutil.rmtree(temporary, ignore_errors=True)
         writer = dcp.FileSystemWriter(temporary, thread_count=threads)
         dcp.save(dict(state), storage_writer=writer, no_dist=True)
-        _publish(temporary, path)
+        publish(temporary, path)
 
     return save
 

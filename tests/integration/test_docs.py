@@ -64,6 +64,17 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_the_benchmark_of_asynchronous_saves_measures_every_contender(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "async_checkpoint.py")
+    tiny = ["--sizes", "1", "--rounds", "1", "--saves", "2", "--throughput-size", "1", "--spells", "1"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, "--spell-seconds", "0.05", *folders, cwd=tmp_path)
+    for word in ("lightning async", "dcp async", "pure Python", "stall / copy", "throughput with saves"):
+        assert word in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    assert not os.listdir(tmp_path / "files")
+
+
 def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "checkpoint.py")
     options = [

@@ -1,0 +1,55 @@
+"""What all benchmarks need: a quiet disk, the peak of memory, and a description of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from fastensor.checkpoint.publish import wait_for_space
+
+SETTLE_SECONDS = 0.1
+
+
+def settle() -> None:
+    """Let the disk finish what earlier measurements left behind, freed space included."""
+    wait_for_space()
+    os.sync()
+    time.sleep(SETTLE_SECONDS)
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """How far resident memory rose in the block over what it was before (Linux: VmHWM, reset by clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    peaks: list[int] = []
+    yield lambda: peaks[0] - before
+    peaks.append(_status("VmHWM"))
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def describe_machine(folder: Path, device: str) -> dict[str, str]:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    filesystem = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=True)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "cpu": f"{len(os.sched_getaffinity(0))} × {model.partition(':')[2].strip()}",
+        "kernel": platform.release().partition("-")[0],
+        "filesystem": filesystem.stdout.split()[-1],
+        "device": torch.cuda.get_device_name() if device == "cuda" else "none",
+        **{name: version(name) for name in ("torch", "safetensors", "fastensor")},
+    }
