@@ -36,7 +36,7 @@ class Pace:
         """Wait until so many bytes may be moved, or somebody is in a hurry."""
         delay = 0.0 if self._hurried.is_set() else self.delay(nbytes)
         if delay > 0:
-            self._hurried.wait(delay)
+            self._hurried.wait(min(delay, threading.TIMEOUT_MAX))
 
     def hurry(self) -> None:
         """Somebody waits for the end: the rate does not count until :meth:`resume`."""

@@ -1,0 +1,168 @@
+"""The parts of asynchronous saves that decide: budgets and pace, and the queue."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastensor.backends.arena import BLOCK_NBYTES, Arena, ArenaClosedError
+from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
+from fastensor.checkpoint.asynchronous.pace import Pace
+from fastensor.checkpoint.asynchronous.queue import WorkQueue
+
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable:   {32 << 20} kB\n"}
+V2 = {**MEMINFO, "proc/self/cgroup": "0::/jobs/7\n"}
+V1 = {**MEMINFO, "proc/self/cgroup": "12:cpu:/x\n5:memory,hugetlb:/jobs/7\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (MEMINFO, 32 * GIB),
+        ({}, BLOCK_NBYTES),
+        ({**V2, "sys/fs/cgroup/jobs/7/memory.max": "max\n", "sys/fs/cgroup/jobs/7/memory.current": "5"}, 32 * GIB),
+        (
+            {
+                **V2,
+                "sys/fs/cgroup/jobs/7/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/jobs/7/memory.current": f"{3 * GIB}\n",
+                "sys/fs/cgroup/jobs/7/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            },
+            6 * GIB,
+        ),
+        (
+            {
+                **V2,
+                "sys/fs/cgroup/jobs/memory.max": f"{2 * GIB}\n",
+                "sys/fs/cgroup/jobs/memory.current": f"{GIB}\n",
+                "sys/fs/cgroup/jobs/7/memory.max": "max\n",
+            },
+            GIB,
+        ),
+        ({**V2, "sys/fs/cgroup/memory.max": f"{4 * GIB}", "sys/fs/cgroup/memory.current": f"{3 * GIB}"}, GIB),
+        (
+            {
+                **V1,
+                "sys/fs/cgroup/memory/jobs/7/memory.limit_in_bytes": f"{8 * GIB}",
+                "sys/fs/cgroup/memory/jobs/7/memory.usage_in_bytes": f"{2 * GIB}",
+                "sys/fs/cgroup/memory/jobs/7/memory.stat": f"total_inactive_file {GIB}\n",
+            },
+            7 * GIB,
+        ),
+        ({**V2, "sys/fs/cgroup/jobs/7/memory.max": "5", "sys/fs/cgroup/jobs/7/memory.current": "9"}, 1),
+    ],
+    ids=["no cgroup", "nothing known", "no limit", "limit", "limit above", "limit of the container", "v1", "used up"],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert available_memory(write(tmp_path, files)) == expected
+
+
+def test_available_memory_of_this_machine() -> None:
+    assert 0 < available_memory() < 1 << 50
+
+
+def test_the_budget_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("8", 8), ("", 1), ("none", 1), ("0", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+        assert local_processes() == expected
+    assert staging_limit(64 * GIB, 8) == 4 * GIB
+    assert staging_limit(0, 8) == BLOCK_NBYTES
+
+
+@given(rate=st.floats(1, 1e9), sizes=st.lists(st.integers(1, 1 << 24), max_size=20), pauses=st.lists(st.floats(0, 10)))
+def test_the_pace_is_kept(rate: float, sizes: list[int], pauses: list[float]) -> None:
+    now = 100.0
+    pace = Pace(rate, clock=lambda: now)
+    started, moved = now, 0
+    for number, nbytes in enumerate(sizes):
+        now += pace.delay(nbytes)
+        moved += nbytes
+        assert moved - nbytes <= rate * (now - started) * (1 + 1e-9) + 1
+        now += pauses[number] if number < len(pauses) else 0.0
+
+
+def test_without_a_rate_nobody_waits() -> None:
+    assert Pace(None).delay(1 << 40) == 0.0
+
+
+def test_who_is_in_a_hurry_does_not_wait() -> None:
+    pace = Pace(1.0)
+    pace.wait(1 << 40)  # the first bytes are free
+    pace.hurry()
+    pace.hurry()
+    pace.resume()
+    pace.wait(1 << 40)
+    waiting = threading.Thread(target=pace.wait, args=(1,))
+    pace.resume()
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    pace.hurry()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def test_the_arena_never_gives_out_more_than_it_has() -> None:
+    arena = Arena()
+    arena.reserve(2 * BLOCK_NBYTES - 5)
+    first = arena.take(on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+    second = arena.take(on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+    assert first is not None
+    assert second is not None
+    waits: list[bool] = []
+    assert arena.take(on_wait=lambda: waits.append(True), stopped=lambda: True) is None
+    assert waits == [True]
+    arena.give(first)
+    assert arena.take(on_wait=pytest.fail, stopped=lambda: False) is first  # type: ignore[arg-type]
+    assert (arena.nbytes, arena.free_nbytes, arena.peak_nbytes) == (2 * BLOCK_NBYTES, 0, 2 * BLOCK_NBYTES)
+    arena.close()
+    arena.give(second)
+    with pytest.raises(ArenaClosedError):
+        arena.take(on_wait=lambda: None, stopped=lambda: False)
+
+
+def test_more_memory_than_there_are_addresses() -> None:
+    with pytest.raises(MemoryError, match="staging"):
+        Arena().reserve(1 << 62)
+
+
+class Work:
+    def __init__(self, done: list[int], number: int) -> None:
+        self._done = done
+        self._number = number
+
+    def run(self) -> None:
+        self._done.append(self._number)
+
+    def lose(self) -> None:
+        raise AssertionError
+
+
+def test_the_queue_keeps_the_order_and_no_idle_thread() -> None:
+    done: list[int] = []
+    queue = WorkQueue("test-queue")
+    for number in range(200):
+        queue.put(Work(done, number))
+        if number % 20 == 0:
+            assert queue.join(60)
+    assert queue.join(60)
+    assert done == list(range(200))
+    for thread in threading.enumerate():
+        if thread.name == "test-queue":
+            thread.join(60)
+    assert not queue.withdraw(Work(done, 0))
+    assert queue.works() == []
