@@ -74,6 +74,7 @@ class FastensorCheckpointIO(CheckpointIO):
     loads on all ranks. Paths may be URLs of remote filesystems (``s3://...``), as in :func:`fastensor.save`.
 
     >>> from lightning.pytorch import Trainer
+    >>> from fastensor_lightning import CheckpointMonitor
     >>> plugin = FastensorCheckpointIO(asynchronous=True)
     >>> trainer = Trainer(plugins=[plugin], callbacks=[CheckpointMonitor()], logger=False, accelerator="cpu")
     >>> type(trainer.strategy.checkpoint_io).__name__
