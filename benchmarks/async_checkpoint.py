@@ -44,6 +44,7 @@ class Stall:
     """One save."""
 
     mib: int
+    tensors: int
     contender: str
     first: bool
     """Of its process."""
@@ -132,13 +133,15 @@ def void(value: object) -> None:
 
 
 def state_of(mib: int) -> State:
-    """The first tensors of GPT-2's and Adam's, up to this size."""
-    found, nbytes = {}, 0
-    for name, tensor in build_state("gpt2_adam", "cpu").items():
-        if nbytes + tensor.nbytes <= mib << 20:
-            found[name] = tensor
-            nbytes += tensor.nbytes
-    return found
+    """GPT-2 small with Adam if it fits, else as many of its layers, with Adam, as do, or of its smallest tensors."""
+    whole = build_state("gpt2_adam", "cpu")
+    for layers in (*range(12, 0, -1), 0):
+        names = tuple(f".h.{number}." for number in range(layers))
+        chosen = {name: tensor for name, tensor in whole.items() if any(part in name for part in names)}
+        for found in (whole, chosen):
+            if 0 < sum(tensor.nbytes for tensor in found.values()) <= mib << 20:
+                return found
+    return {name: tensor for name, tensor in whole.items() if tensor.nbytes <= mib << 10}
 
 
 def path_of(contender: str, folder: Path) -> Path:
@@ -161,7 +164,9 @@ def measure_stalls(contender: str, mib: int, saves: int, folder: Path, results: 
             stalled = time.perf_counter()
             wait()
             done = time.perf_counter()
-            results.send(Stall(mib, contender, number == 0, stalled - copied, done - copied, copied - started))
+            results.send(
+                Stall(mib, len(state), contender, number == 0, stalled - copied, done - copied, copied - started)
+            )
     results.send(Memory(mib, contender, extra()))
 
 
@@ -231,7 +236,7 @@ def median_stalls(stalls: list[Stall]) -> list[dict[str, Any]]:
     rows = []
     for key in dict.fromkeys((one.mib, one.contender, one.first) for one in stalls):
         group = [one for one in stalls if (one.mib, one.contender, one.first) == key]
-        row: dict[str, Any] = dict(zip(("mib", "contender", "first"), key, strict=True))
+        row: dict[str, Any] = dict(zip(("mib", "contender", "first"), key, strict=True), tensors=group[0].tensors)
         for name in ("stall_seconds", "durable_seconds", "copy_seconds"):
             row[name] = statistics.median(getattr(one, name) for one in group)
         row["stall_to_copy"] = statistics.median(one.stall_seconds / one.copy_seconds for one in group)
@@ -292,11 +297,11 @@ def table(
     lines = ["# Asynchronous checkpoints: stalls, and training meanwhile", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += ["", "## medians", ""]
-    lines += ["| MiB | save | contender | stall | stall / copy | durable after | most extra memory |"]
-    lines += ["|---:|---|---|---:|---:|---:|---:|"]
+    lines += ["| MiB | tensors | save | contender | stall | stall / copy | durable after | most extra memory |"]
+    lines += ["|---:|---:|---|---|---:|---:|---:|---:|"]
     most = {(one.mib, one.contender): one.extra_nbytes / 2**20 for one in memory}
     lines += [
-        f"| {row['mib']} | {'first' if row['first'] else 'later'} | {row['contender']} "
+        f"| {row['mib']} | {row['tensors']} | {'first' if row['first'] else 'later'} | {row['contender']} "
         f"| {row['stall_seconds'] * 1e3:.1f} ms | {row['stall_to_copy']:.2f} | {row['durable_seconds']:.3f} s "
         f"| {most[row['mib'], row['contender']]:.0f} MiB |"
         for row in stalls
