@@ -103,6 +103,7 @@ class FastensorCheckpointIO(CheckpointIO):
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
         self._latest: fastensor.SaveHandle | None = None
+        self._warned = False
         self._listeners: list[SaveListener] = []
 
     def save_checkpoint(
@@ -237,7 +238,8 @@ class FastensorCheckpointIO(CheckpointIO):
             listener(report, step)
 
     def _warn_without_monitor(self, checkpoint: dict[str, Any]) -> None:
-        if not self._listeners and "pytorch-lightning_version" in checkpoint:
+        if not (self._warned or self._listeners) and "pytorch-lightning_version" in checkpoint:
+            self._warned = True
             warnings.warn(
                 "checkpoints are saved asynchronously, and the Trainer has no CheckpointMonitor: loggers, "
                 "ModelCheckpoint(save_last='link') and its version counter may look for files that are not there yet; "

@@ -65,6 +65,43 @@ def test_saving_takes_no_device_memory(tmp_path: Path) -> None:
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
+def test_an_asynchronous_save_waits_for_queued_work_and_for_nothing_that_comes_later(tmp_path: Path) -> None:
+    tensor = torch.zeros(32 << 20, device="cuda")
+    with fastensor.AsyncWriter() as writer:
+        for attempt in range(5):
+            torch.cuda._sleep(200_000_000)
+            tensor.fill_(attempt + 1)
+            handle = writer.save({"w": tensor, "host": torch.full((5,), attempt)}, tmp_path / "x")
+            tensor.zero_()
+            assert handle.result().backend == "direct"
+            found = torch.load(tmp_path / "x", "cpu")
+            assert (found["w"] == attempt + 1).all()
+            assert found["host"][0] == attempt
+
+
+def test_an_asynchronous_save_takes_no_device_memory_and_pins_its_own(tmp_path: Path) -> None:
+    """What others do instead: clone the state on the device."""
+    tensor = torch.randn(64 << 20, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    with fastensor.AsyncWriter() as writer:
+        writer.save({"w": tensor}, tmp_path / "x").result()
+        assert all(block._pinned for block in writer._arena._idle if block._touched)
+    assert torch.cuda.max_memory_allocated() == before
+    assert torch.equal(torch.load(tmp_path / "x", "cpu")["w"], tensor.cpu())
+
+
+def test_an_asynchronous_save_of_more_than_its_staging_memory(tmp_path: Path) -> None:
+    state = {"a": torch.randn(8 << 20, device="cuda"), "b": torch.arange(100)}
+    expected = {name: one.cpu().clone() for name, one in state.items()}
+    with fastensor.AsyncWriter(staging_bytes=8 << 20) as writer:
+        writer.save(state, tmp_path / "x")
+        for one in state.values():
+            one.zero_()
+    found = fastensor.load(tmp_path / "x", "cpu")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("backend", ["direct", "numpy"])
 def test_safetensors_of_device_tensors(tmp_path: Path, backend: str) -> None:
     base = torch.randn(20 << 20, device="cuda")
