@@ -104,6 +104,10 @@ class FastensorCheckpointIO(CheckpointIO):
             self._writer = fastensor.AsyncWriter(**self._options)
         self._latest: fastensor.SaveHandle | None = None
         self._warned = False
+        self._torn_down = False
+        """Whether a run has ended, and none that we know of has begun: then nobody waits for what is pending."""
+        self._handled_before: BaseException | None = None
+        """What was being handled when the run began, if it began in an ``except`` block."""
         self._listeners: list[SaveListener] = []
 
     def save_checkpoint(
@@ -127,7 +131,7 @@ class FastensorCheckpointIO(CheckpointIO):
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
-        if asynchronous:
+        if asynchronous and not self._torn_down:
             self._warn_without_monitor(checkpoint)
             self._latest = self._open_writer().save(checkpoint, path, **options)
             self._latest.add_done_callback(lambda handle: self._finished(handle, step))
@@ -178,11 +182,12 @@ class FastensorCheckpointIO(CheckpointIO):
         """
         if self._writer is None:
             return
+        self._torn_down, self._latest = True, None
         handled = sys.exc_info()[1]
         try:
             self._writer.close()
         except Exception as error:
-            if handled is None:
+            if handled is None or handled is self._handled_before:
                 raise
             _logger.error("a checkpoint was not saved: %s", error, exc_info=error)
 
@@ -196,13 +201,19 @@ class FastensorCheckpointIO(CheckpointIO):
         return ordering.foretell(path)
 
     def link(self, target: str, link: str) -> None:
-        """Make ``link`` a symlink to a checkpoint as soon as that is durable, and not at all if its save fails."""
+        """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed."""
+
+        def replace_if_there() -> None:
+            if os.path.exists(target):
+                replace_link(target, link)
+            else:
+                _logger.warning("%s is left as it is, because %s was not saved", link, target)
+
         if self._writer is None:
-            replace_link(target, link)
-            return
-        place = next(ordering.places_behind(link), "")
-        what = f"linking {link} to {target}"
-        self._open_writer().follow(lambda: replace_link(target, link), place, what, leaves_file=True)
+            replace_if_there()
+        elif os.path.abspath(target) != os.path.abspath(link):
+            place = next(ordering.places_behind(link), "")
+            self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
 
     @property
     def latest(self) -> fastensor.SaveHandle | None:
@@ -216,11 +227,12 @@ class FastensorCheckpointIO(CheckpointIO):
             How to stop that. Listeners stay behind when the plugin is pickled. They are called by the thread that has
             finished the save.
         """
+        self._torn_down, self._handled_before = False, sys.exc_info()[1]
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_listeners": [], "_latest": None}
+        return {**self.__dict__, "_listeners": [], "_latest": None, "_handled_before": None}
 
     def _open_writer(self) -> fastensor.AsyncWriter:
         if self._writer is None or self._writer.closed:

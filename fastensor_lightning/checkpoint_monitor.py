@@ -64,7 +64,10 @@ class CheckpointMonitor(Callback):
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self._finish(trainer)
+        """Loggers are closed after this. Other callbacks may still save: what keeps them from running ahead stays."""
+        if self._plugin is not None:
+            self._plugin.wait()
+        self._log(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         self._log(trainer)

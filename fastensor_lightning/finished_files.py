@@ -28,7 +28,7 @@ def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) 
         if hasattr(callback, "file_exists"):
             yield _replace_method(callback, "file_exists", partial(_file_exists, plugin, callback.file_exists))
         if hasattr(callback, "_link_checkpoint"):
-            yield _replace_method(callback, "_link_checkpoint", partial(_link, plugin, callback._link_checkpoint))
+            yield _replace_method(callback, "_link_checkpoint", partial(_link, plugin))
 
 
 def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
@@ -39,14 +39,9 @@ def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], f
     return bool(trainer.strategy.reduce_boolean_decision(foretold, all=False))
 
 
-def _link(
-    plugin: FastensorCheckpointIO, original: Callable[..., None], trainer: Any, filepath: str, linkpath: str
-) -> None:
-    foretold = plugin.foretell(filepath) if trainer.is_global_zero else None
-    if foretold is None:
-        original(trainer, filepath, linkpath)
-        return
-    plugin.link(filepath, linkpath)
+def _link(plugin: FastensorCheckpointIO, trainer: Any, filepath: str, linkpath: str) -> None:
+    if trainer.is_global_zero:
+        plugin.link(filepath, linkpath)
     trainer.strategy.barrier()  # as in the original
 
 
@@ -81,15 +76,16 @@ class WaitingLoggers:
 
     def stop(self) -> None:
         """Give the loggers their own methods back."""
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
 
     def _later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
         latest = self._plugin.latest
-        if latest is None or latest.stage == "durable":
+        if latest is None:  # it was saved synchronously
             original(checkpoint_callback)
         else:
             self._waiting.append((latest, partial(original, checkpoint_callback)))
+            self.call_those_whose_files_are_finished()
 
 
 def _replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:

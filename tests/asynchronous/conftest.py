@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,16 @@ from typing import Any
 import pytest
 
 from fastensor.backends import posix
+from fastensor.checkpoint import ordering
 
 PATIENCE_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_be_waited_for() -> Iterator[None]:
+    yield
+    gc.collect()  # writers that nobody has closed
+    assert not ordering._operations
 
 
 class Gate:

@@ -156,6 +156,52 @@ def preempted_child(path: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
+def preempted_child_of_its_own(path: str) -> None:
+    """A forked child that has a writer with a deadline, too."""
+    fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        go = slow_down()
+        fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path + "-child")
+        threading.Timer(0.2, go.set).start()
+        os.write(tell, b"x")
+        time.sleep(60)
+        os._exit(1)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert torch.equal(fastensor.load(path + "-child")["w"], STATE["w"])
+    os.unlink(path + "-child")
+
+
+def handler_that_closes(path: str) -> None:
+    """It interrupts a save, and cannot wait for it."""
+    writer = fastensor.AsyncWriter(staging_bytes=4 << 20)
+    refusals = []
+
+    def close(number: int, frame: Any) -> None:
+        try:
+            writer.wait()
+        except RuntimeError as error:
+            refusals.append(error)
+
+    signal.signal(signal.SIGUSR1, close)
+    write = posix.write_fully
+
+    def interrupt_staging(*arguments: Any) -> None:
+        posix.write_fully = write
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not refusals:
+            time.sleep(0.001)
+        write(*arguments)
+
+    posix.write_fully = interrupt_staging
+    writer.save(STATE, path)
+    writer.close()
+    assert "a signal handler cannot wait" in str(refusals[0])
+
+
 def fork(path: str) -> None:
     go = slow_down()
     writer = fastensor.AsyncWriter()

@@ -71,6 +71,8 @@ def assert_old(path: Path, *, leftovers: int = 0) -> None:
         ("exception", 1, "ValueError: of the program"),
         ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
         ("preempted_child", 0, ""),
+        ("preempted_child_of_its_own", 0, ""),
+        ("handler_that_closes", 0, ""),
         ("fork", 0, ""),
         ("workers", 0, ""),
         ("spawn", 0, ""),

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import gc
 import os
+import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
-from fastensor.backends import posix
-from fastensor.checkpoint import ordering
+from fastensor.backends import posix, snapshot
+from fastensor.checkpoint import deliver, ordering, publish
+from fastensor.checkpoint.asynchronous import operations, queue
+from fastensor.checkpoint.asynchronous import writer as writer_module
 
 OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
 
@@ -267,9 +271,7 @@ def test_waiting_takes_too_long(path: Path, gate: Any) -> None:
 
 
 def test_closing_takes_too_long(path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastensor.checkpoint.asynchronous import writer as module
-
-    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(writer_module, "_GRACE_SECONDS", 0.0)
     writer = AsyncWriter()
     gate.close()
     running, queued = writer.save(NEW, path), writer.save(NEW, path)
@@ -290,9 +292,7 @@ def test_closing_takes_too_long(path: Path, gate: Any, monkeypatch: pytest.Monke
 def test_long_waits_say_so(
     path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fastensor.checkpoint.asynchronous import writer as module
-
-    monkeypatch.setattr(module, "_QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(writer_module, "_QUIET_SECONDS", 0.01)
     with AsyncWriter() as writer:
         gate.close()
         writer.save(NEW, path)
@@ -318,3 +318,94 @@ def test_callbacks(path: Path, gate: Any, caplog: pytest.LogCaptureFixture) -> N
     handle.add_done_callback(called.append)
     assert called == [handle, handle]
     assert "a callback's own trouble" in caplog.text
+
+
+def test_a_callback_may_use_the_writer(path: Path) -> None:
+    seen: list[Any] = []
+    used = threading.Event()
+
+    def use(handle: Any) -> None:
+        seen.append(fastensor.verify(handle.path).complete)
+        seen.append(handle.result().durable)
+        writer.wait()
+        seen.append(writer.save(OLD, path).done())
+        used.set()
+
+    with AsyncWriter(staging_bytes=4 << 20) as writer:
+        handle = writer.save(NEW, path)
+        handle.add_done_callback(use)
+        assert used.wait(60)
+    assert seen == [True, True, True]
+    assert_old(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_kills_the_thread_turns_no_failure_into_success(path: Path, gate: Any) -> None:
+    def give_up(handle: Any) -> None:
+        raise SystemExit
+
+    other = path.with_name("y")
+    with AsyncWriter() as writer:
+        gate.close()
+        handle = writer.save(NEW, other)
+        handle.add_done_callback(give_up)
+        writer.remove(path)
+        gate.wait_until_reached()
+        other.mkdir()
+        gate.open()
+        assert isinstance(handle.exception(), CheckpointWriteError)
+        writer.wait()
+    other.rmdir()
+    assert_old(path)
+
+
+@pytest.mark.parametrize("name", ["x", "x.safetensors"])
+def test_nothing_refers_to_what_was_saved(tmp_path: Path, gate: Any, name: str) -> None:
+    tensor = torch.zeros(1000)
+    alive = weakref.ref(tensor)
+    with AsyncWriter() as writer:
+        gate.close()
+        handle = writer.save({"w": tensor}, tmp_path / name)
+        del tensor
+        gc.collect()
+        assert alive() is None
+        gate.open()
+        assert handle.result().durable
+
+
+def interrupt_after_call(number: int) -> Any:
+    """For ``sys.setprofile``: where Python looks for signals, in the functions that a save consists of."""
+    files = {module.__file__ for module in (operations, queue, writer_module, snapshot, deliver, publish)}
+    calls = 0
+
+    def interrupt(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        own = frame.f_code.co_filename in files and frame.f_code.co_name != "_log_failures"  # of another writer
+        if own and event in ("c_return", "call"):
+            calls += 1
+            if calls == number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    return interrupt
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 4 << 20])
+def test_an_interrupt_at_any_moment_of_a_save(path: Path, staging_bytes: int | None) -> None:
+    for number in range(1, 400):
+        writer = AsyncWriter(staging_bytes=staging_bytes)
+        interrupted = False
+        sys.setprofile(interrupt_after_call(number))
+        try:
+            writer.save(NEW, path)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.setprofile(None)
+        assert writer.save(OLD, path).result(60).durable
+        writer.close(60)
+        assert_old(path)
+        if not interrupted:
+            break
+    assert number > 50
+    assert not interrupted

@@ -46,9 +46,10 @@ def test_waiting(tmp_path: Path, blocked: Any) -> None:
         blocked.wait_until_reached()
         thread = threading.Thread(target=lambda: writer.save(state(2), tmp_path / "2"))
         thread.start()
+        while not writer.statistics().staging:
+            thread.join(0.001)
         thread.join(0.05)
         assert thread.is_alive()
-        assert writer.statistics().staging == 1
         assert writer.statistics().writing == 1
         blocked.open()
         thread.join(60)
@@ -107,6 +108,35 @@ def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_pat
         blocked.open()
         writer.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+def test_a_removal_gives_way_to_a_later_save_of_the_same_file(tmp_path: Path, blocked: Any) -> None:
+    """Its own save was replaced, and what it would have removed is another file by now."""
+    with AsyncWriter(staging_bytes=3 * BLOCK_NBYTES, when_busy="latest") as writer:
+        writer.save(state(9), tmp_path / "x").result()
+        blocked.close()
+        writer.save(state(0), tmp_path / "0")
+        blocked.wait_until_reached()
+        replaced = writer.save(state(1), tmp_path / "1")
+        writer.remove(tmp_path / "x")
+        writer.save(state(2), tmp_path / "x")
+        writer.save(state(3), tmp_path / "3")
+        assert replaced.stage == "replaced"
+        blocked.open()
+        writer.wait()
+        assert content(tmp_path / "x") == 2
+
+
+def test_a_save_that_cannot_begin_replaces_nothing(tmp_path: Path, blocked: Any) -> None:
+    with AsyncWriter(staging_bytes=2 * BLOCK_NBYTES, when_busy="latest") as writer:
+        blocked.close()
+        writer.save(state(0), tmp_path / "0")
+        blocked.wait_until_reached()
+        queued = writer.save(state(1), tmp_path / "1")
+        with pytest.raises(fastensor.CheckpointWriteError):
+            writer.save(state(2), tmp_path / "no" / "2")
+        blocked.open()
+        assert queued.result().durable
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A process that trains, saves asynchronously after every step, and is killed. Run by ``test_async_kill.py``.
+"""A process that trains, saves asynchronously after every step, and is killed. Run by ``test_async.py``.
 
 Argument: the path. For each line of its input, which is a seed, it forks a child that resumes from the path, with
 failures injected into the calls that saving makes.

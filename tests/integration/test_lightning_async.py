@@ -56,6 +56,30 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     return SlowDisk(monkeypatch, 0.02)
 
 
+class FullDisk:
+    """Is full from one save on, for as long as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full_after = 10**9
+        self._syncs = 0
+        sync = posix.sync_file
+
+        def sync_if_possible(fd: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{fd}"):
+                return sync(fd)
+            self._syncs += 1
+            if self._syncs > self.full_after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return sync(fd)
+
+        monkeypatch.setattr(posix, "sync_file", sync_if_possible)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    return FullDisk(monkeypatch)
+
+
 def checkpoints(pl: Any, folder: Path, **options: Any) -> Any:
     return pl.callbacks.ModelCheckpoint(dirpath=folder / "c", **options)
 
@@ -126,6 +150,38 @@ def test_the_last_is_a_link_to_a_finished_file(
     trainer.fit(make_module(pl), loader(), loader(), ckpt_path="last")
 
 
+def test_a_link_that_leads_to_itself_is_not_made(pl: Any, tmp_path: Path) -> None:
+    saver = checkpoints(pl, tmp_path, filename="last", save_last="link", enable_version_counter=False)
+    fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[CheckpointMonitor(), saver])
+    assert not (tmp_path / "c" / "last.ckpt").is_symlink()
+    assert step_of(tmp_path / "c" / "last.ckpt") == 8
+
+
+@pytest.mark.parametrize("full_after", [3, 4])
+def test_the_last_link_stays_good_when_saves_fail(pl: Any, tmp_path: Path, disk: FullDisk, full_after: int) -> None:
+    disk.full_after = full_after
+    each = {"every_n_train_steps": 1, "monitor": "step", "mode": "max"}
+    options = options_of(pl, tmp_path, **each, save_top_k=1, save_last="link")
+    with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
+        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), **options)
+    assert step_of(tmp_path / "c" / "last.ckpt") == full_after
+
+
+def test_a_save_after_the_end_of_fit_is_there_at_once(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    trainer = fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), **options_of(pl, tmp_path))
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    assert torch.load(tmp_path / "mine.ckpt", weights_only=False)["global_step"] == 8
+
+
+def test_a_fit_in_an_except_block_raises_what_failed(pl: Any, tmp_path: Path, disk: FullDisk) -> None:
+    disk.full_after = 0
+    try:
+        raise ValueError("the first attempt")
+    except ValueError:
+        with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
+            fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), **options_of(pl, tmp_path))
+
+
 def test_loggers_are_called_when_files_are_finished(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
     base = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
     seen: list[tuple[bool, bool]] = []
@@ -146,30 +202,6 @@ def test_loggers_are_called_when_files_are_finished(pl: Any, tmp_path: Path, slo
     step, stall = (metrics[0].split(",").index(name) for name in ("step", "checkpoint/stall_seconds"))
     rows = [line.split(",") for line in metrics[1:]]
     assert {row[step] for row in rows if row[stall]} == {"2", "4", "6", "8"}
-
-
-class FullDisk:
-    """Is full from one save on, for as long as it is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.full_after = 10**9
-        self._syncs = 0
-        sync = posix.sync_file
-
-        def sync_if_possible(fd: int) -> None:
-            if os.path.isdir(f"/proc/self/fd/{fd}"):
-                return sync(fd)
-            self._syncs += 1
-            if self._syncs > self.full_after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return sync(fd)
-
-        monkeypatch.setattr(posix, "sync_file", sync_if_possible)
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
-    return FullDisk(monkeypatch)
 
 
 def test_the_old_one_stays_when_the_new_one_fails(pl: Any, tmp_path: Path, disk: FullDisk) -> None:

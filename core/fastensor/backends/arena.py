@@ -49,8 +49,11 @@ class Arena:
 
         Raises:
             MemoryError: the operating system refuses so much address space.
+            ArenaClosedError: it has been closed.
         """
         with self._changed:
+            if self._closed:
+                raise ArenaClosedError("the staging memory has been released")
             missing = -(-nbytes // BLOCK_NBYTES) - self._count
             if missing <= 0:
                 return
@@ -90,6 +93,7 @@ class Arena:
             self._used -= 1
             if self._closed:
                 block.release()
+                self._count -= 1
             else:
                 self._idle.append(block)
             self._changed.notify_all()
@@ -105,5 +109,6 @@ class Arena:
             self._closed = True
             for block in self._idle:
                 block.release()
+            self._count -= len(self._idle)
             self._idle.clear()
             self._changed.notify_all()

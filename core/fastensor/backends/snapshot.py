@@ -104,6 +104,13 @@ class Snapshot:
             self._changed.notify_all()
         self._arena.wake()
 
+    def stop(self, failure: BaseException) -> None:
+        """It will not be staged: :meth:`stage` was not called, or has returned."""
+        self.fail(failure)
+        with self._changed:
+            self._staging = False
+            self._changed.notify_all()
+
     def discard(self) -> None:
         """Give all blocks back. Nobody moves them any more; whoever stages is waited for."""
         with self._changed:

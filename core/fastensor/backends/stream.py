@@ -26,7 +26,9 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
 
     Where checksums stand in front of what they are of, the state is staged twice, first for them alone.
     """
-    checksums = (source.known_checksums or checksums_of(source)) if source.checksums_first else ()
+    checksums: tuple[int, ...] = ()
+    if source.checksums_first:
+        checksums = checksums_of(source) if source.known_checksums is None else source.known_checksums
     head = source.head(checksums)
     with open_stager(source) as stager:
         for offset, data in _windows(source, stager):

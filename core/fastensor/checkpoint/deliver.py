@@ -28,7 +28,7 @@ from fastensor.checkpoint.publish import (
 )
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import Fallback, SaveReport
-from fastensor.errors import CheckpointWriteError, FastensorError
+from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.select.rule import choose_writer
 from fastensor.stitch.source import Plan, Source
 
@@ -111,7 +111,10 @@ class Delivery:
     def plan(self, plan: Planner) -> Plan | None:
         """Have the file planned."""
         with self._at("plan"):
-            return plan(self._fallbacks)
+            planned = plan(self._fallbacks)
+        if planned is not None:
+            self._let_torch_write = _refuse  # it refers to what is saved
+        return planned
 
     def open(self) -> None:
         """Create what will take a local target's place. From now on the delivery is to be left by ``with``.
@@ -215,7 +218,10 @@ class Delivery:
         posix.preallocate(fd, -(-source.nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
         automatic = self._backend == registry.AUTO
         wanted = choose_writer(source.nbytes) if automatic else registry.get(self._backend).name
-        used, checksums = use_first(wanted, lambda candidate: candidate.write(source, fd), self._fallbacks)
+        try:
+            used, checksums = use_first(wanted, lambda candidate: candidate.write(source, fd), self._fallbacks)
+        except BackendUnavailableError as error:
+            raise OSError(errno.EINVAL, str(error)) from error
         if source.checksums_first:
             posix.write_fully(fd, memoryview(source.head(checksums)), 0)
         return used
@@ -229,6 +235,10 @@ class Delivery:
         with file_for_torch(lambda data, offset: counted.write(data)) as own:
             self._let_torch_write(own)
         return counted.nbytes
+
+
+def _refuse(file: BinaryIO) -> None:
+    raise AssertionError("there is a plan")
 
 
 class _Counted:

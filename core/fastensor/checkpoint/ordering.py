@@ -60,6 +60,13 @@ def end(operation: Operation, place: str) -> None:
             _operations.pop(place, None)
 
 
+def is_last(operation: Operation, place: str) -> bool:
+    """Whether nothing was accepted for the place after an operation."""
+    with _lock:
+        found = _operations.get(place, [])
+        return bool(found) and found[-1] is operation
+
+
 def foretell(location: Location) -> bool | None:
     """Whether a file will be there once all is done that was accepted for it; None if nothing is to be done."""
     for place in places_behind(location) if _operations else ():

@@ -102,12 +102,16 @@ class _Preemption:
         if self._pid == os.getpid():
             return
         try:
-            self._previous = signal.signal(signal.SIGTERM, self._handle)
+            previous = signal.signal(signal.SIGTERM, self._handle)
         except ValueError as error:
             raise ValueError(
                 "preemption_seconds: SIGTERM can only be handled in the main thread; make the writer there"
             ) from error
+        if previous != self._handle:  # not the one that a forked child has from its parent
+            self._previous = previous
         self._pid = os.getpid()
+        self._told = SimpleQueue()
+        self._begun = self._finished = False
         threading.Thread(target=self._wait, name="fastensor-preemption", daemon=True).start()
 
     def _handle(self, number: int, frame: Any) -> None:
@@ -129,8 +133,11 @@ class _Preemption:
 
     def _wait(self) -> None:
         self._told.get()
-        if self._previous != signal.SIG_IGN:
+        if self._previous == signal.SIG_IGN:
+            return
+        try:
             _finish_all()
+        finally:
             self._finished = True
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -37,6 +37,7 @@ class SaveHandle:
         self._path = path
         self._save = save
         self._started = time.perf_counter()
+        self._stage: SaveStage = "staging"
         self._stages: dict[SaveStage, float] = {"staging": 0.0}
         self._future: Future[SaveReport] = Future()
 
@@ -48,12 +49,12 @@ class SaveHandle:
     @property
     def stage(self) -> SaveStage:
         """Where it is. ``durable`` means finished as asked for; the last four are ends without a new file."""
-        return next(reversed(self._stages))
+        return self._stage
 
     @property
     def stages(self) -> Mapping[SaveStage, float]:
         """The stages so far, and how many seconds after the call of ``save`` each began."""
-        return MappingProxyType(dict(self._stages))
+        return MappingProxyType(self._stages)
 
     def done(self) -> bool:
         """Whether it has come to an end, whichever."""
@@ -104,7 +105,8 @@ class SaveHandle:
 
     def enter(self, stage: SaveStage) -> None:
         """Note that a stage begins. For the writer."""
-        self._stages[stage] = time.perf_counter() - self._started
+        self._stages = {**self._stages, stage: time.perf_counter() - self._started}
+        self._stage = stage
 
     def end(self, stage: SaveStage, outcome: SaveReport | BaseException) -> None:
         """Note how it ended. For the writer."""

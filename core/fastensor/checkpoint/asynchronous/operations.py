@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import ordering
-from fastensor.checkpoint.asynchronous.handle import SaveHandle
+from fastensor.checkpoint.asynchronous.handle import SaveHandle, SaveStage
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.report import SaveReport
@@ -35,8 +35,11 @@ class Owner(Protocol):
     def told(self, operation: Operation) -> None:
         """Somebody is told of its failure. May be called before it has ended, and again."""
 
-    def finished(self, report: SaveReport) -> None:
-        """A file is about to be told to be there."""
+    def is_draining(self) -> bool:
+        """Whether the calling thread is the writer's own, which must not wait for what it has to do itself."""
+
+    def again(self, step: Step, after: Save) -> None:
+        """Have a step done behind another save, unless something was accepted for its place meanwhile."""
 
     def give_up(self, save: Save, why: Drop, message: str) -> bool:
         """Drop a save; whether it will leave what is at its path."""
@@ -71,7 +74,7 @@ class Operation:
         return self.done and self.failure is None
 
     def settle(self) -> None:
-        if self._busy_thread != threading.get_ident():
+        if not self.is_in_hands and not (self._owner.is_draining() and not self.done):
             with self._owner.hurried():
                 wait([self._ended])
 
@@ -88,6 +91,11 @@ class Operation:
 
     def hurried(self) -> AbstractContextManager[None]:
         return self._owner.hurried()
+
+    @property
+    def is_in_hands(self) -> bool:
+        """Whether the calling thread is at work for it, and something like a signal handler has come between."""
+        return self._busy_thread == threading.get_ident()
 
     def forget(self) -> None:
         """In a forked child: it is the parent's business."""
@@ -111,6 +119,8 @@ class Save(Operation):
         self.nbytes = 0
         self.moved_nbytes = 0
         self._snapshot: Snapshot | None = None
+        self.outcome: SaveStage | None = None
+        self.replaced_by: Save | None = None
         self._dropped: tuple[Drop, str] | None = None
         self._committed = False
         self._stall_seconds: float | None = None
@@ -155,7 +165,7 @@ class Save(Operation):
         with self._lock:
             if self.handle.stage in ("staging", "queued"):
                 self.handle.enter("writing")
-        self._owner.pace.wait(nbytes)
+        self._owner.pace.wait(nbytes, stopped=lambda: self._dropped is not None)
         self.moved_nbytes += nbytes
 
     def cancel(self) -> bool:
@@ -180,7 +190,7 @@ class Save(Operation):
             with self.delivery:
                 report = self.delivery.move(self._snapshot)
         except BaseException as error:  # noqa: BLE001  # told to whoever asks, or calls next
-            self._fail(error)
+            self.fail(error)
         else:
             self._succeed(report)
 
@@ -196,10 +206,8 @@ class Save(Operation):
         self._succeed(report)
 
     def lose(self) -> None:
-        if self.handle.done():  # it died in somebody's callback
-            self._end(None)
-        elif not self.done:
-            self._fail(SystemExit("the thread that wrote has died"))
+        if not self.done:
+            self.fail(SystemExit("the thread that wrote has died"))
 
     def abandon(self) -> None:
         """Undo :meth:`open`."""
@@ -225,23 +233,29 @@ class Save(Operation):
     def _succeed(self, report: SaveReport) -> None:
         if self._snapshot is not None:
             self._snapshot.discard()
+            self._snapshot = None
             report = replace(report, stall_seconds=min(self._stall_seconds or report.seconds, report.seconds))
-        self._owner.finished(report)
-        self.handle.end("durable", report)
+        self.nbytes = report.nbytes
+        self.outcome = "durable"
         self._end(None)
+        self.handle.end("durable", report)  # its callbacks come last: they may use the writer
 
-    def _fail(self, error: BaseException) -> None:
-        if self._snapshot is not None:
-            self._snapshot.fail(error)  # somebody may still be staging
-            self._snapshot.discard()
-        self.abandon()
-        if self._dropped is not None:
-            self.is_told = True
-            error = SaveDroppedError(self._dropped[1])
-        else:
-            error = _as_told_elsewhere(error, self.delivery)
-        self.handle.end("failed" if self._dropped is None else self._dropped[0], error)
-        self._end(error)
+    def fail(self, error: BaseException) -> None:
+        """End it. Nobody is at it any more, but perhaps somebody who stages."""
+        try:
+            if self._snapshot is not None:
+                self._snapshot.fail(error)  # somebody may still be staging
+                self._snapshot.discard()
+            self.abandon()
+        finally:
+            told: BaseException
+            if self._dropped is not None:
+                self.is_told = True
+                self.outcome, told = self._dropped[0], SaveDroppedError(self._dropped[1])
+            else:
+                self.outcome, told = "failed", _as_told_elsewhere(error, self.delivery)
+            self._end(told)
+            self.handle.end(self.outcome, told)  # its callbacks come last: they may use the writer
 
 
 def _as_told_elsewhere(error: BaseException, delivery: Delivery) -> BaseException:
@@ -280,23 +294,30 @@ class Step(Operation):
     ) -> None:
         super().__init__(place, owner, leaves_file=leaves_file)
         self.after = after
-        self._what = what
-        self._function = function
+        self.what = what
+        self.function = function
 
     def run(self) -> None:
-        if self.after is not None and not self.after.succeeded:
-            _logger.warning("not done, because the save to %s left no file: %s", self.after.place, self._what)
+        after = self.after
+        while after is not None and after.replaced_by is not None:
+            after = after.replaced_by
+        if after is not None and not after.done:
+            self._owner.again(self, after)
+            self._end(None)
+            return
+        if after is not None and not after.succeeded:
+            _logger.warning("not done, because the save to %s left no file: %s", after.place, self.what)
             self._end(None)
             return
         try:
             ordering.wait_for_earlier(self, self.place)
-            self._function()
+            self.function()
         except BaseException as error:  # noqa: BLE001  # told to whoever asks, or calls next
-            error.add_note(f"in what was to follow an asynchronous save: {self._what}")
+            error.add_note(f"in what was to follow an asynchronous save: {self.what}")
             self._end(error)
         else:
             self._end(None)
 
     def lose(self) -> None:
         if not self.done:
-            self._end(RuntimeError(f"the thread has died that was at it: {self._what}"))
+            self._end(RuntimeError(f"the thread has died that was at it: {self.what}"))

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+_SLICE_SECONDS = 0.05
+
 
 class Pace:
     """Spreads bytes over time. Used by one thread; :meth:`hurry` and :meth:`resume` by any.
@@ -32,11 +34,11 @@ class Pace:
         self._due = begin + nbytes / self._rate
         return begin - now
 
-    def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be moved, or somebody is in a hurry."""
+    def wait(self, nbytes: int, *, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Wait until so many bytes may be moved, or somebody is in a hurry, or it is stopped."""
         delay = 0.0 if self._hurried.is_set() else self.delay(nbytes)
-        if delay > 0:
-            self._hurried.wait(min(delay, threading.TIMEOUT_MAX))
+        while delay > 0 and not stopped() and not self._hurried.wait(min(delay, _SLICE_SECONDS)):
+            delay -= _SLICE_SECONDS
 
     def hurry(self) -> None:
         """Somebody waits for the end: the rate does not count until :meth:`resume`."""

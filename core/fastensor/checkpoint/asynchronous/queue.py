@@ -65,11 +65,19 @@ class WorkQueue:
             self.changed.notify_all()
             return True
 
+    def is_working(self) -> bool:
+        """Whether the calling thread is the one that works."""
+        return threading.current_thread() is self._thread
+
     def join(self, timeout: float | None = None) -> bool:
-        """Return when nothing is left to be done, or it took too long; whether it is done."""
+        """Return when all that is there now has been done, or it took too long; whether it is done.
+
+        At once in the thread that works: it cannot wait for itself.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.changed:
-            while self.current is not None or self.waiting:
+            works = [] if self.is_working() else self.works()
+            while any(work is self.current or work in self.waiting for work in works):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False
@@ -78,8 +86,12 @@ class WorkQueue:
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        thread.start()
-        self._thread = thread
+        self._thread = thread  # an interrupt may come while it starts
+        try:
+            thread.start()
+        except RuntimeError:
+            self._thread = None
+            raise
 
     def _work(self) -> None:
         try:
@@ -105,9 +117,15 @@ class WorkQueue:
             if self._thread is not threading.current_thread():
                 return
             self._thread = None
-            lost, self.current = self.current, None
-            if lost is not None:
-                lost.lose()
-            if self.waiting:
-                self._start()
+            lost = [] if self.current is None else [self.current]
+            self.current = None
+            try:
+                if self.waiting:
+                    self._start()
+            except RuntimeError:
+                lost += self.waiting
+                self.waiting.clear()
+        for work in lost:
+            work.lose()
+        with self.changed:
             self.changed.notify_all()

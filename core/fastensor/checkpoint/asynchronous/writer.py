@@ -26,7 +26,7 @@ from fastensor.checkpoint.asynchronous.queue import WorkQueue
 from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.publish import Target
-from fastensor.checkpoint.report import SaveReport, announce
+from fastensor.checkpoint.report import announce
 from fastensor.checkpoint.save import SavedContainer, SaveSettings
 from fastensor.stitch.source import Plan
 
@@ -37,8 +37,12 @@ _POLICIES = ("wait", "skip", "latest")
 _QUIET_SECONDS = 2.0
 """Waits that take longer say so, again and again."""
 _LEAST_NBYTES = 32 << 20
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 2.0
 """How long a save that was given up may take to notice."""
+
+
+class _CannotWaitError(RuntimeError):
+    """There is no thread, or no time, to do something later."""
 
 
 class SaveOptions(TypedDict, total=False):
@@ -136,9 +140,9 @@ class AsyncWriter:
         self._arena = Arena()
         self._limit_nbytes = self._staging_bytes
         self.pace = Pace(self._settings["max_bytes_per_second"])
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal handler may save, too
         """Held while a save is staged: blocks are taken in the order of the saves."""
-        self._staging_thread: int | None = None
+        self._staged_save: Save | None = None
 
     def save(self, obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOptions]) -> SaveHandle:
         """Save as :func:`fastensor.save` does, but return when all of ``obj`` has been copied.
@@ -168,14 +172,16 @@ class AsyncWriter:
         save = Save(ordering.place_of(delivery.target), self, delivery)
         if reason := self._reason_to_wait():
             announce("saving asynchronously", reason)
+            if self._staged_save is not None and self._staged_save.place == save.place:
+                self._staged_save.drop("replaced", "a signal handler has saved to the same path")
             save.run_now(delivery.plan(plan))
             return save.handle
         with self._turn:
-            self._staging_thread = threading.get_ident()
+            outer, self._staged_save = self._staged_save, save
             try:
                 self._save(save, delivery.plan(plan), started)
             finally:
-                self._staging_thread = None
+                self._staged_save = outer
         return save.handle
 
     def remove(self, path: str | os.PathLike[str]) -> None:
@@ -205,18 +211,9 @@ class AsyncWriter:
             step.settle()
             step.raise_failure()
 
-    def follow(self, function: Callable[[], None], place: str, what: str, *, leaves_file: bool) -> Operation:
-        """Have something done in its turn: when the saves before it are durable, and not if the last of them fails.
-
-        Args:
-            function: what to do, in the writer's thread; may raise ``OSError``, which the next call raises.
-            place: the path that it changes.
-            what: says what it is, for messages.
-            leaves_file: whether there is a file at the path afterwards.
-        """
-        with self._queue.changed:
-            after = next(reversed(self._pending_saves()), None)
-            return self._follow(Step(place, self, function, what, leaves_file=leaves_file, after=after))
+    def in_turn(self, function: Callable[[], None], place: str, what: str) -> None:
+        """Have something done that leaves a file at a place, in its turn, whatever comes of the saves before it."""
+        self._follow(Step(place, self, function, what, leaves_file=True, after=None))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when everything is durable that was accepted so far.
@@ -322,7 +319,8 @@ class AsyncWriter:
     def ended(self, operation: Operation) -> None:
         with self._queue.changed:
             if isinstance(operation, Save):
-                self._counts[operation.handle.stage] += 1
+                self._counts[str(operation.outcome)] += 1
+                self._nbytes += operation.nbytes if operation.failure is None else 0
             if operation.failure is None or operation.is_told:
                 ordering.end(operation, operation.place)
             else:
@@ -334,13 +332,18 @@ class AsyncWriter:
                 self._failures.remove(operation)
                 ordering.end(operation, operation.place)
 
-    def finished(self, report: SaveReport) -> None:
+    def is_draining(self) -> bool:
+        return self._queue.is_working()
+
+    def again(self, step: Step, after: Save) -> None:
         with self._queue.changed:
-            self._nbytes += report.nbytes
+            if ordering.is_last(step, step.place):
+                later = Step(step.place, self, step.function, step.what, leaves_file=step.leaves_file, after=after)
+                self._follow(later)
 
     def give_up(self, save: Save, why: Drop, message: str) -> bool:
         dropped = save.drop(why, message)
-        if dropped and self._queue.withdraw(save):
+        if dropped and not save.is_in_hands and self._queue.withdraw(save):
             save.run()  # nothing is written: it cleans up
         return dropped
 
@@ -362,7 +365,7 @@ class AsyncWriter:
         """
         seconds = self._exit_seconds if seconds is None else seconds
         try:
-            if not self._drain(seconds):
+            if not self._drain(max(seconds - _GRACE_SECONDS, seconds / 2)):
                 _logger.error("given up at exit, after %g s: %s", seconds, self._describe_pending())
                 self.abandon("the process exited")
         except KeyboardInterrupt:
@@ -389,37 +392,41 @@ class AsyncWriter:
             save.drop("skipped", "the save was skipped, because earlier ones were not done")
             save.run()
             return
-        orphans = self._make_room(save, plan.nbytes) if self._when_busy == "latest" else []
         remote = isinstance(save.delivery.target, RemotePath)
         known = stream.checksums_of(plan) if remote and plan.checksums_first else None
         snapshot = Snapshot(plan, self._arena, before_window=save.before_window, known_checksums=known)
-        save.open(snapshot)
         try:
+            save.open(snapshot)
+            if self._when_busy == "latest":
+                self._make_room(save, plan.nbytes)
             self._accept(save)
-        except RuntimeError as error:
+            save.stage(snapshot)
+        except _CannotWaitError as error:
             announce("saving asynchronously", str(error))
             save.abandon()
             save.run_now(plan)
+        except BaseException as error:
+            save.tell()
+            snapshot.stop(error)
+            if not save.done and save not in self._queue.works():  # it was never accepted
+                save.fail(error)
+            raise
         else:
-            save.stage(snapshot)
             self._stall_seconds += (seconds := time.perf_counter() - started)
             save.staged(seconds)
-        for step in orphans:
-            step.after = save
-            self._accept(step)
 
     def _follow(self, step: Step) -> Step:
         try:
             self._accept(step)
-        except RuntimeError:  # no thread can be started, so nothing is pending
+        except _CannotWaitError:  # nothing is pending then
             step.run()
         return step
 
     def _reason_to_wait(self) -> str:
         """Why a save cannot be done asynchronously; empty if it can."""
-        if exits.exiting():
-            return "the interpreter exits"
-        if self._staging_thread == threading.get_ident():
+        if self._queue.is_working():
+            return "a callback saves in the thread that writes"
+        if self._staged_save is not None and self._staged_save.is_in_hands:
             return "a signal handler saves while a save is being staged"
         return ""
 
@@ -427,15 +434,17 @@ class AsyncWriter:
         """Have it done in its turn.
 
         Raises:
-            RuntimeError: no thread can be started.
+            _CannotWaitError: nothing can be left pending any more.
         """
         with self._queue.changed:
+            if exits.exiting():
+                raise _CannotWaitError("the interpreter exits")
             ordering.begin(operation, operation.place)
             try:
                 self._queue.put(operation)
-            except RuntimeError:
+            except RuntimeError as error:
                 ordering.end(operation, operation.place)
-                raise
+                raise _CannotWaitError(str(error)) from error
 
     def _reserve(self, nbytes: int) -> None:
         """Map as much staging memory as a file needs and the budget allows."""
@@ -454,20 +463,18 @@ class AsyncWriter:
         """Whether a file can be staged without waiting for earlier saves."""
         return self._arena.free_nbytes >= min(nbytes, self._arena.nbytes)
 
-    def _make_room(self, save: Save, nbytes: int) -> list[Step]:
-        """Drop queued saves, the oldest first, until there is room; returns the steps that were to follow them."""
-        orphans: list[Step] = []
+    def _make_room(self, save: Save, nbytes: int) -> None:
+        """Drop queued saves, the oldest first, until there is room. What was to follow them follows this one."""
         for old in self._pending_saves():
             if self._has_room(nbytes):
                 break
             if old.handle.stage != "queued":
                 continue
-            steps = [work for work in self._queue.works() if isinstance(work, Step) and work.after is old]
-            withdrawn = [step for step in steps if self._queue.withdraw(step)]
+            old.replaced_by = save
             if self.give_up(old, "replaced", f"the save was replaced by the one to {save.handle.path}"):
                 _logger.warning("replaced by the save to %s: %s", save.handle.path, old.handle.path)
-            orphans += withdrawn
-        return orphans
+            else:
+                old.replaced_by = None
 
     def _pending_saves(self) -> list[Save]:
         return [work for work in self._queue.works() if isinstance(work, Save) and not work.done]
@@ -477,19 +484,18 @@ class AsyncWriter:
             raise RuntimeError("the writer has been closed; make another one")
 
     def _raise_failure(self, *, all_of_them: bool = False) -> None:
-        while self._failures:
-            operation = self._failures[0]
-            if not operation.tell():
-                continue
-            failure = operation.failure
-            assert failure is not None
-            for other in tuple(self._failures) if all_of_them else ():
-                if other.tell():
-                    failure.add_note(f"and then: {other.failure!r}")
-            raise failure
+        with self._queue.changed:
+            failed = [one for one in tuple(self._failures)[: None if all_of_them else 1] if one.tell()]
+        failures = [one.failure for one in failed if one.failure is not None]
+        for other in failures[1:]:
+            failures[0].add_note(f"and then: {other!r}")
+        if failures:
+            raise failures[0]
 
     def _drain(self, timeout: float | None) -> bool:
         """Wait until nothing is pending, and say so if it takes long; False if it takes longer than the timeout."""
+        if self._staged_save is not None and self._staged_save.is_in_hands:
+            raise RuntimeError("a signal handler cannot wait for the save that it interrupts; let it return first")
         started = time.monotonic()
         left_before = self._left_nbytes()
         with self.hurried():
