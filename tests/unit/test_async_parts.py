@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.backends.arena import BLOCK_NBYTES, Arena, ArenaClosedError
+from fastensor.backends.memory import Buffer
 from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue
@@ -119,20 +120,22 @@ def test_who_is_in_a_hurry_does_not_wait() -> None:
 def test_the_arena_never_gives_out_more_than_it_has() -> None:
     arena = Arena()
     arena.reserve(2 * BLOCK_NBYTES - 5)
-    first = arena.take(on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
-    second = arena.take(on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+    held: list[Buffer] = []
+    first = arena.take(held, on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+    second = arena.take(held, on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
     assert first is not None
     assert second is not None
+    assert held == [first, second]
     waits: list[bool] = []
-    assert arena.take(on_wait=lambda: waits.append(True), stopped=lambda: True) is None
+    assert arena.take(held, on_wait=lambda: waits.append(True), stopped=lambda: True) is None
     assert waits == [True]
     arena.give(first)
-    assert arena.take(on_wait=pytest.fail, stopped=lambda: False) is first  # type: ignore[arg-type]
+    assert arena.take(held, on_wait=pytest.fail, stopped=lambda: False) is first  # type: ignore[arg-type]
     assert (arena.nbytes, arena.free_nbytes, arena.peak_nbytes) == (2 * BLOCK_NBYTES, 0, 2 * BLOCK_NBYTES)
     arena.close()
     arena.give(second)
     with pytest.raises(ArenaClosedError):
-        arena.take(on_wait=lambda: None, stopped=lambda: False)
+        arena.take(held, on_wait=lambda: None, stopped=lambda: False)
 
 
 def test_more_memory_than_there_are_addresses() -> None:

@@ -25,7 +25,6 @@ class Arena:
         self._changed = threading.Condition()
         self._idle: list[Buffer] = []
         self._count = 0
-        self._used = 0
         self._peak = 0
         self._closed = False
 
@@ -64,10 +63,11 @@ class Arena:
             self._count += missing
             self._changed.notify_all()
 
-    def take(self, *, on_wait: Callable[[], None], stopped: Callable[[], bool]) -> Buffer | None:
+    def take(self, holder: list[Buffer], *, on_wait: Callable[[], None], stopped: Callable[[], bool]) -> Buffer | None:
         """A block, as soon as there is one.
 
         Args:
+            holder: the block is appended to it, so that it is not lost if an interrupt comes before this returns.
             on_wait: called if there is none right now, before waiting.
             stopped: asked whenever something changes; whether to give up and return None.
 
@@ -82,15 +82,13 @@ class Arena:
                 raise ArenaClosedError("the staging memory has been released")
             if stopped():
                 return None
-            self._used += 1
-            self._peak = max(self._peak, self._used)
-            assert self._used <= self._count, "more blocks in use than there are"
-            return self._idle.pop()
+            holder.extend(map(list.pop, (self._idle,)))  # one call: there is no instant between the two lists
+            self._peak = max(self._peak, self._count - len(self._idle))
+            return holder[-1]
 
     def give(self, block: Buffer) -> None:
         """Give a block back."""
         with self._changed:
-            self._used -= 1
             if self._closed:
                 block.release()
                 self._count -= 1

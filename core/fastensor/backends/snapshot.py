@@ -58,6 +58,8 @@ class Snapshot:
         self._count = -(-plan.nbytes // BLOCK_NBYTES)
         self._claimed = 0
         self._claiming = threading.Lock()
+        self._held: list[Buffer] = []
+        """Blocks that have been taken and are being filled."""
         self._staged: dict[int, Buffer] = {}
         self._moved: Counter[int] = Counter()
         """How many bytes of each block have been moved."""
@@ -115,9 +117,10 @@ class Snapshot:
         """Give all blocks back. Nobody moves them any more; whoever stages is waited for."""
         with self._changed:
             self._changed.wait_for(lambda: not self._staging)
-            for block in self._staged.values():
+            for block in (*self._staged.values(), *self._held):
                 self._arena.give(block)
             self._staged.clear()
+            self._held.clear()
 
     @contextmanager
     def open_stager(self) -> Iterator[SnapshotStager]:
@@ -175,14 +178,10 @@ class Snapshot:
         try:
             while (claimed := self._claim()) is not None:
                 number, buffer = claimed
-                try:
-                    self._fill(number, buffer, copier)
-                except BaseException:
-                    copier.synchronize()
-                    self._arena.give(buffer)
-                    raise
+                self._fill(number, buffer, copier)
                 with self._changed:
                     self._staged[number] = buffer
+                    self._held.remove(buffer)
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001  # raised by stage()
             self.fail(error)
@@ -194,7 +193,7 @@ class Snapshot:
         with self._claiming:
             if self._claimed == self._count or self._failure is not None:
                 return None
-            buffer = self._arena.take(on_wait=self._stream, stopped=lambda: self._failure is not None)
+            buffer = self._arena.take(self._held, on_wait=self._stream, stopped=lambda: self._failure is not None)
             if buffer is None:
                 return None
             self._claimed += 1
