@@ -316,7 +316,7 @@ def table(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1424], help="MiB of the state")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1425], help="MiB of the state")
     parser.add_argument("--rounds", type=int, default=3, help="processes for each size and contender")
     parser.add_argument("--saves", type=int, default=6, help="in each of them")
     parser.add_argument("--throughput-size", type=int, default=1024, help="MiB")
