@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,33 @@ def test_callbacks(path: Path, gate: Any, caplog: pytest.LogCaptureFixture) -> N
     handle.add_done_callback(called.append)
     assert called == [handle, handle]
     assert "a callback's own trouble" in caplog.text
+
+
+def test_a_save_that_fails_while_the_old_file_is_to_be_removed(
+    path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failure was not known when the removal asked for it, and it is not pending any more a moment later."""
+    pending_saves = AsyncWriter._pending_saves
+
+    def look_late(self: AsyncWriter) -> Any:
+        gate.open()
+        deadline = time.monotonic() + 0.3
+        while self._queue.current is not None and time.monotonic() < deadline:
+            pass
+        return pending_saves(self)
+
+    other = path.with_name("y")
+    with AsyncWriter() as writer:
+        gate.close()
+        handle = writer.save(NEW, other)
+        gate.wait_until_reached()
+        other.mkdir()
+        monkeypatch.setattr(AsyncWriter, "_pending_saves", look_late)
+        writer.remove(path)
+        assert isinstance(handle.exception(), CheckpointWriteError)
+        writer.wait()
+    other.rmdir()
+    assert_old(path)
 
 
 def test_a_callback_may_use_the_writer(path: Path) -> None:

@@ -198,9 +198,10 @@ class AsyncWriter:
             Exception: what an earlier save failed with, if nobody has been told; nothing is removed then.
             OSError: it cannot be removed. If it has to wait, the next call raises this.
         """
-        self._raise_failure()
         place = next(ordering.places_behind(path), "")
-        saves = self._pending_saves()
+        with self._queue.changed:  # a save is pending, or its failure is known: there is nothing between
+            self._raise_failure()
+            saves = self._pending_saves()
         while saves and saves[-1].place == place and self.give_up(saves[-1], "cancelled", "its file was removed"):
             saves.pop()
         after = saves[-1] if saves else None
