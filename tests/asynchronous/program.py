@@ -32,6 +32,13 @@ def block_the_disk() -> None:
     posix.sync_file = never
 
 
+def wait_to_be_ended() -> None:
+    """Not in one long sleep: a signal that comes in the instant before it does not interrupt it."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        time.sleep(0.01)
+
+
 def slow_down() -> threading.Event:
     """Syncs end when the event is set."""
     go = threading.Event()
@@ -88,13 +95,13 @@ def exception(path: str) -> None:
 def interrupt(path: str) -> None:
     fastensor.AsyncWriter().save(STATE, path)
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
+    wait_to_be_ended()
 
 
 def interrupt_twice(path: str) -> None:
     block_the_disk()
     fastensor.AsyncWriter().save(STATE, path)
-    time.sleep(60)
+    wait_to_be_ended()
 
 
 def timeout(path: str) -> None:
@@ -114,7 +121,7 @@ def failure_at_exit(path: str) -> None:
 def terminated(path: str) -> None:
     slow_down()
     fastensor.AsyncWriter().save(STATE, path)
-    time.sleep(60)
+    wait_to_be_ended()
 
 
 def preempted(path: str) -> None:
@@ -123,13 +130,13 @@ def preempted(path: str) -> None:
     print("ready", flush=True)
     sys.stdin.readline()  # the parent has sent SIGTERM
     go.set()
-    time.sleep(60)
+    wait_to_be_ended()
 
 
 def preempted_too_late(path: str) -> None:
     block_the_disk()
     fastensor.AsyncWriter(preemption_seconds=0.2).save(STATE, path)
-    time.sleep(60)
+    wait_to_be_ended()
 
 
 def preempted_with_a_handler(path: str) -> None:
@@ -149,7 +156,7 @@ def preempted_child(path: str) -> None:
     child = os.fork()
     if child == 0:
         os.write(tell, b"x")  # Python forgets signals that come before it has forked altogether
-        time.sleep(60)
+        wait_to_be_ended()
         os._exit(1)
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
@@ -166,7 +173,7 @@ def preempted_child_of_its_own(path: str) -> None:
         fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path + "-child")
         threading.Timer(0.2, go.set).start()
         os.write(tell, b"x")
-        time.sleep(60)
+        wait_to_be_ended()
         os._exit(1)
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
@@ -248,7 +255,7 @@ def save_in_child(writer: fastensor.AsyncWriter, path: str) -> None:
 def spawn(path: str) -> None:
     writer = fastensor.AsyncWriter(staging_bytes=8 << 20)
     copy = pickle.loads(pickle.dumps(writer))
-    assert copy._staging_bytes == 8 << 20
+    assert copy._settings.staging_bytes == 8 << 20
     process = multiprocessing.get_context("spawn").Process(target=save_in_child, args=(writer, path))
     process.start()
     process.join()
