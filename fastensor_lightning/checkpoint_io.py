@@ -14,7 +14,7 @@ import torch
 
 import fastensor
 from fastensor.checkpoint import ordering
-from fastensor.checkpoint.asynchronous.writer import WhenBusy
+from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.publish import replace_link, wait_for_writers

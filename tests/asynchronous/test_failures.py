@@ -20,7 +20,7 @@ import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
 from fastensor.backends import posix, snapshot
 from fastensor.checkpoint import deliver, ordering, publish
-from fastensor.checkpoint.asynchronous import operations, queue
+from fastensor.checkpoint.asynchronous import exits, operations, queue
 from fastensor.checkpoint.asynchronous import writer as writer_module
 
 OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
@@ -103,6 +103,20 @@ def test_it_works_again_afterwards(writer: AsyncWriter, path: Path) -> None:
     assert writer.save(NEW, path).result().durable
     assert torch.equal(fastensor.load(path)["w"], NEW["w"])
     assert (writer.statistics().failed, writer.statistics().durable) == (1, 1)
+
+
+def test_every_call_of_save_counts_as_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that wrote by themselves, and those that failed."""
+    now = iter(range(1000))
+    with AsyncWriter() as writer:
+        monkeypatch.setattr(writer_module.time, "perf_counter", lambda: next(now))
+        with pytest.raises(CheckpointWriteError):
+            writer.save(OLD, tmp_path / "no" / "x")
+        first = writer.statistics().stall_seconds
+        assert first >= 1
+        monkeypatch.setattr(exits, "_exiting", True)
+        writer.save(OLD, tmp_path / "x")
+        assert writer.statistics().stall_seconds >= first + 1
 
 
 def test_what_a_handle_has_told_is_not_told_again(path: Path, disk: FullDisk) -> None:

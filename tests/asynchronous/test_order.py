@@ -14,6 +14,7 @@ import torch
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
 from fastensor.checkpoint import files, ordering
+from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
 
 
@@ -198,6 +199,42 @@ def test_a_file_that_is_saved_again_after_its_removal(tmp_path: Path, gate: Any)
         writer.save(state(2), tmp_path / "x")
         gate.open()
         assert content(tmp_path / "x") == 2
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["own saves", "saves of another writer"])
+def test_a_folder_is_gone_when_its_removal_returns(tmp_path: Path, gate: Any, others: bool) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with AsyncWriter() as writer, AsyncWriter() as other:
+        gate.close()
+        handle = (other if others else writer).save(state(0), folder / "x")
+        has_to_wait(gate, lambda: writer.remove(folder))
+        assert handle.result().durable
+        assert not folder.exists()
+        folder.mkdir()
+        writer.save(state(1), folder / "y")
+    assert os.listdir(folder) == ["y"]
+    assert content(folder / "y") == 1
+
+
+@pytest.mark.parametrize("way", ["remove", "link"])
+def test_what_follows_a_save_follows_it_at_exit_too(
+    tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    fastensor.save(state(0), tmp_path / "old")
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), tmp_path / "new")
+        monkeypatch.setattr(exits, "_exiting", True)  # another thread may still be at work then
+
+        def act() -> None:
+            if way == "remove":
+                writer.remove(tmp_path / "old")
+            else:
+                writer.in_turn(lambda: os.replace(tmp_path / "new", tmp_path / "old"), str(tmp_path / "old"), "moving")
+
+        has_to_wait(gate, act)
+        assert os.listdir(tmp_path) == (["new"] if way == "remove" else ["old"])
 
 
 def test_a_removal_that_fails_is_told(tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.backends.arena import BLOCK_NBYTES, Arena, ArenaClosedError
-from fastensor.backends.memory import Buffer
+from fastensor.backends.memory import Buffer, map_buffers
 from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue
@@ -118,8 +119,8 @@ def test_who_is_in_a_hurry_does_not_wait() -> None:
 
 
 def test_the_arena_never_gives_out_more_than_it_has() -> None:
-    arena = Arena()
-    arena.reserve(2 * BLOCK_NBYTES - 5)
+    arena = Arena(lambda: 2 * BLOCK_NBYTES + 7)
+    arena.reserve(9 * BLOCK_NBYTES)
     held: list[Buffer] = []
     first = arena.take(held, on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
     second = arena.take(held, on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
@@ -140,7 +141,39 @@ def test_the_arena_never_gives_out_more_than_it_has() -> None:
 
 def test_more_memory_than_there_are_addresses() -> None:
     with pytest.raises(MemoryError, match="staging"):
-        Arena().reserve(1 << 62)
+        Arena(lambda: 1 << 63).reserve(1 << 62)
+
+
+def test_the_arena_grows_as_needed_and_asks_for_its_budget_once() -> None:
+    asked = []
+    arena = Arena(lambda: asked.append(True) or 3 * BLOCK_NBYTES)  # type: ignore[func-returns-value]
+    assert (arena.nbytes, asked) == (0, [])
+    for wanted, found in ((2 * BLOCK_NBYTES - 5, 2), (1, 2), (2 * BLOCK_NBYTES + 1, 3), (4 * BLOCK_NBYTES, 3)):
+        arena.reserve(wanted)
+        assert arena.nbytes == found * BLOCK_NBYTES
+    assert len(asked) == 1
+    assert arena.has_room(100 * BLOCK_NBYTES)
+
+
+def test_the_arena_notices_blocks_beyond_its_budget() -> None:
+    arena = Arena(lambda: BLOCK_NBYTES)
+    arena.reserve(BLOCK_NBYTES)
+    arena._idle += map_buffers(1)
+    with pytest.raises(AssertionError, match="and 1 allowed"):
+        arena.take([], on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_memory_of_an_arena_that_is_forgotten_is_unpinned(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    released: list[Buffer] = []
+    monkeypatch.setattr(Buffer, "release", lambda self: released.append(self))
+    arena = Arena(lambda: 3 * BLOCK_NBYTES)
+    arena.reserve(3 * BLOCK_NBYTES)
+    if forked:
+        arena.forget()  # what is pinned is the parent's
+    del arena
+    gc.collect()
+    assert len(released) == (0 if forked else 3)
 
 
 class Work:

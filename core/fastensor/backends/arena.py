@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from fastensor.backends.memory import BUFFER_NBYTES, Buffer, map_buffers
@@ -19,14 +20,25 @@ class Arena:
 
     A block belongs to whoever took it until it is given back. Memory is mapped when :meth:`reserve` asks for it, backed
     when a block is first used, and kept until :meth:`close`.
+
+    Args:
+        budget: how many bytes there may be at most, at any instant; at least a block. Asked once, when memory is first
+            wanted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Callable[[], int]) -> None:
+        self._budget = budget
+        self._most: int | None = None
+        """How many blocks the budget allows."""
         self._changed = threading.Condition()
         self._idle: list[Buffer] = []
+        self._in_use: set[Buffer] = set()
         self._count = 0
         self._peak = 0
         self._closed = False
+        # An owner that is forgotten rather than closed: its memory must not stay pinned.
+        self._finalizer = weakref.finalize(self, _release, self._idle)
+        self._finalizer.atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -43,8 +55,12 @@ class Arena:
         """The most that was in use at any instant."""
         return self._peak * BLOCK_NBYTES
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes can be taken at once, or all there are if that is less."""
+        return self.free_nbytes >= min(nbytes, self.nbytes)
+
     def reserve(self, nbytes: int) -> None:
-        """Grow to at least so many bytes.
+        """Grow to at least so many bytes, or as many as the budget allows.
 
         Raises:
             MemoryError: the operating system refuses so much address space.
@@ -53,7 +69,9 @@ class Arena:
         with self._changed:
             if self._closed:
                 raise ArenaClosedError("the staging memory has been released")
-            missing = -(-nbytes // BLOCK_NBYTES) - self._count
+            if self._most is None:
+                self._most = self._budget() // BLOCK_NBYTES
+            missing = min(-(-nbytes // BLOCK_NBYTES), self._most) - self._count
             if missing <= 0:
                 return
             try:
@@ -61,6 +79,7 @@ class Arena:
             except OSError as error:
                 raise MemoryError(f"cannot map {missing * BLOCK_NBYTES} bytes for staging: {error}") from error
             self._count += missing
+            self._check_budget()
             self._changed.notify_all()
 
     def take(self, holder: list[Buffer], *, on_wait: Callable[[], None], stopped: Callable[[], bool]) -> Buffer | None:
@@ -83,12 +102,15 @@ class Arena:
             if stopped():
                 return None
             holder.extend(map(list.pop, (self._idle,)))  # one call: there is no instant between the two lists
-            self._peak = max(self._peak, self._count - len(self._idle))
+            self._in_use.add(holder[-1])
+            self._peak = max(self._peak, len(self._in_use))
+            self._check_budget()
             return holder[-1]
 
     def give(self, block: Buffer) -> None:
         """Give a block back."""
         with self._changed:
+            self._in_use.discard(block)
             if self._closed:
                 block.release()
                 self._count -= 1
@@ -105,8 +127,20 @@ class Arena:
         """Release the memory, of blocks in use as soon as they are given back. Calling it again does nothing."""
         with self._changed:
             self._closed = True
-            for block in self._idle:
-                block.release()
             self._count -= len(self._idle)
-            self._idle.clear()
+            _release(self._idle)
             self._changed.notify_all()
+
+    def forget(self) -> None:
+        """In a forked child: what is pinned is its parent's."""
+        self._finalizer.detach()
+
+    def _check_budget(self) -> None:
+        found = len(self._in_use) + len(self._idle)
+        assert self._most is not None
+        assert found <= self._count <= self._most, f"{found} of {self._count} blocks, and {self._most} allowed"
+
+
+def _release(blocks: list[Buffer]) -> None:
+    while blocks:
+        blocks.pop().release()

@@ -36,10 +36,16 @@ def remove_at_once(path: str | os.PathLike[str]) -> None:
         with refusals_as_os_errors():
             _remove_remote(target)
     elif isinstance(target, str):
-        if os.path.isdir(target) and not os.path.islink(target):
+        if is_directory(target):
             shutil.rmtree(target)
         elif os.path.lexists(target):
             publish.remove_file(target)
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether a path of this machine is a directory, and not a link to one."""
+    target = locate(path)
+    return isinstance(target, str) and os.path.isdir(target) and not os.path.islink(target)
 
 
 def _remove_remote(target: RemotePath) -> None:

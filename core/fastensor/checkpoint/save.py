@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
 
 import torch
 
@@ -91,6 +91,19 @@ def save(
     )
     delivery, plan = settings.prepare(obj, path)
     return delivery.deliver(plan)
+
+
+class SaveOptions(TypedDict, total=False):
+    """The keywords of :func:`fastensor.save`."""
+
+    metadata: Mapping[str, str] | None
+    checksums: bool
+    container: SavedContainer | None
+    backend: str
+    durable: bool
+    follow_symlinks: bool
+    pickle_module: Any
+    pickle_protocol: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,54 +8,42 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 from fastensor.backends import stream
-from fastensor.backends.arena import BLOCK_NBYTES, Arena
+from fastensor.backends.arena import Arena
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
-from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
 from fastensor.checkpoint.asynchronous.operations import Drop, Operation, Save, Step
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue
+from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
 from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
+from fastensor.checkpoint.deliver import Planner
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.publish import Target
 from fastensor.checkpoint.report import announce
-from fastensor.checkpoint.save import SavedContainer, SaveSettings
+from fastensor.checkpoint.save import SaveOptions, SaveSettings
 from fastensor.stitch.source import Plan
 
 _logger = logging.getLogger("fastensor")
 
-WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
-_POLICIES = ("wait", "skip", "latest")
 _QUIET_SECONDS = 2.0
 """Waits that take longer say so, again and again."""
 _LEAST_NBYTES = 32 << 20
+"""Of staging memory: small checkpoints need not wait for each other."""
 _GRACE_SECONDS = 2.0
 """How long a save that was given up may take to notice."""
 
 
 class _CannotWaitError(RuntimeError):
     """There is no thread, or no time, to do something later."""
-
-
-class SaveOptions(TypedDict, total=False):
-    """The keywords of :func:`fastensor.save`."""
-
-    metadata: Mapping[str, str] | None
-    checksums: bool
-    container: SavedContainer | None
-    backend: str
-    durable: bool
-    follow_symlinks: bool
-    pickle_module: Any
-    pickle_protocol: int
 
 
 class AsyncWriter:
@@ -108,23 +96,9 @@ class AsyncWriter:
         exit_seconds: float = 600.0,
         preemption_seconds: float | None = None,
     ) -> None:
-        if staging_bytes is not None and staging_bytes < BLOCK_NBYTES:
-            raise ValueError(f"staging_bytes is at least {BLOCK_NBYTES} (one block), found {staging_bytes}")
-        if when_busy not in _POLICIES:
-            raise ValueError(f"when_busy is one of {_POLICIES}, found {when_busy!r}")
-        for name, value in (("max_bytes_per_second", max_bytes_per_second), ("preemption_seconds", preemption_seconds)):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is positive or None, found {value}")
-        self._settings: dict[str, Any] = {
-            "staging_bytes": staging_bytes,
-            "when_busy": when_busy,
-            "max_bytes_per_second": max_bytes_per_second,
-            "exit_seconds": exit_seconds,
-            "preemption_seconds": preemption_seconds,
-        }
-        self._staging_bytes = staging_bytes
-        self._when_busy = when_busy
-        self._exit_seconds = exit_seconds
+        self._settings = WriterSettings(
+            staging_bytes, when_busy, max_bytes_per_second, exit_seconds, preemption_seconds
+        )
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._nbytes = 0
@@ -137,9 +111,8 @@ class AsyncWriter:
 
     def _begin_empty(self) -> None:
         self._queue = WorkQueue("fastensor-drain")
-        self._arena = Arena()
-        self._limit_nbytes = self._staging_bytes
-        self.pace = Pace(self._settings["max_bytes_per_second"])
+        self._arena = Arena(self._settings.staging_budget)
+        self.pace = Pace(self._settings.max_bytes_per_second)
         self._turn = threading.RLock()  # a signal handler may save, too
         """Held while a save is staged: blocks are taken in the order of the saves."""
         self._staged_save: Save | None = None
@@ -155,34 +128,37 @@ class AsyncWriter:
 
         Returns:
             A handle, which need not be kept. It is done already if the save was skipped, or if it could not be done
-            asynchronously, which is logged: when torch has to write the file by itself, when the interpreter exits, or
-            in a signal handler that interrupts another save.
+            asynchronously, which is logged: when torch has to write the file by itself, when the interpreter exits, in
+            a callback of another handle, or in a signal handler that interrupts another save.
 
         Raises:
             Exception: what an earlier save failed with, if nobody has been told; nothing is accepted then. Or as
                 :func:`fastensor.save`, for everything that is wrong with the object, the options or the target.
         """
         started = time.perf_counter()
-        self._check_open()
-        self._raise_failure()
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"expected a path or a URL, found {type(path).__name__}; fastensor.save takes open files")
-        delivery, plan = SaveSettings(**options).prepare(obj, path)
-        assert isinstance(delivery.target, Target | RemotePath)
-        save = Save(ordering.place_of(delivery.target), self, delivery)
-        if reason := self._reason_to_wait():
-            announce("saving asynchronously", reason)
-            if self._staged_save is not None and self._staged_save.place == save.place:
-                self._staged_save.drop("replaced", "a signal handler has saved to the same path")
-            save.run_now(delivery.plan(plan))
+        try:
+            self._check_open()
+            self._raise_failure()
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(
+                    f"expected a path or a URL, found {type(path).__name__}; fastensor.save takes open files"
+                )
+            delivery, plan = SaveSettings(**options).prepare(obj, path)
+            assert isinstance(delivery.target, Target | RemotePath)
+            save = Save(ordering.place_of(delivery.target), self, delivery)
+            if reason := self._reason_to_wait():
+                self._save_in_between(save, plan, reason)
+                return save.handle
+            with self._turn:
+                outer, self._staged_save = self._staged_save, save
+                try:
+                    self._save(save, delivery.plan(plan), started)
+                finally:
+                    self._staged_save = outer
             return save.handle
-        with self._turn:
-            outer, self._staged_save = self._staged_save, save
-            try:
-                self._save(save, delivery.plan(plan), started)
-            finally:
-                self._staged_save = outer
-        return save.handle
+        finally:
+            with self._queue.changed:
+                self._stall_seconds += time.perf_counter() - started
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint as soon as what was saved after it is durable.
@@ -191,14 +167,17 @@ class AsyncWriter:
         last save before this call fails, the file stays, and that is logged: it may be the only one.
 
         Args:
-            path: a file, a directory with all it holds, or a symlink but not its target. Nothing happens if there is
-                none.
+            path: a file, a symlink but not its target, or a directory with all it holds, which is waited for: something
+                may be saved into a new one next. Nothing happens if there is none.
 
         Raises:
             Exception: what an earlier save failed with, if nobody has been told; nothing is removed then.
-            OSError: it cannot be removed. If it has to wait, the next call raises this.
+            OSError: it cannot be removed. If the removal has to wait, the next call raises this.
         """
         place = next(ordering.places_behind(path), "")
+        is_directory = files.is_directory(path)
+        if is_directory:
+            ordering.wait_to_remove(path)  # other writers may save into it, too
         with self._queue.changed:  # a save is pending, or its failure is known: there is nothing between
             self._raise_failure()
             saves = self._pending_saves()
@@ -208,7 +187,7 @@ class AsyncWriter:
         step = self._follow(
             Step(place, self, lambda: files.remove_at_once(path), f"removing {path}", leaves_file=False, after=after)
         )
-        if after is None:
+        if after is None or is_directory:
             step.settle()
             step.raise_failure()
 
@@ -237,7 +216,7 @@ class AsyncWriter:
 
     def settle(self) -> None:
         """Wait as :meth:`wait` does, for ``exit_seconds`` at most, and raise nothing: that is left to the next call."""
-        self._drain(self._exit_seconds)
+        self._drain(self._settings.exit_seconds)
 
     def close(self, timeout: float | None = None) -> None:
         """:meth:`wait`, and release the memory. Calling it again does nothing.
@@ -251,7 +230,7 @@ class AsyncWriter:
         """
         if self._closed:
             return
-        timeout = self._exit_seconds if timeout is None else timeout
+        timeout = self._settings.exit_seconds if timeout is None else timeout
         self._closed = True
         try:
             if not self._drain(timeout):
@@ -310,7 +289,7 @@ class AsyncWriter:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._settings
+        return asdict(self._settings)
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(**settings)  # type: ignore[misc]  # a copy begins like any other
@@ -364,7 +343,7 @@ class AsyncWriter:
         Args:
             seconds: how long to wait at most; None means ``exit_seconds``.
         """
-        seconds = self._exit_seconds if seconds is None else seconds
+        seconds = self._settings.exit_seconds if seconds is None else seconds
         try:
             if not self._drain(max(seconds - _GRACE_SECONDS, seconds / 2)):
                 _logger.error("given up at exit, after %g s: %s", seconds, self._describe_pending())
@@ -379,6 +358,7 @@ class AsyncWriter:
             if isinstance(work, Operation):
                 work.forget()
         self._failures.clear()
+        self._arena.forget()
         self._begin_empty()
 
     # --- inside
@@ -388,7 +368,7 @@ class AsyncWriter:
             save.run_now(None)
             return
         self._reserve(plan.nbytes)
-        if self._when_busy == "skip" and not self._has_room(plan.nbytes):
+        if self._settings.when_busy == "skip" and not self._arena.has_room(plan.nbytes):
             _logger.warning("skipped, because earlier saves are not done: %s", save.handle.path)
             save.drop("skipped", "the save was skipped, because earlier ones were not done")
             save.run()
@@ -398,7 +378,7 @@ class AsyncWriter:
         snapshot = Snapshot(plan, self._arena, before_window=save.before_window, known_checksums=known)
         try:
             save.open(snapshot)
-            if self._when_busy == "latest":
+            if self._settings.when_busy == "latest":
                 self._make_room(save, plan.nbytes)
             self._accept(save)
             save.stage(snapshot)
@@ -413,13 +393,20 @@ class AsyncWriter:
                 save.fail(error)
             raise
         else:
-            self._stall_seconds += (seconds := time.perf_counter() - started)
-            save.staged(seconds)
+            save.staged(time.perf_counter() - started)
+
+    def _save_in_between(self, save: Save, plan: Planner, reason: str) -> None:
+        """Do all of a save now, in a thread that cannot wait for what it has interrupted."""
+        announce("saving asynchronously", reason)
+        if self._staged_save is not None and self._staged_save.place == save.place:
+            self._staged_save.drop("replaced", "a signal handler has saved to the same path")
+        save.run_now(save.delivery.plan(plan))
 
     def _follow(self, step: Step) -> Step:
         try:
             self._accept(step)
-        except _CannotWaitError:  # nothing is pending then
+        except _CannotWaitError:
+            self.settle()
             step.run()
         return step
 
@@ -449,25 +436,15 @@ class AsyncWriter:
 
     def _reserve(self, nbytes: int) -> None:
         """Map as much staging memory as a file needs and the budget allows."""
-        if self._limit_nbytes is None:
-            self._limit_nbytes = staging_limit(available_memory(), local_processes())
+        arena = self._arena
         # A budget of the user's may be for several files at a time, ours is for one, or some small ones.
-        if self._staging_bytes is None:
-            missing = max(nbytes, _LEAST_NBYTES) - self._arena.nbytes
-        else:
-            missing = nbytes - self._arena.free_nbytes
-        if missing > 0:
-            wanted = self._arena.nbytes + -(-missing // BLOCK_NBYTES) * BLOCK_NBYTES
-            self._arena.reserve(min(wanted, self._limit_nbytes // BLOCK_NBYTES * BLOCK_NBYTES))
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether a file can be staged without waiting for earlier saves."""
-        return self._arena.free_nbytes >= min(nbytes, self._arena.nbytes)
+        is_ours = self._settings.staging_bytes is None
+        arena.reserve(max(nbytes, _LEAST_NBYTES) if is_ours else nbytes + arena.nbytes - arena.free_nbytes)
 
     def _make_room(self, save: Save, nbytes: int) -> None:
         """Drop queued saves, the oldest first, until there is room. What was to follow them follows this one."""
         for old in self._pending_saves():
-            if self._has_room(nbytes):
+            if self._arena.has_room(nbytes):
                 break
             if old.handle.stage != "queued":
                 continue

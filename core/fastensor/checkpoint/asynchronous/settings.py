@@ -1,0 +1,44 @@
+"""What an asynchronous writer is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
+
+WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    """The keywords of :class:`~fastensor.AsyncWriter`, which says what they mean.
+
+    Raises:
+        ValueError: one of them means nothing.
+    """
+
+    staging_bytes: int | None = None
+    when_busy: WhenBusy = "wait"
+    max_bytes_per_second: float | None = None
+    exit_seconds: float = 600.0
+    preemption_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes is not None and self.staging_bytes < BLOCK_NBYTES:
+            raise ValueError(f"staging_bytes is at least {BLOCK_NBYTES} (one block), found {self.staging_bytes}")
+        if self.when_busy not in get_args(WhenBusy):
+            raise ValueError(f"when_busy is one of {get_args(WhenBusy)}, found {self.when_busy!r}")
+        if self.exit_seconds < 0:
+            raise ValueError(f"exit_seconds is not negative, found {self.exit_seconds}")
+        for name in ("max_bytes_per_second", "preemption_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is positive or None, found {value}")
+
+    def staging_budget(self) -> int:
+        """How many bytes staging may take, by what is available now if nothing was said."""
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        return staging_limit(available_memory(), local_processes())
