@@ -60,6 +60,7 @@ class Memory:
 
     mib: int
     contender: str
+    state_nbytes: int
     extra_nbytes: int
 
 
@@ -167,7 +168,7 @@ def measure_stalls(contender: str, mib: int, saves: int, folder: Path, results: 
             results.send(
                 Stall(mib, len(state), contender, number == 0, stalled - copied, done - copied, copied - started)
             )
-    results.send(Memory(mib, contender, extra()))
+    results.send(Memory(mib, contender, sum(tensor.nbytes for tensor in state.values()), extra()))
 
 
 class Torch:
@@ -274,7 +275,7 @@ def judge(stalls: list[dict[str, Any]], memory: list[Memory], speeds: list[dict[
         promise(f"{mib} MiB: stall / lightning async", _ratio(later, ASYNC), 0.333)
     for one in memory:
         if one.contender == OURS:
-            over = (one.extra_nbytes - (one.mib << 20)) / 2**20
+            over = (one.extra_nbytes - one.state_nbytes) / 2**20
             promise(f"{one.mib} MiB: extra MiB beyond the checkpoint's", over, ALLOWED_NBYTES >> 20)
     for row in speeds:
         if row["contender"] == OURS and row["loop"] == "torch":
