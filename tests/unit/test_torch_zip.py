@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
+import warnings
+import weakref
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import states
 import torch
+from hypothesis import given
 
 import fastensor
 from fastensor.errors import LayoutError
-from fastensor.stitch import torch_zip
+from fastensor.stitch import torch_layout, torch_zip
 from fastensor.stitch.image import Header, Payload
 
 STATE = {"w": torch.arange(100), "b": torch.ones(3), "empty": torch.empty(0)}
@@ -45,8 +51,95 @@ def test_what_was_planned_before_makes_no_difference() -> None:
     first = [plan(state) for state in (small, small, large, large)]
     again = [plan(state) for state in (large, small, large, small)]
     assert [one.alignment for one in first] == [64, 64, 4096, 4096]
-    assert first[0].image.segments[1:] == first[1].image.segments[1:] == again[1].image.segments[1:]
-    assert first[2].image.segments[1:-1] == again[0].image.segments[1:-1] == again[2].image.segments[1:-1]
+    assert first[0].image.segments == first[1].image.segments == again[1].image.segments
+    assert first[2].image.segments == again[0].image.segments == again[2].image.segments
+
+
+@pytest.fixture
+def written_by_torch(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows when torch writes a skeleton, and not only pickles."""
+    calls: list[bool] = []
+    write = torch_layout.Layout.of
+    monkeypatch.setattr(torch_layout.Layout, "of", lambda *args: calls.append(True) or write(*args))
+    monkeypatch.setattr(torch_zip, "_likely_layout", None)
+    return calls
+
+
+def test_a_state_of_the_structure_of_the_last_one_is_laid_out_as_if_there_had_been_none(
+    written_by_torch: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state(step: int) -> Any:
+        return {"w": torch.full((100_000,), step), "step": step, "loss": step / 7, "text": f"step {step}"}
+
+    plan(state(11))
+    quick = plan(state(23))
+    assert len(written_by_torch) == 1
+    monkeypatch.setattr(torch_zip, "_likely_layout", None)
+    assert plan(state(23)).image.segments == quick.image.segments
+    assert plan(state(11)).image.segments != quick.image.segments
+    assert plan(state(1000)).recording.structure != quick.recording.structure
+    assert len(written_by_torch) == 3
+
+
+@given(before=states.trees(), after=states.trees())
+def test_what_was_laid_out_before_makes_no_difference_to_any_state(before: Any, after: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_zip._likely_layout = None
+        alone = plan(after)
+        for state in (before, after, after):
+            again = plan(state)
+    assert again.image.segments == alone.image.segments
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.arange(101), "b": torch.ones(3)},
+        {"w": torch.arange(100), "b": torch.ones(4)},
+        {"w": torch.arange(100), "c": torch.ones(3), "d": torch.ones(1)},
+        {"w": torch.arange(100)},
+        {},
+    ],
+)
+def test_another_structure_is_laid_out_anew(written_by_torch: list[bool], other: Any) -> None:
+    for state in (STATE, other, STATE):
+        source = plan(state)
+    assert len(written_by_torch) == 3
+    assert sum(isinstance(segment, Payload) for segment in source.image.segments) == 2
+
+
+def test_a_large_layout_is_not_kept(written_by_torch: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_zip, "_MOST_KEPT_NBYTES", 1000)
+    for _ in range(2):
+        plan(STATE)
+    assert len(written_by_torch) == 2
+
+
+def test_planning_keeps_nothing_alive() -> None:
+    """Not even until the garbage collector comes: that may be long after the state should have gone."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            storage = torch.arange(100).untyped_storage()
+            alive = weakref.ref(storage)
+            plan({"w": storage})
+            del storage
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_torch_that_puts_the_pickle_elsewhere_is_noticed() -> None:
+    structure = torch_layout.Structure(5, (), (), 64)
+    skeleton = torch_layout.Skeleton()
+    with torch.serialization.skip_data():
+        torch.save(None, skeleton)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="expected a pickle of 5 bytes, found Record"):
+        torch_layout.Layout.of(skeleton, structure)
+    with pytest.raises(LayoutError, match="end-of-directory"):
+        torch_layout.Layout.of(torch_layout.Skeleton(), structure)
 
 
 def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
@@ -56,15 +149,15 @@ def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
 
 def test_a_torch_that_leaves_other_holes_is_noticed() -> None:
     with (
-        mock.patch.object(torch_zip, "DESCRIPTOR_SIGNATURE", b"PK\x09\x09"),
+        mock.patch.object(torch_layout, "DESCRIPTOR_SIGNATURE", b"PK\x09\x09"),
         pytest.raises(LayoutError, match="descript"),
     ):
         plan(STATE)
-    with mock.patch.object(torch_zip, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="not at offset"):
+    with mock.patch.object(torch_layout, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="not at offset"):
         plan(STATE)
-    with mock.patch.object(torch_zip, "LOCAL_SIGNATURE", b"XX"), pytest.raises(LayoutError, match="local header"):
+    with mock.patch.object(torch_layout, "LOCAL_SIGNATURE", b"XX"), pytest.raises(LayoutError, match="local header"):
         plan(STATE)
-    sink = torch_zip._Skeleton()
+    sink = torch_layout.Skeleton()
     with pytest.raises(LayoutError, match="seeked"):
         sink.seek(0)
 
@@ -73,7 +166,7 @@ def test_a_save_that_cannot_be_planned_is_torchs_own_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fastensor.checkpoint.report.announce.cache_clear()
-    with mock.patch.object(torch_zip, "_ARCHIVE", "other"), caplog.at_level(logging.WARNING, "fastensor"):
+    with mock.patch.object(torch_layout, "_ARCHIVE", "other"), caplog.at_level(logging.WARNING, "fastensor"):
         report = fastensor.save(STATE, tmp_path / "x")
     assert report.backend == "torch"
     assert [fallback.backend for fallback in report.fallbacks] == ["stitching"]

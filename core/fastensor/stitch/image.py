@@ -8,10 +8,11 @@ so one pass in file order can produce the whole image.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 CHECKSUM_NBYTES = 4
 
@@ -112,6 +113,46 @@ class Image:
             else:
                 start = max(begin, offset)
                 yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
+
+    def header_bytes(self, offset: int, nbytes: int) -> bytes:
+        """What stands in ``[offset, offset + nbytes)`` of the file.
+
+        Raises:
+            ValueError: not all of it is in one header.
+        """
+        _, header = self._header_at(offset, nbytes)
+        return header.data[offset - header.offset :][:nbytes]
+
+    def patched(self, patches: Iterable[tuple[int, bytes]]) -> Image:
+        """The same layout with other bytes from some offsets on.
+
+        >>> Image([Header(0, b"abcd"), Payload(4, 10, index=0)]).patched([(1, b"BC")]).segments[0].data
+        b'aBCd'
+
+        Raises:
+            ValueError: not all of a patch is in one header.
+        """
+        changed: dict[int, bytearray] = {}
+        for offset, data in patches:
+            index, header = self._header_at(offset, len(data))
+            at = offset - header.offset
+            changed.setdefault(index, bytearray(header.data))[at : at + len(data)] = data
+        segments = list(self.segments)
+        for index, contents in changed.items():
+            segments[index] = replace(cast(Header, segments[index]), data=bytes(contents))
+        image = copy(self)
+        image.segments = tuple(segments)
+        return image
+
+    def _header_at(self, offset: int, nbytes: int) -> tuple[int, Header]:
+        index = max(bisect_right(self._offsets, offset) - 1, 0)
+        found = self.segments[index] if self.segments else None
+        if (
+            not isinstance(found, Header)
+            or not found.offset <= offset <= offset + nbytes <= found.offset + found.nbytes
+        ):
+            raise ValueError(f"no header holds the {nbytes} bytes from offset {offset} on: there is {found!r}")
+        return index, found
 
 
 def _check_tiling(segments: Sequence[Segment]) -> None:

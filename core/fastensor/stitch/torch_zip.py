@@ -10,6 +10,9 @@ torch itself produces every byte but the storages', through public interfaces:
 3. If the sizes, known now, ask for another alignment than the one that was right the last time, ``torch.save`` runs
    again, replaying the recorded pickle.
 
+When the object has the structure of the last one, the pickle has its size, and all else stands where it stood: then
+torch is stopped as soon as it has pickled, and the last layout gets the new pickle.
+
 The object is pickled exactly once. ``skip_data`` is never active while user code runs: an object whose ``__reduce__``
 calls ``torch.save`` would come back as zeros.
 """
@@ -21,7 +24,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, BinaryIO, cast
@@ -29,23 +32,13 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.utils.serialization import config as torch_config
 
-from fastensor.errors import CorruptCheckpointError, LayoutError
-from fastensor.stitch.image import Blank, Header, Image, Payload, Segment
+from fastensor.errors import LayoutError
 from fastensor.stitch.source import Plan
-from fastensor.stitch.zip_directory import (
-    DESCRIPTOR_CRC_OFFSET,
-    DESCRIPTOR_SIGNATURE,
-    LOCAL_HEADER,
-    LOCAL_SIGNATURE,
-    Record,
-    ZipDirectory,
-    parse_directory,
-)
+from fastensor.stitch.torch_layout import Layout, Skeleton, Structure
 
 PAGE_ALIGNMENT = 4096
 TORCH_ALIGNMENT = 64
 _PADDING_LIMIT = 0.01
-_ARCHIVE = "archive"
 
 _NEVER_STORAGES = frozenset(
     {str, int, float, bool, bytes, type(None), tuple, list, dict, OrderedDict, type, FunctionType, BuiltinFunctionType}
@@ -56,8 +49,11 @@ per thousand."""
 _config_lock = threading.RLock()
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
 _OPTIONS_ARE_PER_THREAD = torch.__version__ >= "2.13"
+_MOST_KEPT_NBYTES = 16 << 20
 _likely_alignment = TORCH_ALIGNMENT
 """The next object is probably of the kind of the last one: a checkpoint of the same training."""
+_likely_layout: Layout | None = None
+"""For the same reason. Not kept if it is large."""
 
 
 def _renew_lock() -> None:
@@ -77,13 +73,17 @@ class Recording:
     references: tuple[tuple[Any, tuple[Any, ...]], ...]
     """The first storage object met for each key, and torch's persistent id for it, in the order of the keys."""
 
-    @property
-    def storages(self) -> tuple[torch.UntypedStorage, ...]:
-        return tuple(_untyped(storage) for storage, _ in self.references)
+    storages: tuple[torch.UntypedStorage, ...]
+    """Theirs."""
+    structure: Structure
+    """What decides where things stand in the file."""
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(pid[2] for _, pid in self.references)
+    @classmethod
+    def of(cls, data: bytes, references: Sequence[tuple[Any, tuple[Any, ...]]]) -> Recording:
+        storages = tuple(_untyped(storage) for storage, _ in references)
+        sizes = tuple(storage.nbytes() for storage in storages)
+        keys = tuple(pid[2] for _, pid in references)
+        return cls(data, tuple(references), storages, Structure(len(data), keys, sizes, choose_alignment(sizes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +115,25 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
         LayoutError: torch wrote something that this module does not understand.
         Exception: whatever pickling the object raises, as from ``torch.save``.
     """
-    global _likely_alignment
-    skeleton = _Skeleton()
-    recorder = _Recorder(pickle_module)
+    global _likely_alignment, _likely_layout
+    skeleton, layout = Skeleton(), _likely_layout
+    recorder = _Recorder(pickle_module, None if layout is None else layout.structure)
     guessed = _likely_alignment if _OPTIONS_ARE_PER_THREAD else None
     with nullcontext() if guessed is None else _saving_options(guessed):
         recording = recorder.record(obj, pickle_protocol, skeleton)
-    storages = recording.storages
-    for storage in storages:
-        if storage.device.type == "meta" and storage.nbytes():
+    structure = recording.structure
+    for storage, nbytes in zip(recording.storages, structure.sizes, strict=True):
+        if nbytes and storage.device.type == "meta":
             raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
-    sizes = tuple(storage.nbytes() for storage in storages)
-    alignment = choose_alignment(sizes)
-    if alignment != guessed:
-        _likely_alignment = alignment
-        skeleton = _Skeleton()
-        with _saving_options(alignment), torch.serialization.skip_data():
-            torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
-    return TorchZip(_to_image(skeleton, recording.keys, sizes), storages, recording, alignment)
+    if layout is None or layout.structure != structure:
+        if structure.alignment != guessed:
+            skeleton = Skeleton()
+            with _saving_options(structure.alignment), torch.serialization.skip_data():
+                torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
+        layout = Layout.of(skeleton, structure)
+        _likely_alignment = structure.alignment
+        _likely_layout = layout if layout.headers_nbytes <= _MOST_KEPT_NBYTES else None
+    return TorchZip(layout.with_pickle(recording.data), recording.storages, recording, structure.alignment)
 
 
 def choose_alignment(storage_nbytes: Sequence[int]) -> int:
@@ -159,15 +160,24 @@ def _untyped(storage: Any) -> torch.UntypedStorage:
     return cast(torch.UntypedStorage, getattr(storage, "_untyped_storage", storage))
 
 
+class _StructureIsKnown(Exception):
+    """torch need not write what it has pickled."""
+
+
 class _Recorder:
     """Stands in for the user's pickle module and records what its Pickler does for torch.
 
     Classes live in reference cycles, so this object must not keep storages alive: :meth:`record` empties it.
+
+    Args:
+        pickle_module: the user's.
+        known: the structure of objects that torch is to pickle, but not to write.
     """
 
-    def __init__(self, pickle_module: Any) -> None:
+    def __init__(self, pickle_module: Any, known: Structure | None) -> None:
         self._module = pickle_module
-        self._data: bytes | None = None
+        self._known = known
+        self._recorded: Recording | None = None
         self._references: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._skipping = ExitStack()
         recorder = self
@@ -193,7 +203,12 @@ class _Recorder:
 
             def dump(self, obj: Any) -> None:
                 super().dump(obj)
-                recorder._data = self._fastensor_file.getvalue()
+                # Or torch's own would live on with this class, in a cycle, if it is stopped: with all storages.
+                type(self).persistent_id = _no_more
+                recorded = Recording.of(self._fastensor_file.getvalue(), tuple(recorder._references.values()))
+                recorder._recorded = recorded
+                if recorded.structure == recorder._known:
+                    raise _StructureIsKnown
                 recorder._skipping.enter_context(torch.serialization.skip_data())
 
         self.Pickler = RecordingPickler
@@ -201,16 +216,21 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def record(self, obj: object, pickle_protocol: int, skeleton: _Skeleton) -> Recording:
+    def record(self, obj: object, pickle_protocol: int, skeleton: Skeleton) -> Recording:
+        """Have the object pickled, and written to the skeleton unless its structure is known."""
         try:
-            with self._skipping:
+            with self._skipping, suppress(_StructureIsKnown):
                 torch.save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
-            data, references = self._data, tuple(self._references.values())
+            recorded = self._recorded
         finally:
-            self._data, self._references = None, {}
-        if data is None:
+            self._recorded, self._references = None, {}
+        if recorded is None:
             raise LayoutError("torch.save did not pickle through the pickle module that it was given")
-        return Recording(data, references)
+        return recorded
+
+
+def _no_more(self: Any, obj: Any) -> None:
+    """In place of ``persistent_id`` of a pickler that has done its work."""
 
 
 class _Replay:
@@ -232,83 +252,3 @@ class _Replay:
 
         self.Pickler = ReplayPickler
         self.__name__ = "fastensor_replay"
-
-
-class _Skeleton:
-    """A file that keeps what is written to it and notes the holes that are seeked over."""
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[int, bytearray]] = [(0, bytearray())]
-        """Offset and contents of the written parts; holes lie between them."""
-
-    @property
-    def nbytes(self) -> int:
-        offset, data = self.runs[-1]
-        return offset + len(data)
-
-    def write(self, data: memoryview) -> int:
-        self.runs[-1][1].extend(data)
-        return data.nbytes
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if whence != io.SEEK_CUR or offset <= 0:
-            raise LayoutError(f"torch seeked to {offset} (whence {whence}) while writing; expected a hole")
-        self.runs.append((self.nbytes + offset, bytearray()))
-        return self.nbytes
-
-    def flush(self) -> None:
-        pass
-
-
-def _to_image(skeleton: _Skeleton, keys: Sequence[str], sizes: Sequence[int]) -> Image:
-    """Put storages into the holes, and blanks for their checksums behind them and into the directory.
-
-    Raises:
-        LayoutError: a hole is not where the directory says that the storage is.
-    """
-    filled = [index for index, nbytes in enumerate(sizes) if nbytes]
-    if len(skeleton.runs) != len(filled) + 1:
-        raise LayoutError(f"torch left {len(skeleton.runs) - 1} holes for {len(filled)} storages")
-    records = {record.name: record for record in _read_directory(skeleton).records}
-    segments: list[Segment] = []
-    entries: list[Blank] = []
-    blanks: tuple[Blank, ...] = ()
-    tail, _ = skeleton.runs[-1]
-    for index, run, (end, behind) in zip(filled, skeleton.runs, skeleton.runs[1:], strict=False):
-        start, data = run
-        record = records.get(f"{_ARCHIVE}/data/{keys[index]}")
-        hole = Payload(start + len(data), sizes[index], index)
-        if record is None or record.nbytes != hole.nbytes or _data_offset(run, record) != hole.offset:
-            raise LayoutError(f"storage {keys[index]!r} is not at offset {hole.offset}: its record is {record}")
-        if hole.offset + hole.nbytes != end:
-            raise LayoutError(f"the hole for storage {keys[index]!r} ends at {end}, not after {hole.nbytes} bytes")
-        if not behind.startswith(DESCRIPTOR_SIGNATURE):
-            raise LayoutError(f"no data descriptor behind storage {keys[index]!r}, at offset {end}")
-        segments += (Header(start, bytes(data), blanks), hole)
-        blanks = (Blank(DESCRIPTOR_CRC_OFFSET, index),)
-        entries.append(Blank(record.crc_offset - tail, index))
-    return Image([*segments, Header(tail, bytes(skeleton.runs[-1][1]), (*blanks, *sorted(entries)))])
-
-
-def _data_offset(run: tuple[int, bytearray], record: Record) -> int:
-    """Where the data of a record begins whose local header ends the run."""
-    start, data = run
-    at = record.header_offset - start
-    if at < 0 or not data.startswith(LOCAL_SIGNATURE, at):
-        raise LayoutError(f"no local header of {record.name!r} at offset {record.header_offset}")
-    name_nbytes, extra_nbytes = LOCAL_HEADER.unpack_from(data, at)[-2:]
-    return int(record.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes)
-
-
-def _read_directory(skeleton: _Skeleton) -> ZipDirectory:
-    start, data = skeleton.runs[-1]
-
-    def read(offset: int, nbytes: int) -> bytes:
-        before = min(max(start - offset, 0), nbytes)  # the search for the directory's end may reach into a storage
-        at = offset + before - start
-        return bytes(before) + bytes(data[at : at + nbytes - before])
-
-    try:
-        return parse_directory(read, skeleton.nbytes, where="the planned file")
-    except CorruptCheckpointError as error:
-        raise LayoutError(str(error)) from error

@@ -1,0 +1,178 @@
+"""Where things stand in a file of torch's: headers that torch wrote, storages in their holes, blanks for checksums."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+from fastensor.errors import CorruptCheckpointError, LayoutError
+from fastensor.stitch.image import CHECKSUM_NBYTES, Blank, Header, Image, Payload, Segment
+from fastensor.stitch.zip_directory import (
+    DESCRIPTOR_CRC_OFFSET,
+    DESCRIPTOR_SIGNATURE,
+    LOCAL_HEADER,
+    LOCAL_SIGNATURE,
+    Record,
+    parse_directory,
+)
+
+_ARCHIVE = "archive"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """All that a layout depends on: objects that have it in common have the same one."""
+
+    pickle_nbytes: int
+    keys: tuple[str, ...]
+    """Of the storages, as torch names them, in the order of the file."""
+    sizes: tuple[int, ...]
+    """Of the storages, in bytes."""
+    alignment: int
+    """Of the storages in the file."""
+
+
+class Skeleton:
+    """A file that keeps what is written to it and notes the holes that are seeked over."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, bytearray]] = [(0, bytearray())]
+        """Offset and contents of the written parts; holes lie between them."""
+
+    @property
+    def nbytes(self) -> int:
+        offset, data = self.runs[-1]
+        return offset + len(data)
+
+    def write(self, data: memoryview) -> int:
+        self.runs[-1][1].extend(data)
+        return data.nbytes
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence != io.SEEK_CUR or offset <= 0:
+            raise LayoutError(f"torch seeked to {offset} (whence {whence}) while writing; expected a hole")
+        self.runs.append((self.nbytes + offset, bytearray()))
+        return self.nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One file of a structure: an image whose pickle can be exchanged for any other of its size."""
+
+    structure: Structure
+    image: Image
+    _pickle: _Place
+    _identity: _Place | None
+    """Of the serialization id, by which torch tells files apart in its logs."""
+
+    @classmethod
+    def of(cls, skeleton: Skeleton, structure: Structure) -> Layout:
+        """Put storages into the holes, and blanks for their checksums behind them and into the directory.
+
+        Raises:
+            LayoutError: a hole is not where the directory says that the storage is, or the pickle is not there.
+        """
+        try:
+            records = {record.name: record for record in _read_records(skeleton)}
+            image = _to_image(skeleton, records, structure)
+            pickled = records.get(f"{_ARCHIVE}/data.pkl")
+            if pickled is None or pickled.nbytes != structure.pickle_nbytes:
+                raise LayoutError(f"expected a pickle of {structure.pickle_nbytes} bytes, found {pickled}")
+            identity = records.get(f"{_ARCHIVE}/.data/serialization_id")
+            identity_place = None if identity is None else _place(image, identity)
+            return cls(structure, image, _place(image, pickled), identity_place)
+        except (CorruptCheckpointError, ValueError) as error:
+            raise LayoutError(str(error)) from error
+
+    @property
+    def headers_nbytes(self) -> int:
+        """Size of all that is not payload."""
+        return self.image.nbytes - sum(self.structure.sizes)
+
+    def with_pickle(self, data: bytes) -> Image:
+        """The image of a file with another pickle.
+
+        Its serialization id is made of what torch has made of the names of the records, and of the pickle's CRC32.
+        """
+        crc32 = isal_zlib.crc32(data)
+        patches = [*self._pickle.patches(data, crc32)]
+        if self._identity is not None:
+            place = self._identity
+            known = self.image.header_bytes(place.offset, place.nbytes // 2)
+            identity = known + b"%0*d" % (place.nbytes - len(known), crc32)
+            patches += place.patches(identity, isal_zlib.crc32(identity))
+        return self.image.patched(patches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a record stands that is in no hole, and where its CRC32."""
+
+    offset: int
+    nbytes: int
+    crc_offsets: tuple[int, int]
+
+    def patches(self, data: bytes, crc32: int) -> Iterator[tuple[int, bytes]]:
+        """What stands where if these are the record's bytes."""
+        yield self.offset, data
+        for offset in self.crc_offsets:
+            yield offset, crc32.to_bytes(CHECKSUM_NBYTES, "little")
+
+
+def _place(image: Image, record: Record) -> _Place:
+    offset = _data_offset(record.header_offset, image.header_bytes(record.header_offset, LOCAL_HEADER.size), record)
+    descriptor = offset + record.nbytes
+    if image.header_bytes(descriptor, len(DESCRIPTOR_SIGNATURE)) != DESCRIPTOR_SIGNATURE:
+        raise LayoutError(f"no data descriptor behind {record.name!r}, at offset {descriptor}")
+    return _Place(offset, record.nbytes, (descriptor + DESCRIPTOR_CRC_OFFSET, record.crc_offset))
+
+
+def _to_image(skeleton: Skeleton, records: Mapping[str, Record], structure: Structure) -> Image:
+    keys, sizes = structure.keys, structure.sizes
+    filled = [index for index, nbytes in enumerate(sizes) if nbytes]
+    if len(skeleton.runs) != len(filled) + 1:
+        raise LayoutError(f"torch left {len(skeleton.runs) - 1} holes for {len(filled)} storages")
+    segments: list[Segment] = []
+    entries: list[Blank] = []
+    blanks: tuple[Blank, ...] = ()
+    tail, _ = skeleton.runs[-1]
+    for index, run, (end, behind) in zip(filled, skeleton.runs, skeleton.runs[1:], strict=False):
+        start, data = run
+        record = records.get(f"{_ARCHIVE}/data/{keys[index]}")
+        hole = Payload(start + len(data), sizes[index], index)
+        if record is None or record.nbytes != hole.nbytes or _data_offset(start, data, record) != hole.offset:
+            raise LayoutError(f"storage {keys[index]!r} is not at offset {hole.offset}: its record is {record}")
+        if hole.offset + hole.nbytes != end:
+            raise LayoutError(f"the hole for storage {keys[index]!r} ends at {end}, not after {hole.nbytes} bytes")
+        if not behind.startswith(DESCRIPTOR_SIGNATURE):
+            raise LayoutError(f"no data descriptor behind storage {keys[index]!r}, at offset {end}")
+        segments += (Header(start, bytes(data), blanks), hole)
+        blanks = (Blank(DESCRIPTOR_CRC_OFFSET, index),)
+        entries.append(Blank(record.crc_offset - tail, index))
+    return Image([*segments, Header(tail, bytes(skeleton.runs[-1][1]), (*blanks, *sorted(entries)))])
+
+
+def _data_offset(start: int, data: bytes | bytearray, record: Record) -> int:
+    """Where the data of a record begins whose local header is in what stands from ``start`` on."""
+    at = record.header_offset - start
+    if at < 0 or not data.startswith(LOCAL_SIGNATURE, at):
+        raise LayoutError(f"no local header of {record.name!r} at offset {record.header_offset}")
+    name_nbytes, extra_nbytes = LOCAL_HEADER.unpack_from(data, at)[-2:]
+    return int(record.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes)
+
+
+def _read_records(skeleton: Skeleton) -> Sequence[Record]:
+    start, data = skeleton.runs[-1]
+
+    def read(offset: int, nbytes: int) -> bytes:
+        before = min(max(start - offset, 0), nbytes)  # the search for the directory's end may reach into a storage
+        at = offset + before - start
+        return bytes(before) + bytes(data[at : at + nbytes - before])
+
+    return parse_directory(read, skeleton.nbytes, where="the planned file").records
