@@ -201,7 +201,10 @@ class FastensorCheckpointIO(CheckpointIO):
         return ordering.foretell(path)
 
     def link(self, target: str, link: str) -> None:
-        """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed."""
+        """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed.
+
+        For asynchronous plugins.
+        """
 
         def replace_if_there() -> None:
             if os.path.exists(target):
@@ -209,9 +212,7 @@ class FastensorCheckpointIO(CheckpointIO):
             else:
                 _logger.warning("%s is left as it is, because %s was not saved", link, target)
 
-        if self._writer is None:
-            replace_if_there()
-        elif os.path.abspath(target) != os.path.abspath(link):
+        if os.path.abspath(target) != os.path.abspath(link):
             place = next(ordering.places_behind(link), "")
             self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
 
