@@ -108,7 +108,8 @@ class FastensorCheckpointIO(CheckpointIO):
         """Whether a run has ended, and none that we know of has begun: then nobody waits for what is pending."""
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
-        self._listeners: list[SaveListener] = []
+        self._listeners: list[tuple[SaveListener, Callable[[], None]]] = []
+        """With what is to be called if an exception has ended the run."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -177,19 +178,22 @@ class FastensorCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Wait for what is pending, and release the memory. The plugin can be used again.
 
+        After an exception it is the last that Lightning calls, and callbacks are not torn down: subscriptions end then.
+
         Raises:
             Exception: what a save failed with, unless the Trainer is handling an exception: then it is logged.
         """
-        if self._writer is None:
-            return
-        self._torn_down, self._latest = True, None
         handled = sys.exc_info()[1]
+        interrupted = handled is not None and handled is not self._handled_before
         try:
-            self._writer.close()
+            self._close_writer()
         except Exception as error:
-            if handled is None or handled is self._handled_before:
+            if not interrupted:
                 raise
             _logger.error("a checkpoint was not saved: %s", error, exc_info=error)
+        finally:
+            if interrupted:
+                self._end_subscriptions()
 
     def wait(self) -> None:
         """Wait for what is pending; failures are left to the next call."""
@@ -221,16 +225,25 @@ class FastensorCheckpointIO(CheckpointIO):
         """The latest asynchronous save in this process."""
         return self._latest
 
-    def subscribe(self, listener: SaveListener) -> Callable[[], None]:
+    def subscribe(self, listener: SaveListener, interrupted: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Call ``listener`` with the report and the step of every save that is finished in this process.
 
+        Args:
+            listener: called by the thread that has finished the save.
+            interrupted: called by :meth:`teardown` after an exception, which is when the subscription ends by itself.
+
         Returns:
-            How to stop that. Listeners stay behind when the plugin is pickled. They are called by the thread that has
-            finished the save.
+            How to end it; again does nothing. Listeners stay behind when the plugin is pickled.
         """
         self._torn_down, self._handled_before = False, sys.exc_info()[1]
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+        subscription = listener, interrupted
+        self._listeners.append(subscription)
+
+        def end() -> None:
+            if subscription in self._listeners:
+                self._listeners.remove(subscription)
+
+        return end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_listeners": [], "_latest": None, "_handled_before": None}
@@ -240,6 +253,16 @@ class FastensorCheckpointIO(CheckpointIO):
             self._writer = fastensor.AsyncWriter(**self._options)
         return self._writer
 
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._torn_down, self._latest = True, None
+            self._writer.close()
+
+    def _end_subscriptions(self) -> None:
+        while self._listeners:
+            _, interrupted = self._listeners.pop()
+            interrupted()
+
     def _finished(self, handle: fastensor.SaveHandle, step: int | None) -> None:
         if handle.stage == "durable":
             self._tell(handle.result(), step)
@@ -247,7 +270,7 @@ class FastensorCheckpointIO(CheckpointIO):
     def _tell(self, report: fastensor.SaveReport, step: int | None) -> None:
         _logger.debug("saved %s", report)
         self.last_save = report
-        for listener in tuple(self._listeners):
+        for listener, _ in tuple(self._listeners):
             listener(report, step)
 
     def _warn_without_monitor(self, checkpoint: dict[str, Any]) -> None:

@@ -52,10 +52,12 @@ class CheckpointMonitor(Callback):
         self._plugin: FastensorCheckpointIO | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        self._stop()
+        self._forget_run()
         self._plugin = plugin = _find_plugin(trainer)
         self._thread = threading.get_ident()
-        self._undo.append(plugin.subscribe(lambda report, step: self._on_save(trainer, report, step)))
+        self._undo.append(
+            plugin.subscribe(lambda report, step: self._on_save(trainer, report, step), interrupted=self._forget_run)
+        )
         if plugin.asynchronous:
             self._loggers = WaitingLoggers(plugin, trainer.loggers)
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
@@ -64,7 +66,8 @@ class CheckpointMonitor(Callback):
         self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Loggers are closed after this. Other callbacks may still save: what keeps them from running ahead stays."""
+        """Loggers are closed after this. Other callbacks may still save: what keeps them from running ahead stays until
+        the plugin is torn down."""
         if self._plugin is not None:
             self._plugin.wait()
         self._log(trainer)
@@ -91,6 +94,12 @@ class CheckpointMonitor(Callback):
         self._stop()
         self._log(trainer)
         self._loggers = None
+
+    def _forget_run(self) -> None:
+        """After an exception, when loggers are closed and no callback can save any more."""
+        self._stop()
+        self._loggers, self._to_show = None, None
+        self._to_log.clear()
 
     def _on_save(self, trainer: Trainer, report: fastensor.SaveReport, step: int | None) -> None:
         self._to_show = report

@@ -31,6 +31,11 @@ def pl(request: pytest.FixtureRequest) -> Any:
     return pytest.importorskip(request.param)
 
 
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_pending() -> Iterator[None]:
     yield
@@ -86,6 +91,39 @@ def checkpoints(pl: Any, folder: Path, **options: Any) -> Any:
 
 def options_of(pl: Any, folder: Path, **options: Any) -> dict[str, Any]:
     return {"callbacks": [CheckpointMonitor(), checkpoints(pl, folder, **options)]}
+
+
+def make_logger(pl: Any, folder: Path) -> Any:
+    """A logger that keeps the steps of the saves that it is told of."""
+    base = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
+
+    class Recorder(base):  # type: ignore[misc]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            if "checkpoint/save_bytes" in metrics:
+                self.steps.append(step)
+            super().log_metrics(metrics, step)
+
+    logger = Recorder(folder)
+    logger.steps = []
+    return logger
+
+
+def is_patched(saver: Any, logger: Any) -> bool:
+    """Whether a ModelCheckpoint and a logger have methods of the monitor's, all of them."""
+    patched = {
+        "file_exists" in vars(saver), "_link_checkpoint" in vars(saver), "after_save_checkpoint" in vars(logger)
+    }  # fmt: skip
+    assert len(patched) == 1
+    return patched.pop()
+
+
+def stop_at(pl: Any, step: int) -> Any:
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == step:
+                raise ValueError("of the training")
+
+    return Stop()
 
 
 def files(folder: Path) -> list[str]:
@@ -241,18 +279,77 @@ def test_an_exception_of_the_training_is_what_is_seen(
 
 
 def test_a_checkpoint_of_the_exception(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
-    class Stop(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                raise ValueError("of the training")
-
     saver = pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")
     plugin = FastensorCheckpointIO(asynchronous=True)
     with pytest.raises(ValueError, match="of the training"):
-        fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), saver, Stop()])
+        fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), saver, stop_at(pl, 3)])
     assert step_of(tmp_path / "c" / "on_exception.ckpt") == 3
     fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), saver])
     assert not (tmp_path / "c" / "on_exception.ckpt").exists()
+
+
+def test_a_run_that_fails_leaves_nothing_behind(pl: Any, tmp_path: Path, asynchronous: bool) -> None:
+    """Callbacks are not torn down after an exception. Until the plugin is, others of them may save."""
+    plugin, logger = FastensorCheckpointIO(asynchronous=asynchronous), make_logger(pl, tmp_path)
+    saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_last="link", save_on_exception=True)
+    seen: list[bool] = []
+
+    class Late(pl.callbacks.Checkpoint):  # type: ignore[misc]
+        def on_exception(self, *_: Any) -> None:
+            seen.append(is_patched(saver, logger))
+            assert plugin._listeners
+
+    with pytest.raises(ValueError, match="of the training"):
+        fit(pl, tmp_path, plugin, logger=logger, callbacks=[CheckpointMonitor(), saver, Late(), stop_at(pl, 3)])
+    assert seen == [asynchronous]
+    assert not plugin._listeners
+    assert not is_patched(saver, logger)
+    assert step_of(tmp_path / "c" / "last.ckpt") == 3
+    logged = list(logger.steps)
+    fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor()])
+    assert logger.steps == logged
+
+
+def test_a_monitor_forgets_a_run_that_failed(pl: Any, tmp_path: Path, asynchronous: bool, slow_disk: SlowDisk) -> None:
+    """What it saved last was durable after its loggers had been closed."""
+    plugin, monitor = FastensorCheckpointIO(asynchronous=asynchronous), CheckpointMonitor()
+    saver = pl.callbacks.OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(ValueError, match="of the training"):
+        fit(pl, tmp_path, plugin, callbacks=[monitor, saver, stop_at(pl, 3)])
+    logger = make_logger(pl, tmp_path)
+    fit(pl, tmp_path, plugin, callbacks=[monitor], logger=logger)
+    assert logger.steps == [4, 8]
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_a_monitor_ends_once(pl: Any, tmp_path: Path, asynchronous: bool, monitor_first: bool) -> None:
+    plugin, monitor = FastensorCheckpointIO(asynchronous=asynchronous), CheckpointMonitor()
+    trainer = make_trainer(pl, tmp_path, plugin, callbacks=[monitor], logger=make_logger(pl, tmp_path))
+    monitor.setup(trainer, None, "fit")
+    assert is_patched(trainer.checkpoint_callback, trainer.logger) == asynchronous
+
+    def tear_plugin_down() -> None:
+        try:
+            raise ValueError("of the training")
+        except ValueError:
+            plugin.teardown()
+
+    ends = [lambda: monitor.teardown(trainer, None, "fit"), tear_plugin_down]
+    for end in (ends if monitor_first else ends[::-1]) * 2:
+        end()
+        assert not plugin._listeners
+        assert not is_patched(trainer.checkpoint_callback, trainer.logger)
+
+
+def test_what_is_saved_after_the_end_of_fit_is_logged(pl: Any, tmp_path: Path, asynchronous: bool) -> None:
+    class Late(pl.Callback):  # type: ignore[misc]
+        def on_fit_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "late.ckpt")
+
+    logger = make_logger(pl, tmp_path)
+    callbacks = [CheckpointMonitor(), checkpoints(pl, tmp_path, every_n_train_steps=4), Late()]
+    fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=asynchronous), callbacks=callbacks, logger=logger)
+    assert logger.steps == [4, 8, 8]
 
 
 def test_tuners_save_restore_and_remove(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
