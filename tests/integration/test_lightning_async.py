@@ -17,6 +17,7 @@ from integration.lightning_models import fit, loader, make_module, make_trainer
 
 import fastensor
 from fastensor.backends import posix
+from fastensor.backends.arena import BLOCK_NBYTES
 from fastensor.checkpoint import ordering
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 
@@ -85,6 +86,22 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
     return FullDisk(monkeypatch)
 
 
+@pytest.fixture
+def disk_is_free(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set; while it is cleared, nothing is written, and no staging memory comes back."""
+    free = threading.Event()
+    free.set()
+    write = posix.write_fully
+
+    def write_when_free(*arguments: Any) -> None:
+        assert free.wait(60), "nobody has freed it"
+        write(*arguments)
+
+    monkeypatch.setattr(posix, "write_fully", write_when_free)
+    yield free
+    free.set()
+
+
 def checkpoints(pl: Any, folder: Path, **options: Any) -> Any:
     return pl.callbacks.ModelCheckpoint(dirpath=folder / "c", **options)
 
@@ -132,6 +149,12 @@ def files(folder: Path) -> list[str]:
 
 def step_of(path: Any) -> int:
     return int(fastensor.load(path, weights_only=False)["global_step"])
+
+
+def published(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there for everybody, each of them loaded by torch."""
+    paths = (folder / "c").glob("*.ckpt")
+    return sorted(torch.load(path, weights_only=False)["global_step"] for path in paths)
 
 
 def test_every_step_is_saved_and_the_best_are_kept(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
@@ -398,15 +421,35 @@ def test_without_a_monitor_it_says_so_and_keeps_the_order(pl: Any, tmp_path: Pat
 
 
 def test_skipped_checkpoints_cost_no_old_ones(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pl: Any, tmp_path: Path, disk_is_free: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fastensor.AsyncWriter, "_has_room", lambda self, nbytes: not self._pending_saves())
-    SlowDisk(monkeypatch, 0.1)
-    plugin = FastensorCheckpointIO(asynchronous={"when_busy": "skip"})
-    options = options_of(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
-    fit(pl, tmp_path, plugin, **options)
-    assert "skipped" in caplog.text
-    assert len(files(tmp_path)) >= 1
+    """What a skipped one was to replace stays: from step 2 on it is durable, from step 7 on still to be written."""
+    plugin = FastensorCheckpointIO(asynchronous={"when_busy": "skip", "staging_bytes": BLOCK_NBYTES})
+    saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    skipped: list[int] = []
+    found: dict[int, list[int]] = {}
+
+    class Watch(pl.callbacks.Checkpoint):  # type: ignore[misc]  # these come last, in the order given
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            step = trainer.global_step
+            if plugin.latest is not None and plugin.latest.stage == "skipped":
+                skipped.append(step)
+            if step in (4, 8):
+                disk_is_free.set()
+            if disk_is_free.is_set():
+                plugin.wait()
+            if step in (1, 5):
+                disk_is_free.clear()
+            if step == 1:
+                trainer.save_checkpoint(tmp_path / "other.ckpt")
+            found[step] = published(tmp_path)
+
+    fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), saver, Watch()])
+    assert all(found.values())
+    assert skipped == [2, 3, 4, 7, 8]
+    assert found == {1: [1], 2: [1], 3: [1], 4: [1], 5: [1, 5], 6: [1, 5], 7: [1, 5], 8: [1, 6]}
+    assert published(tmp_path) == [1, 6]
+    assert "is not removed, because the save after it was skipped" in caplog.text
 
 
 def test_a_single_save_can_be_synchronous(tmp_path: Path) -> None:
