@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -389,16 +390,37 @@ def test_tuners_save_restore_and_remove(pl: Any, tmp_path: Path, slow_disk: Slow
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".ckpt")]
 
 
-def test_a_checkpoint_for_a_requeue_is_there_at_once(pl: Any, tmp_path: Path) -> None:
-    trainer = fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[CheckpointMonitor()])
-    path = trainer._checkpoint_connector.hpc_save_path(str(tmp_path))
-    plugin = trainer.strategy.checkpoint_io
-    plugin.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), path)
-    assert os.path.exists(path)
-    assert plugin.latest is None or plugin.latest.path != path
-    resumed = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), max_epochs=3)
-    resumed.fit(make_module(pl), loader(), loader())
-    assert resumed.global_step == 12
+def test_a_checkpoint_for_a_requeue_is_there_at_once(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: SlowDisk
+) -> None:
+    """Lightning's handler saves and calls ``scontrol requeue``, which ends the job. The next one resumes by itself."""
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    connector = importlib.import_module(f"{pl.__name__}.trainer.connectors.signal_connector")
+    requeued: list[tuple[list[str], int]] = []
+    began: list[int] = []
+
+    def call(command: list[str], **_: Any) -> int:
+        saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+        requeued.append((command, saved["global_step"]))
+        return 0
+
+    class Job(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            began.append(trainer.global_step)
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(connector, "call", call)
+    for _ in range(2):
+        callbacks = [CheckpointMonitor(), checkpoints(pl, tmp_path, every_n_train_steps=1), Job()]
+        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=callbacks)
+    assert requeued == [(["scontrol", "requeue", "42"], 3)]
+    assert began == [0, 3]
 
 
 def test_two_fits_in_a_row(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
