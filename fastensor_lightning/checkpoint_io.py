@@ -67,7 +67,9 @@ class FastensorCheckpointIO(CheckpointIO):
             the calls; an old checkpoint is only removed when what was saved after it is durable; a failure is raised by
             the next call; the end of ``fit`` (``teardown``) waits for what is pending. Give the Trainer a
             :class:`CheckpointMonitor`, too: then its loggers, its ``last.ckpt`` links and its version counter wait for
-            finished files. Checkpoints for a requeue by SLURM are saved synchronously.
+            finished files. Checkpoints for a requeue by SLURM are saved synchronously. With ``when_busy="skip"`` or
+            ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may name files that were
+            never written, because it takes every save as done.
 
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
