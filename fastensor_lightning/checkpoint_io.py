@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -17,7 +18,7 @@ from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
 from fastensor.checkpoint.location import locate
-from fastensor.checkpoint.publish import replace_link, wait_for_writers
+from fastensor.checkpoint.publish import Target, open_temporary, replace_link, wait_for_writers
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -209,18 +210,24 @@ class FastensorCheckpointIO(CheckpointIO):
     def link(self, target: str, link: str) -> None:
         """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed.
 
-        For asynchronous plugins.
+        For asynchronous plugins. Until it is done, a temporary beside the link tells other ranks to wait for it.
         """
+        if not isinstance(locate(link), str):
+            _logger.warning("%s is not made: remote filesystems have no links", link)
+            return
+        if os.path.abspath(target) == os.path.abspath(link):
+            return
+        place = next(ordering.places_behind(link))
+        temporary = open_temporary(Target(place, None))
 
         def replace_if_there() -> None:
-            if os.path.exists(target):
-                replace_link(target, link)
-            else:
-                _logger.warning("%s is left as it is, because %s was not saved", link, target)
+            with closing(temporary):
+                if os.path.exists(target):
+                    replace_link(target, link)
+                else:
+                    _logger.warning("%s is left as it is, because %s was not saved", link, target)
 
-        if os.path.abspath(target) != os.path.abspath(link):
-            place = next(ordering.places_behind(link), "")
-            self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
+        self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
 
     @property
     def latest(self) -> fastensor.SaveHandle | None:
@@ -300,8 +307,10 @@ def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:
     """What another process of this job has accepted for a path is to be loaded, not what was there before."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    found = locate(path)
-    if torch.distributed.get_rank() != 0 and isinstance(found, str) and not wait_for_writers(found, _PATIENCE_SECONDS):
+    if torch.distributed.get_rank() == 0 or not isinstance(locate(path), str):
+        return
+    # a link is read when nobody is about to replace it
+    if not all(wait_for_writers(place, _PATIENCE_SECONDS) for place in ordering.places_behind(path)):
         _logger.warning(
             "%s is loaded although another process is still writing it, after %g s", path, _PATIENCE_SECONDS
         )

@@ -219,6 +219,11 @@ def test_a_link_that_leads_to_itself_is_not_made(pl: Any, tmp_path: Path) -> Non
     assert step_of(tmp_path / "c" / "last.ckpt") == 8
 
 
+def test_there_are_no_remote_links(caplog: pytest.LogCaptureFixture) -> None:
+    FastensorCheckpointIO(asynchronous=True).link("memory://run/x.ckpt", "memory://run/last.ckpt")
+    assert "memory://run/last.ckpt is not made: remote filesystems have no links" in caplog.text
+
+
 @pytest.mark.parametrize("full_after", [3, 4])
 def test_the_last_link_stays_good_when_saves_fail(pl: Any, tmp_path: Path, disk: FullDisk, full_after: int) -> None:
     disk.full_after = full_after
@@ -226,6 +231,7 @@ def test_the_last_link_stays_good_when_saves_fail(pl: Any, tmp_path: Path, disk:
     options = options_of(pl, tmp_path, **each, save_top_k=1, save_last="link")
     with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
         fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), **options)
+    assert files(tmp_path) == [f"epoch=0-step={full_after}.ckpt", "last.ckpt"]
     assert step_of(tmp_path / "c" / "last.ckpt") == full_after
 
 
@@ -512,20 +518,42 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def _save_and_load_on_every_rank(fabric: Any, path: str) -> None:
-    if fabric.global_rank == 0:
-        sync = posix.sync_file
-
-        def sync_later(fd: int) -> None:
-            threading.Event().wait(0.1)
-            sync(fd)
-
-        posix.sync_file = sync_later
+    _slow_down_rank_0(fabric)
     for number in range(5):
         fabric.save(path, {"w": torch.full((5,), number)})
         fabric.barrier()
         assert fabric.load(path)["w"][0] == number
         fabric.barrier()
     Path(path).with_name(f"rank{fabric.global_rank}").touch()
+
+
+def test_two_processes_and_a_link(tmp_path: Path) -> None:
+    """Rank 0 is still to replace the link when both load what it will lead to."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(
+        accelerator="cpu", devices=2, strategy="ddp_spawn", plugins=[FastensorCheckpointIO(asynchronous=True)]
+    )
+    fabric.launch(_link_and_load_on_every_rank, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt", "2.ckpt", "last.ckpt", "rank0", "rank1"]
+
+
+def _link_and_load_on_every_rank(fabric: Any, folder: Path) -> None:
+    _slow_down_rank_0(fabric)
+    for number in range(3):
+        path = folder / f"{number}.ckpt"
+        fabric.save(path, {"w": torch.full((5,), number)})
+        if fabric.global_rank == 0:
+            fabric.strategy.checkpoint_io.link(str(path), str(folder / "last.ckpt"))
+        fabric.barrier()
+        assert fabric.load(folder / "last.ckpt")["w"][0] == number
+        fabric.barrier()
+    (folder / f"rank{fabric.global_rank}").touch()
+
+
+def _slow_down_rank_0(fabric: Any) -> None:
+    if fabric.global_rank == 0:
+        SlowDisk(pytest.MonkeyPatch(), 0.1)  # for as long as the process lives
 
 
 def test_a_trainer_of_two_processes(tmp_path: Path) -> None:

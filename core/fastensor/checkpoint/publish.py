@@ -186,11 +186,11 @@ def replace_link(target: str, link: str) -> None:
 
 
 def wait_for_writers(path: str, seconds: float) -> bool:
-    """Wait until no process is about to replace a file; False if it takes longer.
+    """Wait until no process is about to replace a file, or a link but not its target; False if it takes longer.
 
     They are known by their temporaries, which they lock: seen from other machines where the filesystem shares locks.
     """
-    pattern = glob.escape(_stem(Target(os.path.realpath(path), None))) + "*" + TEMPORARY_SUFFIX
+    pattern = glob.escape(_stem(Target(os.path.abspath(path), None))) + "*" + TEMPORARY_SUFFIX
     deadline = time.monotonic() + seconds
     while any(_is_locked(name) for name in glob.glob(pattern)):
         if time.monotonic() > deadline:
