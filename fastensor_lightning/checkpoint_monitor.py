@@ -63,7 +63,14 @@ class CheckpointMonitor(Callback):
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        self._finish(trainer)
+        """Before loggers are closed. All ranks may look for files next, as ``test(ckpt_path="last")`` does."""
+        if self._plugin is not None:
+            self._plugin.wait()
+            if self._plugin.asynchronous:
+                trainer.strategy.barrier()
+        self._stop()
+        self._log(trainer)
+        self._loggers = None
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Loggers are closed after this. Other callbacks may still save: what keeps them from running ahead stays until
@@ -86,14 +93,6 @@ class CheckpointMonitor(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_undo": [], "_loggers": None, "_plugin": None}
-
-    def _finish(self, trainer: Trainer) -> None:
-        """Before loggers are closed."""
-        if self._plugin is not None:
-            self._plugin.wait()
-        self._stop()
-        self._log(trainer)
-        self._loggers = None
 
     def _forget_run(self) -> None:
         """After an exception, when loggers are closed and no callback can save any more."""

@@ -7,6 +7,7 @@ import importlib
 import os
 import pickle
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -568,3 +569,28 @@ def test_a_trainer_of_two_processes(tmp_path: Path) -> None:
     assert files(tmp_path) == ["epoch=1-step=3.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"]
     assert step_of(tmp_path / "c" / "last.ckpt") == 4
     trainer.test(make_module(pl), ckpt_path=str(tmp_path / "c" / "last.ckpt"), dataloaders=loader(), verbose=False)
+
+
+def test_a_program_of_two_processes_fits_and_tests(tmp_path: Path) -> None:
+    """Each of them looks for the last checkpoint by itself, which rank 0 is still writing when the run ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(_fit_and_test, (port, tmp_path), nprocs=2)
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
+
+
+def _fit_and_test(rank: int, port: int, folder: Path) -> None:
+    import lightning.pytorch as pl
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="1",
+    )  # fmt: skip
+    if rank == 0:
+        SlowDisk(pytest.MonkeyPatch(), 0.3)
+    options = options_of(pl, folder, every_n_train_steps=2, save_top_k=1, save_last=True)
+    trainer = make_trainer(pl, folder, FastensorCheckpointIO(asynchronous=True), devices=2, strategy="ddp", **options)
+    trainer.fit(make_module(pl), loader(), loader())
+    trainer.test(ckpt_path="last", dataloaders=loader(), verbose=False)
+    assert trainer.ckpt_path == str(folder / "c" / "last.ckpt")
+    (folder / f"rank{rank}").touch()
