@@ -81,7 +81,9 @@ def test_a_file_larger_than_the_memory_is_not_skipped_for_that(tmp_path: Path) -
 def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:
     with AsyncWriter(staging_bytes=3 * BLOCK_NBYTES, when_busy="latest") as writer:
         blocked.close()
-        handles = [writer.save(state(number), tmp_path / str(number)) for number in range(6)]
+        handles = [writer.save(state(0), tmp_path / "0")]
+        blocked.wait_until_reached()
+        handles += [writer.save(state(number), tmp_path / str(number)) for number in range(1, 6)]
         assert [handle.stage for handle in handles[1:4]] == ["replaced"] * 3
         assert handles[5].stage == "queued"
         with pytest.raises(SaveDroppedError, match=f"replaced by the one to {tmp_path / '3'}"):

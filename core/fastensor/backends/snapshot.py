@@ -146,14 +146,18 @@ class Snapshot:
         """
 
         def decided() -> bool:
-            staged = number in self._staged and (self._streams or not self._staging)
-            return staged or self._failure is not None or stopped()
+            return (number in self._staged and self._may_be_moved()) or self._failure is not None or stopped()
 
         with self._changed:
             self._changed.wait_for(decided)
             if self._failure is not None:
                 raise self._failure
             return None if stopped() else self._staged[number]
+
+    def wait_to_move(self) -> None:
+        """Return when moving it takes no time from staging it, or it has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_be_moved() or self._failure is not None)
 
     def wake(self) -> None:
         """Let whoever waits in :meth:`block` ask again whether to stop."""
@@ -169,6 +173,9 @@ class Snapshot:
                 return
             block = self._staged.pop(number)
         self._arena.give(block)
+
+    def _may_be_moved(self) -> bool:
+        return self._streams or not self._staging
 
     def _threads(self) -> int:
         return max(1, min(usable_cores(_MOST_THREADS), self._count // 2))

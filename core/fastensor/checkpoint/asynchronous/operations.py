@@ -185,6 +185,8 @@ class Save(Operation):
     def run(self) -> None:
         """Move the snapshot to where it is to be, and tell what came of it."""
         try:
+            if self._snapshot is not None:
+                self._snapshot.wait_to_move()
             self._check_dropped()
             ordering.wait_for_earlier(self, self.place)
             with self.delivery:
