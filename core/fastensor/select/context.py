@@ -1,0 +1,46 @@
+"""What, besides its size, decides how fast a transfer is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Operation: TypeAlias = Literal["write", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The circumstances of one transfer.
+
+    >>> str(Context("write")), str(Context("read", "cuda", warm=True))
+    ('write cpu durable', 'read cuda resident')
+    """
+
+    operation: Operation
+    device: str = "cpu"
+    """Kind of the device that the bytes come from, or go to, as torch names it; ``staged`` if an asynchronous save has
+    copied them already and the program goes on meanwhile."""
+    warm: bool = False
+    """Of a read: most of the file is in the page cache. Of a write: it may stay there, because it is not synced."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.device} {_STATES[self.operation][self.warm]}"
+
+    @classmethod
+    def parse(cls, text: str) -> Context:
+        """What :meth:`__str__` has written.
+
+        >>> Context.parse("read cuda resident") == Context("read", "cuda", warm=True)
+        True
+
+        Raises:
+            ValueError: it is something else.
+        """
+        name, device, state = text.split(" ")
+        for operation, states in _STATES.items():
+            if name == operation and state in states:
+                return cls(operation, device, bool(states.index(state)))
+        raise ValueError(f"no context is called {text!r}")
+
+
+_STATES: dict[Operation, tuple[str, str]] = {"write": ("durable", "unsynced"), "read": ("cold", "resident")}

@@ -1,0 +1,204 @@
+"""What has been measured: how long each backend takes, by size and context (the Fastensor paper, section 4). Pure.
+
+The paper's three dictionaries are views of this one: WDic is its writes, RDic its reads, WRDic the sums of both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median
+from typing import Any, NamedTuple, Self
+
+from fastensor.select.context import Context
+from fastensor.select.sizes import bucket_of, scaled, size_of
+
+MOST_SAMPLES = 5
+"""The latest timings are kept: enough for a median that an outlier does not move."""
+MOST_NBYTES = 64 << 10
+"""Of a dictionary as JSON. What was measured least often is left out."""
+VERSION = 1
+_FORMAT = "fastensor dictionary"
+
+
+class DictionaryError(ValueError):
+    """What was given as a dictionary is none, or one of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a backend takes for one bucket of sizes."""
+
+    count: int
+    """How often it was measured."""
+    samples: tuple[float, ...]
+    """The latest of that, in seconds, scaled to the bucket's largest size."""
+
+    @property
+    def seconds(self) -> float:
+        """Their median."""
+        return median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Their median distance from it, in seconds."""
+        centre = self.seconds
+        return median(abs(sample - centre) for sample in self.samples)
+
+
+class Key(NamedTuple):
+    """What timings are of."""
+
+    context: Context
+    bucket: int
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of one key."""
+
+    timings: dict[str, Timing] = field(default_factory=dict)
+    """By backend."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Backends that could not do it, and why."""
+
+    @property
+    def best(self) -> str | None:
+        """The fastest backend that could."""
+        found = [name for name in self.timings if name not in self.excluded]
+        return min(found, key=lambda name: self.timings[name].seconds, default=None)
+
+
+class Change(NamedTuple):
+    """Something that was learned: how long a backend took; or, without that, that it cannot, and why; or, without a
+    reason, that what was known is out of date."""
+
+    context: Context
+    nbytes: int
+    backend: str
+    seconds: float | None = None
+    reason: str = ""
+
+
+class Dictionary:
+    """Timings by size, context and backend. Not thread-safe.
+
+    >>> dictionary = Dictionary()
+    >>> dictionary.apply(Change(Context("write"), 1 << 20, "numpy", seconds=0.002))
+    >>> dictionary.apply(Change(Context("write"), 1 << 20, "direct", seconds=0.003))
+    >>> dictionary.of(Context("write"), 1 << 20).best
+    'numpy'
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[tuple[Key, Entry]]:
+        """By context, then by size."""
+        return iter(sorted(self._entries.items(), key=lambda item: (str(item[0].context), item[0].bucket)))
+
+    def of(self, context: Context, nbytes: int) -> Entry:
+        """What is known about a size."""
+        return self.at(Key(context, bucket_of(nbytes)))
+
+    def at(self, key: Key) -> Entry:
+        """What is known of a key; an empty entry that belongs to nobody if that is nothing."""
+        return self._entries.get(key) or Entry()
+
+    def apply(self, change: Change) -> None:
+        """Learn something."""
+        key = Key(change.context, bucket_of(change.nbytes))
+        entry = self._entries.setdefault(key, Entry())
+        if change.seconds is not None:
+            old = entry.timings.get(change.backend, Timing(0, ()))
+            sample = _rounded(scaled(change.seconds, change.nbytes))
+            entry.timings[change.backend] = Timing(old.count + 1, (*old.samples, sample)[-MOST_SAMPLES:])
+            entry.excluded.pop(change.backend, None)
+        elif change.reason:
+            entry.excluded[change.backend] = change.reason
+        else:
+            entry.timings.pop(change.backend, None)
+            entry.excluded.pop(change.backend, None)
+            if not (entry.timings or entry.excluded):
+                del self._entries[key]
+
+    def to_json(self, machine: Mapping[str, Any] | None = None) -> str:
+        """As text that people can read, one line for each size; at most ``MOST_NBYTES`` long.
+
+        Args:
+            machine: what it was measured on.
+        """
+        entries = list(self)
+        while True:
+            text = _to_json(entries, machine or {})
+            if len(text.encode()) <= MOST_NBYTES or not entries:
+                return text
+            entries.remove(min(entries, key=lambda item: sum(timing.count for timing in item[1].timings.values())))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What :meth:`to_json` has written.
+
+        Raises:
+            DictionaryError: it is something else.
+        """
+        try:
+            found = json.loads(text)
+            if not isinstance(found, dict) or found.get("format") != _FORMAT:
+                raise DictionaryError("not a dictionary of Fastensor's")
+            if found.get("version") != VERSION:
+                raise DictionaryError(f"a dictionary of version {found.get('version')!r}, expected {VERSION}")
+            result = cls()
+            for context, sizes in found["entries"].items():
+                for size, entry in sizes.items():
+                    result._entries[Key(Context.parse(context), bucket_of(int(size)))] = _parse_entry(entry)
+        except DictionaryError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise DictionaryError(f"damaged: {error!r}") from error
+        return result
+
+
+def _to_json(entries: list[tuple[Key, Entry]], machine: Mapping[str, Any]) -> str:
+    by_context: dict[str, list[str]] = {}
+    for key, entry in entries:
+        line = f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}'
+        by_context.setdefault(str(key.context), []).append(line)
+    blocks = [f"  {json.dumps(context)}: {{\n" + ",\n".join(lines) + "\n  }" for context, lines in by_context.items()]
+    head = f'{{\n "format": "{_FORMAT}",\n "version": {VERSION},\n "machine": {json.dumps(machine)},\n'
+    return head + ' "entries": {\n' + ",\n".join(blocks) + "\n }\n}\n"
+
+
+def _describe(entry: Entry) -> dict[str, Any]:
+    timings = {
+        name: {
+            "count": timing.count,
+            "seconds": _rounded(timing.seconds),
+            "spread": _rounded(timing.spread),
+            "samples": timing.samples,
+        }
+        for name, timing in entry.timings.items()
+    }
+    return {"best": entry.best, "timings": timings} | ({"excluded": entry.excluded} if entry.excluded else {})
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+def _parse_entry(found: Mapping[str, Any]) -> Entry:
+    entry = Entry()
+    for name, timing in found["timings"].items():
+        samples = tuple(float(sample) for sample in timing["samples"])
+        count = int(timing["count"])
+        if not 1 <= len(samples) <= min(count, MOST_SAMPLES) or not all(isfinite(one) and one >= 0 for one in samples):
+            raise DictionaryError(f"damaged: {count} measurements, of which {samples} s are kept")
+        entry.timings[str(name)] = Timing(count, samples)
+    for name, reason in found.get("excluded", {}).items():
+        entry.excluded[str(name)] = str(reason)
+    return entry

@@ -1,0 +1,335 @@
+"""Selection: scripted timings in, decisions out. No clock, no file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastensor.select.context import Context
+from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Timing
+from fastensor.select.explore import MOST_TRIES
+from fastensor.select.selector import Selector
+from fastensor.select.sizes import bucket_of, size_of
+
+MIB = 1 << 20
+WRITE, READ = Context("write"), Context("read")
+ALL = ("direct", "gds", "numpy", "torch")
+
+
+def run(
+    selector: Selector,
+    seconds: Callable[[str], float],
+    uses: int,
+    nbytes: int = MIB,
+    context: Context = WRITE,
+    candidates: Sequence[str] = ALL,
+) -> list[str]:
+    """The backends that are chosen, one after the other."""
+    chosen = []
+    for _ in range(uses):
+        choice = selector.choose(nbytes, context, candidates)
+        chosen.append(choice.backend)
+        selector.record(nbytes, context, choice.backend, seconds(choice.backend))
+    return chosen
+
+
+def fixed(**seconds: float) -> Callable[[str], float]:
+    return seconds.__getitem__
+
+
+EQUAL = fixed(gds=1.0, numpy=1.01, torch=1.02, direct=1.03)
+FAR = fixed(gds=1.9, numpy=1.0, torch=5.0, direct=1.2)
+
+
+def test_the_papers_order_and_three_tries() -> None:
+    assert run(Selector(), EQUAL, 14) == ["gds", "numpy", "torch", "direct"] * MOST_TRIES + ["gds"] * 2
+
+
+def test_hopeless_backends_are_tried_once_and_losers_twice(caplog: pytest.LogCaptureFixture) -> None:
+    selector = Selector()
+    chosen = run(selector, FAR, 12)
+    assert chosen == [
+        "gds", "numpy", "torch", "direct", "gds", "numpy", "direct", "numpy", "direct", "numpy", "numpy", "numpy"
+    ]  # fmt: skip
+    assert [record.message for record in caplog.records] == [
+        "torch was tried for 1 MiB (write cpu durable), and took 5 s, 5.0 × as long as numpy; it is not tried again at "
+        "that size"
+    ]
+    statistics = selector.statistics()
+    assert (statistics.explored, statistics.exploited) == (9, 3)
+
+
+def test_a_new_backend_is_tried_when_it_comes() -> None:
+    selector = Selector()
+    run(selector, EQUAL, 20, candidates=("numpy", "direct"))
+    loaded = Selector(Dictionary.from_json(selector._dictionary.to_json()))
+    assert (
+        run(loaded, fixed(numpy=1.0, direct=1.0, mine=0.5), 5, candidates=("numpy", "direct", "mine")) == ["mine"] * 5
+    )
+
+
+def test_a_backend_that_goes_is_not_chosen_any_more() -> None:
+    selector = Selector()
+    assert run(selector, FAR, 20)[-1] == "numpy"
+    assert run(selector, FAR, 3, candidates=("direct", "torch"))[-1] == "direct"
+
+
+def test_noise_does_not_decide() -> None:
+    noise = iter([1.0, 1.2, 9.0] + [1.3, 1.2] * 20)
+
+    def seconds(backend: str) -> float:
+        return next(noise) if backend == "numpy" else 1.1
+
+    selector = Selector()
+    assert run(selector, seconds, 30, candidates=("numpy", "direct"))[-1] == "direct"
+
+
+def test_one_outlier_of_the_best_does_not_depose_it() -> None:
+    selector = Selector()
+    run(selector, FAR, 20)
+    outliers = iter([10.0, 1.0, 1.0, 12.0, 1.0])
+    assert run(selector, lambda backend: next(outliers), 5) == ["numpy"] * 5
+    assert selector.statistics().refreshed == 0
+
+
+def test_ties_are_not_fought_over() -> None:
+    selector = Selector()
+    run(selector, EQUAL, 12)
+    now = iter([1.02] * 10)
+    assert run(selector, lambda backend: next(now), 10) == ["gds"] * 10
+
+
+@pytest.mark.parametrize("change", [3.0, 0.2])
+def test_drift_is_noticed(change: float) -> None:
+    selector = Selector()
+    run(selector, FAR, 20)
+
+    def drifted(backend: str) -> float:
+        return FAR(backend) * (change if backend == "numpy" else 1.0)
+
+    chosen = run(selector, drifted, 20)
+    assert chosen[:2] == ["numpy"] * 2
+    assert selector.statistics().refreshed == 1
+    assert chosen[-1] == ("direct" if change > 1 else "numpy")
+
+
+def test_what_becomes_slower_bit_by_bit_gives_way() -> None:
+    selector = Selector()
+    run(selector, FAR, 20)
+    assert run(selector, lambda backend: 1.25 if backend == "numpy" else FAR(backend), 10)[-1] == "direct"
+
+
+def test_refreshing() -> None:
+    selector = Selector(refresh_every=5)
+    run(selector, FAR, 9)
+    assert run(selector, FAR, 5) == ["numpy"] * 5
+    again = run(selector, FAR, 9)
+    assert {"numpy", "direct", "gds"} == set(again)  # torch is hopeless: that is known
+    assert selector.statistics().refreshed == 1
+    never = Selector()
+    run(never, FAR, 9)
+    assert run(never, FAR, 1000) == ["numpy"] * 1000
+    with pytest.raises(ValueError, match="at least 1 or None, found 0"):
+        Selector(refresh_every=0)
+
+
+def test_a_backend_that_fails_is_excluded_until_the_next_refresh() -> None:
+    selector = Selector(refresh_every=4)
+    assert selector.choose(MIB, WRITE, ALL).backend == "gds"
+    selector.failed(MIB, WRITE, "gds", "no driver")
+    assert "gds" not in run(selector, EQUAL, 12)
+    assert "gds: not possible (no driver)" in str(selector.explain(MIB, WRITE, ALL))
+    assert selector.statistics().failed == 1
+    loaded = Selector(Dictionary.from_json(selector._dictionary.to_json()))
+    assert "gds" not in run(loaded, EQUAL, 12)
+    assert "gds" in run(selector, EQUAL, 12)
+
+
+def test_the_best_one_fails() -> None:
+    selector = Selector()
+    run(selector, FAR, 20)
+    selector.failed(MIB, WRITE, "numpy", "the disk was replaced")
+    assert run(selector, FAR, 3)[-1] == "direct"
+
+
+def test_an_unseen_size_begins_as_its_neighbour_and_tries_nothing_hopeless() -> None:
+    selector = Selector()
+    run(selector, FAR, 20)
+    choice = selector.choose(2 * MIB, WRITE, ALL)
+    assert (choice.backend, choice.exploring) == ("numpy", True)
+    assert "1.00 × the best at 1 MiB" in choice.reason
+    assert "torch" not in run(selector, FAR, 20, nbytes=2 * MIB)
+    assert run(selector, FAR, 4, nbytes=64 * MIB) == ["gds", "numpy", "torch", "direct"]  # too far away
+
+
+def test_sizes_in_one_bucket_are_compared_by_speed() -> None:
+    selector = Selector(refresh_every=None)
+    small, large = size_of(bucket_of(MIB) - 1) + 1, MIB
+    for backend, nbytes, seconds in (("numpy", small, 0.8), ("direct", large, 1.0)):
+        selector.record(nbytes, WRITE, backend, seconds)
+    assert selector._dictionary.of(WRITE, MIB).best == "direct"  # 0.8 s for 0.71 MiB is slower
+
+
+def test_contexts_are_kept_apart() -> None:
+    selector = Selector()
+    run(selector, FAR, 20)
+    for context in (READ, Context("write", "cuda"), Context("write", warm=True)):
+        assert run(selector, EQUAL, 1, context=context) == ["gds"]
+
+
+def test_without_exploration_choices_depend_on_the_dictionary_only() -> None:
+    learned = Selector()
+    run(learned, FAR, 20)
+    text = learned._dictionary.to_json()
+    selector = Selector(Dictionary.from_json(text), explore=False)
+    assert run(selector, EQUAL, 10) == ["numpy"] * 10
+    assert run(selector, EQUAL, 2, nbytes=2 * MIB) == ["numpy"] * 2
+    assert selector._dictionary.to_json() == text
+    assert selector.choose(1 << 30, WRITE, ALL, default="direct").backend == "direct"
+    assert selector.statistics().explored == 0
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("write", "gds"), ("read", "numpy"), ("write_read", "torch")])
+def test_the_three_dictionaries(mode: Any, expected: str) -> None:
+    writes, reads = fixed(gds=1.0, numpy=1.9, torch=1.4, direct=1.8), fixed(gds=3.0, numpy=0.5, torch=0.6, direct=2.0)
+    selector = Selector()
+    for _ in range(MOST_TRIES * 4):
+        choice = selector.choose(MIB, WRITE, ALL, mode)
+        selector.record(MIB, WRITE, choice.backend, writes(choice.backend))
+        selector.record(MIB, READ, choice.backend, reads(choice.backend))
+    choice = selector.choose(MIB, WRITE, ALL, mode)
+    assert choice.backend == expected
+    assert selector.explain(MIB, WRITE, ALL, mode).choice == choice
+
+
+def test_until_reads_are_known_writes_decide() -> None:
+    selector = Selector()
+    assert run(selector, FAR, 20)[-1] == "numpy"
+    assert selector.choose(MIB, WRITE, ALL, "read").backend == "numpy"
+    with pytest.raises(ValueError, match="mode is one of"):
+        selector.choose(MIB, WRITE, ALL, "fast")  # type: ignore[arg-type]
+
+
+def test_the_second_run_explores_nothing() -> None:
+    first = Selector()
+    for nbytes in (3000, MIB, 100 * MIB):
+        run(first, FAR, 12, nbytes=nbytes)
+    second = Selector(Dictionary.from_json(first._dictionary.to_json()))
+    for nbytes in (3000, MIB, 100 * MIB):
+        assert run(second, FAR, 3, nbytes=nbytes) == ["numpy"] * 3
+    assert second.statistics().explored == 0
+
+
+def test_explaining_changes_nothing() -> None:
+    selector = Selector()
+    run(selector, FAR, 2)
+    text = selector._dictionary.to_json()
+    for _ in range(5):
+        assert selector.explain(MIB, WRITE, ALL).choice.backend == "torch"
+        assert "gds: 1.9 s ± 0 ms in 1 measurements" in str(selector.explain(MIB, WRITE, ALL))
+        selector.explain(MIB * 64, WRITE, ALL)
+    assert selector._dictionary.to_json() == text
+    assert run(selector, FAR, 1) == ["torch"]
+
+
+def test_everything_that_is_learned_is_told() -> None:
+    changes: list[Change] = []
+    selector = Selector(on_change=changes.append)
+    run(selector, FAR, 12)
+    selector.failed(MIB, WRITE, "direct", "gone")
+    copy = Dictionary()
+    for change in changes:
+        copy.apply(change)
+    assert copy.to_json() == selector._dictionary.to_json()
+
+
+names = st.sampled_from([*ALL, "mine"])
+changes = st.builds(
+    Change,
+    st.builds(Context, st.sampled_from(["write", "read"]), st.sampled_from(["cpu", "cuda"]), st.booleans()),
+    st.integers(0, 1 << 42),
+    names,
+    st.one_of(st.none(), st.floats(0, 1e6)),
+    st.sampled_from(["", "no driver"]),
+)
+
+
+@given(st.lists(changes, max_size=60))
+def test_a_dictionary_comes_back_from_its_text(learned: list[Change]) -> None:
+    dictionary = Dictionary()
+    for change in learned:
+        dictionary.apply(change)
+    text = dictionary.to_json({"cpu": "x"})
+    again = Dictionary.from_json(text)
+    assert again.to_json({"cpu": "x"}) == text
+    assert json.loads(text)["machine"] == {"cpu": "x"}
+    for key, entry in dictionary:
+        found = again.at(key)
+        assert found.excluded == entry.excluded
+        for name, timing in entry.timings.items():
+            assert found.timings[name].count == timing.count
+            assert found.timings[name].seconds == pytest.approx(timing.seconds, rel=1e-3, abs=1e-12)
+
+
+def test_a_dictionary_stays_small() -> None:
+    dictionary = Dictionary()
+    for often, bucket in enumerate(range(24, 90)):
+        for device in ("cpu", "cuda", "staged"):
+            for warm in (False, True):
+                for backend in ALL:
+                    for _ in range(1 + (often > 60)):
+                        dictionary.apply(Change(Context("write", device, warm), size_of(bucket), backend, 0.123456789))
+    text = dictionary.to_json()
+    assert len(text.encode()) <= MOST_NBYTES
+    kept = Dictionary.from_json(text)
+    assert all(len(kept.of(Context("write"), size_of(bucket)).timings) == 4 for bucket in range(85, 90))
+
+
+def test_timings_are_robust() -> None:
+    timing = Timing(9, (1.0, 1.1, 9.0, 1.2, 0.9))
+    assert (timing.seconds, round(timing.spread, 6)) == (1.1, 0.1)
+    dictionary = Dictionary()
+    for number in range(100):
+        dictionary.apply(Change(WRITE, MIB, "numpy", float(number)))
+    assert dictionary.of(WRITE, MIB).timings["numpy"].samples == (95.0, 96.0, 97.0, 98.0, 99.0)
+    assert dictionary.of(WRITE, MIB).timings["numpy"].count == 100
+    assert MOST_SAMPLES == 5
+
+
+GOOD = Selector()
+run(GOOD, FAR, 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "damaged"),
+        ("[]", "not a dictionary"),
+        ('{"format": "other"}', "not a dictionary"),
+        ('{"format": "fastensor dictionary", "version": 2}', "version 2, expected 1"),
+        ('{"format": "fastensor dictionary", "version": 1}', "damaged"),
+        ('{"format": "fastensor dictionary", "version": 1, "entries": 3}', "damaged"),
+        ("[" * 100_000, "damaged"),
+    ],
+)
+def test_what_is_no_dictionary_is_refused(text: str, message: str) -> None:
+    with pytest.raises(DictionaryError, match=message):
+        Dictionary.from_json(text)
+
+
+@given(st.data())
+def test_a_damaged_dictionary_is_refused_or_read(data: st.DataObject) -> None:
+    text = bytearray(GOOD._dictionary.to_json().encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 127))
+    try:
+        dictionary = Dictionary.from_json(text.decode())
+    except DictionaryError:
+        return
+    Selector(dictionary, explore=False).choose(MIB, WRITE, ALL)
+    dictionary.to_json()
