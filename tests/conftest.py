@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+os.environ["FASTENSOR_EXPLORE"] = "0"  # backends are chosen by size, in every run alike
+os.environ["FASTENSOR_DICTIONARIES"] = os.path.join(tempfile.gettempdir(), "fastensor-has-no-dictionaries-in-tests")
 
 settings.register_profile(
     "default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
