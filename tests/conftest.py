@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["FASTENSOR_EXPLORE"] = "0"  # backends are chosen by size, in every run alike
-os.environ["FASTENSOR_DICTIONARIES"] = os.path.join(tempfile.gettempdir(), "fastensor-has-no-dictionaries-in-tests")
 
 settings.register_profile(
     "default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("torture", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing that a test, or a program that it starts, learns about this machine is kept."""
+    folder = tmp_path_factory.mktemp("dictionaries")
+    with mock.patch.dict(os.environ, FASTENSOR_DICTIONARIES=str(folder)):
+        yield folder
+
 
 _TALLY = pytest.StashKey[Counter[str]]()
 _WORKER_OUTPUT = "fastensor_tally"

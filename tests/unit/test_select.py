@@ -322,6 +322,15 @@ def test_what_is_no_dictionary_is_refused(text: str, message: str) -> None:
         Dictionary.from_json(text)
 
 
+@pytest.mark.parametrize("nbytes", [-1, 2**63 + 1, 10**400])
+def test_sizes_that_no_file_has_are_refused(nbytes: int) -> None:
+    found = json.loads(GOOD._dictionary.to_json())
+    (sizes,) = found["entries"].values()
+    sizes[str(nbytes)] = sizes[str(MIB)]
+    with pytest.raises(DictionaryError, match=f"a size of {nbytes} bytes"):
+        Dictionary.from_json(json.dumps(found))
+
+
 @given(st.data())
 def test_a_damaged_dictionary_is_refused_or_read(data: st.DataObject) -> None:
     text = bytearray(GOOD._dictionary.to_json().encode())

@@ -19,6 +19,8 @@ MOST_SAMPLES = 5
 """The latest timings are kept: enough for a median that an outlier does not move."""
 MOST_NBYTES = 64 << 10
 """Of a dictionary as JSON. What was measured least often is left out."""
+MOST_SIZE = 1 << 63
+"""No file is larger."""
 VERSION = 1
 _FORMAT = "fastensor dictionary"
 
@@ -156,7 +158,7 @@ class Dictionary:
             result = cls()
             for context, sizes in found["entries"].items():
                 for size, entry in sizes.items():
-                    result._entries[Key(Context.parse(context), bucket_of(int(size)))] = _parse_entry(entry)
+                    result._entries[Key(Context.parse(context), bucket_of(_parse_size(size)))] = _parse_entry(entry)
         except DictionaryError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -189,6 +191,13 @@ def _describe(entry: Entry) -> dict[str, Any]:
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
+
+
+def _parse_size(found: str) -> int:
+    nbytes = int(found)
+    if not 0 <= nbytes <= MOST_SIZE:
+        raise DictionaryError(f"damaged: a size of {nbytes} bytes")
+    return nbytes
 
 
 def _parse_entry(found: Mapping[str, Any]) -> Entry:

@@ -1,0 +1,224 @@
+"""What timings depend on: they are kept apart by that.
+
+All of it is read from files, so that it is the same before and after CUDA is initialised, and never initialises it.
+Names of hosts, users and folders are no part of it: containers change the first, and nobody has to know the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+_KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
+"""What the distribution is called, by where it comes from."""
+_SECTOR_NBYTES = 512
+"""Sizes of disks are counted in these, whatever theirs are."""
+
+
+def identity(path: str | os.PathLike[str], root: Path = Path("/")) -> dict[str, str]:
+    """What is known of the machine, of the filesystem that a path is on, and of the software. What is not, is left out.
+
+    Two servers that are mounted as filesystems of the same kind are not told apart.
+
+    Args:
+        path: of a file or folder. If it does not exist, the nearest folder above that does counts.
+        root: where ``/proc``, ``/sys`` and ``/dev`` are.
+    """
+    found = {**_hardware(root), **_storage(*_nearest_folder(path), root), **_versions()}
+    return {name: text for name, text in found.items() if text}
+
+
+def digest(machine: Mapping[str, str]) -> str:
+    """An identity in 16 hexadecimal digits.
+
+    >>> digest({"cpu": "2 × AMD EPYC"}), digest({})
+    ('7693a3202c826ffe', '44136fa355b3678a')
+    """
+    return hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def _hardware(root: Path) -> dict[str, str]:
+    release = re.match(r"\d+\.\d+", _read(root / "proc/sys/kernel/osrelease"))
+    return {"cpu": _cpu(root), "gpu": ", ".join(sorted(set(_gpus(root)))), "linux": release[0] if release else ""}
+
+
+def _cpu(root: Path) -> str:
+    text = _read(root / "proc/cpuinfo")
+    count = len(re.findall(r"^processor\b", text, re.MULTILINE)) or os.cpu_count()
+    fields = _fields(text)
+    arm = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
+    model = fields.get("model name") or fields.get("cpu") or " ".join(["ARM", *arm] if arm else [platform.machine()])
+    return f"{count} × {model}"
+
+
+def _gpus(root: Path) -> Iterator[str]:
+    """The kinds that there are, each with its memory, or as much of that as the bus sees: that tells apart those that
+    are sold with several sizes, and transfers from the disk go through it."""
+    for information in root.glob("proc/driver/nvidia/gpus/*/information"):
+        window = _largest_window(_read(root / "sys/bus/pci/devices" / information.parent.name / "resource"))
+        model = _fields(_read(information)).get("Model", "NVIDIA")
+        yield f"{model} ({_binary_size(window)} on the bus)" if window else model
+    for memory in root.glob("sys/class/drm/card*/device/mem_info_vram_total"):
+        yield f"AMD {_read(memory.with_name('device'))} ({_binary_size(_number(memory))})"
+
+
+def _largest_window(resource: str) -> int:
+    """Of a PCI device, in bytes.
+
+    >>> _largest_window("0xa0000000 0xa0ffffff 0x40200\\n0x0 0x0 0x0")
+    16777216
+    """
+    ranges = re.findall(r"^0x([0-9a-f]+) 0x([0-9a-f]+)", resource, re.MULTILINE)
+    return max((int(end, 16) - int(begin, 16) + 1 for begin, end in ranges if int(end, 16)), default=0)
+
+
+class _Mount(NamedTuple):
+    device: str
+    point: str
+    filesystem: str
+    source: str
+
+
+def _storage(folder: Path, number: int, root: Path) -> dict[str, str]:
+    mount = _mount_of(folder, number, list(_mounts(_read(root / "proc/self/mountinfo"))))
+    if mount is None:
+        return {}
+    block = _block_device(mount, root)
+    return {"filesystem": mount.filesystem, "disk": _describe_disk(block) if block else ""}
+
+
+def _mounts(mountinfo: str) -> Iterator[_Mount]:
+    """What is mounted (proc(5))."""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) > 4 and len(kind) > 1:
+            yield _Mount(fields[2], _unescaped(fields[4]), kind[0], _unescaped(kind[1]))
+
+
+def _mount_of(folder: Path, number: int, mounts: list[_Mount]) -> _Mount | None:
+    """By the number of the device; by the name where that is of something inside, as of btrfs' subvolumes."""
+    device = f"{os.major(number)}:{os.minor(number)}"
+    above = [mount for mount in mounts if folder.is_relative_to(mount.point)]
+    return max(
+        [mount for mount in mounts if mount.device == device] or above, key=lambda mount: len(mount.point), default=None
+    )
+
+
+def _block_device(mount: _Mount, root: Path) -> Path | None:
+    """Its folder in ``/sys``; None for what is on no disk of this machine, or does not say on which."""
+    source = Path(os.path.realpath(root / mount.source.lstrip("/")))
+    found = [root / "sys/dev/block" / mount.device]
+    if mount.source.startswith("/dev/"):
+        found += [root / "sys/class/block" / name for name in (source.name, Path(mount.source).name)]
+    return next(filter(os.path.exists, found), None)
+
+
+def _describe_disk(block: Path) -> str:
+    """The model of a disk; of one that is made of others, how, and their models."""
+    folder = Path(os.path.realpath(block))
+    if os.path.exists(folder / "partition"):
+        folder = folder.parent
+    parts = Counter(_describe_disk(part) for part in _entries(folder / "slaves"))
+    if parts:
+        models = (f"{count} × {model}" if count > 1 else model for model, count in sorted(parts.items()))
+        return f"{_composition(folder)} of {', '.join(models)}"
+    return f"{_model(folder)} ({_binary_size(_number(folder / 'size') * _SECTOR_NBYTES)})"
+
+
+def _composition(folder: Path) -> str:
+    """How a disk is made of others: ``raid0``, ``crypt``, ``lvm``, ..."""
+    mapped = _read(folder / "dm/uuid").partition("-")[0].lower()
+    return _read(folder / "md/level") or mapped or _kind(folder)
+
+
+def _model(folder: Path) -> str:
+    given = _read(folder / "device/model") or _read(folder / "device/name")
+    subsystem = folder / "device/subsystem"
+    return given or (os.path.basename(os.path.realpath(subsystem)) if os.path.exists(subsystem) else _kind(folder))
+
+
+def _kind(folder: Path) -> str:
+    return folder.name.rstrip("0123456789").rstrip("-")
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"fastensor": ".".join(_version("fastensor").split(".")[:2]), "torch": _version("torch")}
+    return found | {"kvikio": next(filter(None, map(_version, _KVIKIO)), "")}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _nearest_folder(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """A path itself, or what is above it, and the number of its device."""
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        with contextlib.suppress(OSError):
+            found = os.stat(folder)
+            if stat.S_ISDIR(found.st_mode):
+                return folder, found.st_dev
+    return real, 0
+
+
+def _fields(text: str) -> dict[str, str]:
+    """
+    >>> _fields("model name\\t: AMD  EPYC\\nmodel name\\t: the second\\nflags:")
+    {'model name': 'AMD EPYC', 'flags': ''}
+    """
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, rest = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), " ".join(rest.split()))
+    return found
+
+
+def _unescaped(text: str) -> str:
+    """
+    >>> _unescaped("/my\\\\040disk")
+    '/my disk'
+    """
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _binary_size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB" if nbytes < 1 << 40 else f"{nbytes / 2**40:.3g} TiB"
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int:
+    """What a small file says; 0 if it says nothing, or something else."""
+    text = _read(path)
+    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else 0
+
+
+def _read(path: Path) -> str:
+    """A small file's text; nothing if there is none."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
