@@ -1,0 +1,399 @@
+"""The tables of the Fastensor paper on this machine: which backend is the fastest, and is it the one that is chosen?
+
+Single tensors of 3 MB to 1.5 GB, written durably, read cold and read from the page cache, by each backend alone (Tables
+2 to 5); models saved by each backend alone and by the one that a selector has learned (Table 9); and the sizes of the
+feature maps of BERT and ViT, written and read back over and over (Tables 13 and 14): how often what was chosen was the
+best, and how its time compares with the best in hindsight. Everything is interleaved; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from contenders import build_state, model_names
+from measuring import describe_machine, settle
+
+import fastensor
+from fastensor import Dictionary, Selector, TensorStore
+from fastensor.backends import registry
+
+AUTO = "auto"
+SIZES_MIB = tuple(3.0625 * 2**power for power in range(10))
+"""Of Tables 2 to 4."""
+MIXES_MIB = {
+    "BERT": (5.34e-5, 0.0030, 0.0040, 0.0074, 0.0147, 0.0293, 0.1875, 0.6592, 1.4063, 2.25, 2.6368, 5.625, 9.0, 22.5),
+    "ViT": (
+        5.34e-5, 0.0049, 0.0050, 0.0628, 0.4981, 2.8711, 6.25, 6.2745, 18.75, 20.1566, 25.0, 25.0977, 36.75, 80.3125,
+        258.004, 321.25,
+    ),
+}  # fmt: skip
+"""Of Tables 13 and 14: one backward pass needs each of them once."""
+TIE = 1.03
+ENOUGH_HITS = 0.938
+"""What the paper reports (section 5.2.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One measurement."""
+
+    table: str
+    what: str
+    """The operation, or the model, or the mix."""
+    nbytes: int
+    way: str
+    """A backend, or ``auto``."""
+    used: str
+    """The backend that did it."""
+    round: int
+    seconds: float
+    cpu_seconds: float
+
+
+def timed(action: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What an action returns, its seconds, and the seconds of CPU that this process has spent on it."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = action()
+    return result, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def evict(path: Path) -> None:
+    """Drop a file from the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_tensors(folder: Path, sizes: Iterable[float], rounds: int, backends: Sequence[str]) -> list[Transfer]:
+    """Tables 2 to 5."""
+    found = []
+    stores = {name: TensorStore(folder, backend=name, durable=True) for name in backends}
+    for mib in sizes:
+        tensor = torch.randn(round(mib * 2**20) // 4)
+        for number in range(rounds):
+            for way in random.Random(number).sample(list(backends), len(backends)):
+                say(f"{mib:.4g} MiB, round {number + 1}, {way}")
+                store = stores[way]
+                settle()
+                ref, *write = timed(lambda: store.put(tensor))  # noqa: B023
+                evict(folder / ref.file)
+                _, *cold = timed(lambda: store.get(ref))  # noqa: B023
+                (folder / ref.file).read_bytes()
+                _, *warm = timed(lambda: store.get(ref))  # noqa: B023
+                store.delete(ref)
+                for what, (seconds, cpu) in {"durable write": write, "cold read": cold, "warm read": warm}.items():
+                    found.append(Transfer("tensors", what, tensor.nbytes, way, way, number, seconds, cpu))
+    return found
+
+
+def measure_models(folder: Path, models: Iterable[str], rounds: int, backends: Sequence[str]) -> list[Transfer]:
+    """Table 9. A selector that begins with nothing explores first, which is not counted."""
+    found = []
+    selector = Selector()
+    ways: dict[str, Any] = {AUTO: selector, **{name: name for name in backends}}
+    for model in models:
+        state = build_state(model, "cpu")
+        nbytes = sum(tensor.nbytes for tensor in state.values())
+        exploring = True
+        while exploring:
+            explored = selector.statistics().explored
+            say(f"{model}, exploring: {fastensor.save(state, folder / AUTO, backend=selector).reason}")
+            exploring = selector.statistics().explored > explored
+        for number in range(rounds):
+            for way in random.Random(number).sample(list(ways), len(ways)):
+                say(f"{model}, round {number + 1}, {way}")
+                settle()
+                report, seconds, cpu = timed(lambda: fastensor.save(state, folder / way, backend=ways[way]))  # noqa: B023
+                found.append(Transfer("models", model, nbytes, way, report.backend, number, seconds, cpu))
+        for way in ways:
+            (folder / way).unlink()
+    return found
+
+
+def measure_mix(
+    folder: Path, name: str, sizes: Sequence[float], iterations: int, backends: Sequence[str]
+) -> tuple[list[Transfer], dict[str, int]]:
+    """Tables 13 and 14: as in training, everything is written, and then read in the reverse order.
+
+    Returns:
+        The measurements, and what the selector did: here, and in a second run that begins with what it has learned.
+    """
+    found = []
+    selector = Selector(refresh_every=iterations // 2)
+    stores = {way: TensorStore(folder, backend=way) for way in backends}
+    stores[AUTO] = TensorStore(folder, selector=selector, mode="write_read")
+    tensors = [torch.randn(max(round(mib * 2**20) // 4, 1)) for mib in sizes]
+    for number in range(iterations):
+        for way in random.Random(number).sample(list(stores), len(stores)):
+            say(f"{name}, iteration {number + 1}, {way}")
+            settle()
+            explored = selector.statistics().explored
+            taken = pass_through(stores[way], tensors)
+            exploring = way == AUTO and selector.statistics().explored > explored
+            table = f"mix {name}, exploring" if exploring else f"mix {name}"
+            found += [
+                Transfer(table, "write and read", tensor.nbytes, way, used, number, seconds, cpu)
+                for tensor, (used, seconds, cpu) in zip(tensors, taken, strict=True)
+            ]
+    first = selector.statistics()
+    second = Selector(Dictionary.from_json(selector.dictionary.to_json()))
+    for _ in range(3):
+        pass_through(TensorStore(folder, selector=second, mode="write_read"), tensors)
+    return found, {
+        "explored": first.explored,
+        "exploited": first.exploited,
+        "refreshed": first.refreshed,
+        "explored in a second run": second.statistics().explored,
+    }
+
+
+def pass_through(store: TensorStore, tensors: Sequence[torch.Tensor]) -> list[tuple[str, float, float]]:
+    """Write all, read all, delete all; for each tensor which backend did it, and its seconds and CPU seconds."""
+    written = [timed(lambda: store.put(tensor)) for tensor in tensors]  # noqa: B023
+    read = [timed(lambda: store.get(ref)) for ref, _, _ in reversed(written)]  # noqa: B023
+    for ref, _, _ in written:
+        store.delete(ref)
+    return [
+        (ref.backend, put + get, put_cpu + get_cpu)
+        for (ref, put, put_cpu), (_, get, get_cpu) in zip(written, reversed(read), strict=True)
+    ]
+
+
+def say(text: str) -> None:
+    print(text, "...", file=sys.stderr, flush=True)
+
+
+# --- what it amounts to
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A median, and the median distance from it."""
+
+    seconds: float
+    spread: float
+    cpu_seconds: float
+
+
+def figures(found: Iterable[Transfer]) -> dict[tuple[str, str, int, str], Figure]:
+    """By table, operation, size and way."""
+    groups = defaultdict(list)
+    for one in found:
+        groups[one.table, one.what, one.nbytes, one.way].append(one)
+    result = {}
+    for key, group in groups.items():
+        centre = median(one.seconds for one in group)
+        spread = median(abs(one.seconds - centre) for one in group)
+        result[key] = Figure(centre, spread, median(one.cpu_seconds for one in group))
+    return result
+
+
+def tied(figure: Figure, best: Figure) -> bool:
+    """Whether one is as good as the best: within 3 %, or spreads overlap."""
+    close = figure.seconds <= TIE * best.seconds
+    return close or figure.seconds - figure.spread <= best.seconds + best.spread
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Tables 13 and 14, of one model."""
+
+    name: str
+    hits: float
+    """The share of transfers whose backend was the best one of its size, or as good."""
+    seconds: dict[str, float]
+    """One iteration: by each way, and by the best for each size in hindsight. Medians of sizes, added."""
+    chosen: dict[int, Counter[str]]
+    """By size: how often each backend was chosen, exploration left out."""
+    best: dict[int, str]
+    """By size."""
+    fastest: dict[int, Counter[str]]
+    """By size: in how many iterations each backend was the fastest."""
+
+
+HINDSIGHT = "the best for each size, in hindsight"
+
+
+def evaluate_mix(name: str, found: Sequence[Transfer], backends: Sequence[str]) -> Mix:
+    own = [one for one in found if one.table == f"mix {name}"]
+    by = figures(own)
+    sizes = sorted({one.nbytes for one in own})
+
+    def figure(nbytes: int, way: str) -> Figure:
+        return by[f"mix {name}", "write and read", nbytes, way]
+
+    best = {nbytes: min(backends, key=lambda way: figure(nbytes, way).seconds) for nbytes in sizes}
+    chosen: dict[int, Counter[str]] = {nbytes: Counter() for nbytes in sizes}
+    for one in own:
+        if one.way == AUTO:
+            chosen[one.nbytes][one.used] += 1
+    good = sum(
+        count
+        for nbytes, used in chosen.items()
+        for way, count in used.items()
+        if tied(figure(nbytes, way), figure(nbytes, best[nbytes]))
+    )
+    total = sum(sum(used.values()) for used in chosen.values())
+    seconds = {way: sum(figure(nbytes, way).seconds for nbytes in sizes) for way in (AUTO, *backends)}
+    seconds[HINDSIGHT] = sum(figure(nbytes, best[nbytes]).seconds for nbytes in sizes)
+    fastest: dict[int, Counter[str]] = {nbytes: Counter() for nbytes in sizes}
+    rounds: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for one in own:
+        if one.way != AUTO:
+            rounds[one.nbytes, one.round].append(one)
+    for (nbytes, _), group in rounds.items():
+        fastest[nbytes][min(group, key=lambda one: one.seconds).way] += 1
+    return Mix(name, good / total if total else 0.0, seconds, chosen, best, fastest)
+
+
+def judge(found: Sequence[Transfer], mixes: Sequence[Mix], runs: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+    """The promises, and whether they hold."""
+    verdicts: list[dict[str, Any]] = []
+
+    def promise(what: str, measured: float, bound: float, *, at_least: bool = False) -> None:
+        holds = measured >= bound if at_least else measured <= bound
+        sign = "≥" if at_least else "≤"
+        verdicts.append({"promise": f"{what} {sign} {bound:g}", "measured": round(measured, 3), "holds": holds})
+
+    for mix in mixes:
+        promise(f"{mix.name}: share of choices that were the best", mix.hits, ENOUGH_HITS, at_least=True)
+        promise(f"{mix.name}: time / hindsight", mix.seconds[AUTO] / mix.seconds[HINDSIGHT], 1.05)
+        fixed = min((way for way in mix.seconds if way not in (AUTO, HINDSIGHT)), key=mix.seconds.__getitem__)
+        promise(f"{mix.name}: time / best fixed backend ({fixed})", mix.seconds[AUTO] / mix.seconds[fixed], 1.0)
+        promise(f"{mix.name}: explored in a second run", runs[mix.name]["explored in a second run"], 0)
+    by = figures(one for one in found if one.table == "models")
+    for model, nbytes in dict.fromkeys((what, nbytes) for _, what, nbytes, _ in by):
+        own = {way: figure.seconds for (_, what, _, way), figure in by.items() if what == model}
+        fixed = min((way for way in own if way != AUTO), key=own.__getitem__)
+        promise(f"{model} ({nbytes >> 20} MiB): auto / best fixed backend ({fixed})", own[AUTO] / own[fixed], 1.05)
+    return verdicts
+
+
+def report(
+    machine: dict[str, str],
+    found: Sequence[Transfer],
+    mixes: Sequence[Mix],
+    runs: dict[str, dict[str, int]],
+    verdicts: list[dict[str, Any]],
+    backends: Sequence[str],
+) -> str:
+    """Everything as Markdown."""
+    by = figures(found)
+    lines = ["# Single tensors and models by each backend, and by the one that is chosen", ""]
+    lines += [f"- {key}: {value}" for key, value in machine.items()]
+    for operation in ("durable write", "cold read", "warm read"):
+        lines += [
+            "",
+            f"## {operation}, MB/s (Tables 2 to 4), CPU utilisation, and MB/s per core in use (IOef, Table 5)",
+        ]
+        lines += ["", "| MiB | " + " | ".join(f"{way} | CPU | IOef" for way in backends) + " |"]
+        lines += ["|---:|" + "---:|" * 3 * len(backends)]
+        for nbytes in sorted({n for table, what, n, _ in by if table == "tensors" and what == operation}):
+            own = {way: by["tensors", operation, nbytes, way] for way in backends}
+            fastest = min(own, key=lambda way: own[way].seconds)
+            lines += [
+                f"| {nbytes / 2**20:.4g} | " + " | ".join(_cells(own[w], nbytes, w == fastest) for w in own) + " |"
+            ]
+    models = dict.fromkeys((what, nbytes) for table, what, nbytes, _ in by if table == "models")
+    ways = (AUTO, *backends)
+    lines += ["", "## saving models durably, seconds (Table 9)", "", "| model | MiB | " + " | ".join(ways) + " |"]
+    lines += ["|---|---:|" + "---:|" * len(ways)]
+    for model, nbytes in models:
+        cells = " | ".join(f"{by['models', model, nbytes, way].seconds:.4f}" for way in ways)
+        lines += [f"| {model} | {nbytes / 2**20:.4g} | {cells} |"]
+    for mix in mixes:
+        lines += ["", f"## the sizes of {mix.name}, written and read back (Tables 13 and 14)", ""]
+        lines += ["In how many iterations each backend was the fastest, the best by medians, and what was chosen.", ""]
+        lines += [
+            "| MiB | " + " | ".join(backends) + " | best | chosen |",
+            "|---:|" + "---:|" * len(backends) + "---|---|",
+        ]
+        for nbytes, best in mix.best.items():
+            counts = " | ".join(str(mix.fastest[nbytes][way]) for way in backends)
+            chosen = ", ".join(f"{way} {count}" for way, count in mix.chosen[nbytes].most_common())
+            lines += [f"| {nbytes / 2**20:.4g} | {counts} | {best} | {chosen} |"]
+        lines += ["", "| way | ms an iteration |", "|---|---:|"]
+        lines += [f"| {way} | {seconds * 1e3:.1f} |" for way, seconds in mix.seconds.items()]
+        lines += ["", f"The selector: {', '.join(f'{what} {count}' for what, count in runs[mix.name].items())}."]
+    lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
+    lines += [f"| {v['promise']} | {v['measured']:.3f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(figure: Figure, nbytes: int, fastest: bool) -> str:
+    speed, utilisation = nbytes / figure.seconds / 1e6, figure.cpu_seconds / figure.seconds
+    shown = f"**{speed:.0f}**" if fastest else f"{speed:.0f}"
+    return f"{shown} | {utilisation:.2f} | {speed / utilisation:.0f}" if utilisation else f"{shown} | 0 | -"
+
+
+def plot(found: Sequence[Transfer], backends: Sequence[str], path: Path) -> None:
+    """Bandwidth by size, one line a backend, the best marked."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    by = figures(one for one in found if one.table == "tensors")
+    operations = list(dict.fromkeys(what for _, what, _, _ in by))
+    figure, axes = pyplot.subplots(1, len(operations), figsize=(5 * len(operations), 4), squeeze=False)
+    for axis, operation in zip(axes[0], operations, strict=True):
+        sizes = sorted({nbytes for _, what, nbytes, _ in by if what == operation})
+        speeds = {w: [n / by["tensors", operation, n, w].seconds / 1e6 for n in sizes] for w in backends}
+        mib = [nbytes / 2**20 for nbytes in sizes]
+        for way in backends:
+            axis.plot(mib, speeds[way], marker=".", label=way)
+        axis.plot(mib, [max(column) for column in zip(*speeds.values(), strict=True)], "k*", linestyle="", label="best")
+        axis.set(xscale="log", title=operation, xlabel="MiB", ylabel="MB/s")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=float, nargs="*", default=SIZES_MIB, help="MiB of single tensors")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--models", nargs="*", default=[name for name in model_names() if name != "gpt2_adam"])
+    parser.add_argument("--mixes", nargs="*", choices=list(MIXES_MIB), default=list(MIXES_MIB))
+    parser.add_argument("--iterations", type=int, default=40, help="of the mixes")
+    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/tensor_io"))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    backends = [name for name in registry.names() if registry.get(name).availability().available]
+    runs: dict[str, dict[str, int]] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        machine = describe_machine(folder, "cpu")
+        found = measure_tensors(folder, options.sizes, options.rounds, backends)
+        found += measure_models(folder, options.models, options.rounds, backends)
+        for mix in options.mixes:
+            more, runs[mix] = measure_mix(folder, mix, MIXES_MIB[mix], options.iterations, backends)
+            found += more
+    mixes = [evaluate_mix(mix, found, backends) for mix in options.mixes]
+    verdicts = judge(found, mixes, runs)
+    text = report(machine, found, mixes, runs, verdicts, backends)
+    options.output.with_suffix(".md").write_text(text)
+    result = {"machine": machine, "verdicts": verdicts, "runs": runs, "measurements": [asdict(one) for one in found]}
+    options.output.with_suffix(".json").write_text(json.dumps(result))
+    if options.sizes:
+        plot(found, backends, options.output.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
