@@ -58,7 +58,8 @@ class FastensorCheckpointIO(CheckpointIO):
     file that was there before is untouched.
 
     Args:
-        backend: how bytes are moved, as in :func:`fastensor.save` and :func:`fastensor.load`.
+        backend: how bytes are moved, as in :func:`fastensor.save` and :func:`fastensor.load`: by default, by what was
+            fastest on this machine.
         durable: whether saves are synced, as in :func:`fastensor.save`.
         map_location: where checkpoints are loaded to when Lightning does not say, which it never does for resuming.
             ``"cpu"`` is what Lightning does by itself; ``"cuda"`` loads every tensor to the process's own device.
@@ -87,7 +88,7 @@ class FastensorCheckpointIO(CheckpointIO):
     def __init__(
         self,
         *,
-        backend: str = "auto",
+        backend: str | fastensor.Selector = "auto",
         durable: bool = True,
         map_location: Any = "cpu",
         verify: bool | None = None,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import fastensor
+from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes
+from fastensor_lightning.shared_choice import share_choice
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -34,22 +37,28 @@ class CheckpointMonitor(Callback):
     knows of files that are still to come or go, and ``after_save_checkpoint`` of loggers, which may upload, is called
     in the thread that trains once the file is finished, at the end of a batch or of the run.
 
+    With DDP, ranks that have the same kind of devices and filesystem choose backends by what the lowest of them has
+    learned: it is sent to the others when a run begins, and at the end of each epoch.
+
     Args:
         progress_bar: whether to show the latest save in the progress bar.
+        explain: whether to say in the Trainer's log which backend each file was saved by, and why.
 
     Raises:
         TypeError: in ``setup``, if the Trainer saves with another plugin.
     """
 
-    def __init__(self, *, progress_bar: bool = True) -> None:
+    def __init__(self, *, progress_bar: bool = True, explain: bool = False) -> None:
         super().__init__()
         self._progress_bar = progress_bar
+        self._explain = explain
         self._to_show: fastensor.SaveReport | None = None
         self._to_log: deque[tuple[int, fastensor.SaveReport]] = deque()
         self._thread = 0
         self._undo: list[Callable[[], None]] = []
         self._loggers: WaitingLoggers | None = None
         self._plugin: FastensorCheckpointIO | None = None
+        self._sharing: Sharing | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._forget_run()
@@ -58,6 +67,7 @@ class CheckpointMonitor(Callback):
         self._undo.append(
             plugin.subscribe(lambda report, step: self._on_save(trainer, report, step), interrupted=self._forget_run)
         )
+        self._sharing = share_choice(plugin, trainer)
         if plugin.asynchronous:
             self._loggers = WaitingLoggers(plugin, trainer.loggers)
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
@@ -68,6 +78,7 @@ class CheckpointMonitor(Callback):
             self._plugin.wait()
             if self._plugin.asynchronous:
                 trainer.strategy.barrier()
+        self.on_train_epoch_end(trainer, pl_module)
         self._stop()
         self._log(trainer)
         self._loggers = None
@@ -91,8 +102,12 @@ class CheckpointMonitor(Callback):
         }
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._sharing is not None:
+            self._sharing.sync()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_undo": [], "_loggers": None, "_plugin": None}
+        return {**self.__dict__, "_undo": [], "_loggers": None, "_plugin": None, "_sharing": None}
 
     def _forget_run(self) -> None:
         """After an exception, when loggers are closed and no callback can save any more."""
@@ -117,12 +132,22 @@ class CheckpointMonitor(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
+            if self._explain:
+                _log_of(trainer).info("%s was saved by %s: %s", report.path, report.backend, report.reason)
         if self._loggers is not None:
             self._loggers.call_those_whose_files_are_finished()
 
     def _stop(self) -> None:
+        if self._sharing is not None:
+            self._sharing.end()
+            self._sharing = None
         while self._undo:
             self._undo.pop()()
+
+
+def _log_of(trainer: Trainer) -> logging.Logger:
+    """That of the package that the Trainer is from."""
+    return logging.getLogger("pytorch_lightning" if trainer.__module__.startswith("pytorch_") else "lightning.pytorch")
 
 
 def _find_plugin(trainer: Trainer) -> FastensorCheckpointIO:

@@ -28,6 +28,10 @@ from fastensor.errors import (
     UnsupportedContentError,
     UnverifiedCheckpointWarning,
 )
+from fastensor.select.context import Context
+from fastensor.select.current import current_selector, use_selector
+from fastensor.select.dictionary import Dictionary
+from fastensor.select.selector import Choice, Explanation, Selector, SelectorStatistics
 
 __version__ = "0.1.0"
 
@@ -50,6 +54,15 @@ __all__ = [
     "inspect",
     "Inspection",
     "convert",
+    # choosing backends
+    "Selector",
+    "SelectorStatistics",
+    "Choice",
+    "Explanation",
+    "Context",
+    "Dictionary",
+    "current_selector",
+    "use_selector",
     # what was done
     "SaveReport",
     "LoadReport",

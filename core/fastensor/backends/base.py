@@ -67,6 +67,9 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities:
         """What the backend can do."""
 
+    def can_write(self, source: Source) -> bool:
+        """Whether it knows how to write this kind of source at all. A single file may still be refused."""
+
     def write(self, source: Source, fd: int) -> Sequence[int]:
         """Write the whole image to an open, empty, seekable file.
 

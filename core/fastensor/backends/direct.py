@@ -39,6 +39,9 @@ class DirectBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES)
 
+    def can_write(self, source: Source) -> bool:
+        return True
+
     def write(self, source: Source, fd: int) -> Sequence[int]:
         limits = _limits(fd)
         with _direct_mode(fd):

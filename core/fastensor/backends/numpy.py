@@ -38,6 +38,9 @@ class NumpyBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(bypasses_page_cache=False, extra_nbytes=BUFFER_NBYTES)
 
+    def can_write(self, source: Source) -> bool:
+        return True
+
     def write(self, source: Source, fd: int) -> Sequence[int]:
         total = source.nbytes
         with open_stager(source) as stager:

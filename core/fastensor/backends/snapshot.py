@@ -37,7 +37,10 @@ class Snapshot:
         before_window: called with the number of bytes of each window that is about to be handed over, in the thread
             that moves it; may wait, and may raise.
         known_checksums: see :class:`~fastensor.stitch.source.Source`.
+        held_up: whether ``before_window`` waits.
     """
+
+    device = "staged"
 
     def __init__(
         self,
@@ -46,8 +49,10 @@ class Snapshot:
         *,
         before_window: Callable[[int], None] = lambda nbytes: None,
         known_checksums: tuple[int, ...] | None = None,
+        held_up: bool = False,
     ) -> None:
         self.nbytes = plan.nbytes
+        self._held_up = held_up
         self.known_checksums = known_checksums
         self._plan = plan
         self._released_plan = plan.released()
@@ -67,6 +72,10 @@ class Snapshot:
         self._streams = False
         """Whether windows may be had before all is staged. Otherwise moving would take time from staging."""
         self._failure: BaseException | None = None
+
+    @property
+    def held_up(self) -> bool:
+        return self._held_up or self._streams
 
     @property
     def checksums_first(self) -> bool:

@@ -33,6 +33,9 @@ class TorchBackend:
     def capabilities(self) -> Capabilities:
         return Capabilities(bypasses_page_cache=False, extra_nbytes=None)
 
+    def can_write(self, source: Source) -> bool:
+        return isinstance(source, TorchZip)
+
     def write(self, source: Source, fd: int) -> Sequence[int]:
         if not isinstance(source, TorchZip):
             raise BackendUnavailableError("torch.save writes only its own container, and from memory")

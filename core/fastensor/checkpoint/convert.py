@@ -15,6 +15,7 @@ from fastensor.backends import registry
 from fastensor.backends.base import Reader
 from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
+from fastensor.checkpoint.choosing import BackendChoice, Wanted
 from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.names import nodes
@@ -42,7 +43,7 @@ def convert(
     copy_ties: bool = False,
     container: SavedContainer | None = None,
     verify: bool = True,
-    backend: str = registry.AUTO,
+    backend: BackendChoice = registry.AUTO,
     durable: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
@@ -196,7 +197,7 @@ class _Reading:
         catalog: Catalog,
         order: Sequence[Located],
         verify: bool,
-        backend: str,
+        backend: BackendChoice,
         progress: Progress,
     ) -> None:
         extents = (catalog.extent_of(one.part) for one in order)
@@ -244,7 +245,7 @@ class _Reading:
 
     def _restart(self) -> None:
         self.close()
-        _, self._reader = self._file.open_reader(self._order, self._backend, [])
+        self._reader = self._file.open_reader(self._order, Wanted(self._backend), []).reader
         self._done = 0
 
 

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.torch import file_for_torch
-from fastensor.checkpoint.fallback import use_first
+from fastensor.checkpoint.choosing import NO_LOCAL_FILE, BackendChoice, Transfer, check_choice
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
@@ -29,10 +29,13 @@ from fastensor.checkpoint.publish import (
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import Fallback, SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
+from fastensor.select.context import Context
 from fastensor.select.rule import choose_writer
 from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
+_ONLY_TORCH = "it could not be laid out without torch"
+_STREAMED = (("torch", _ONLY_TORCH), (stream.NAME, NO_LOCAL_FILE))
 
 
 Planner: TypeAlias = Callable[[list[Fallback]], Plan | None]
@@ -43,6 +46,7 @@ class _Written(NamedTuple):
     path: str
     nbytes: int
     backend: str
+    reason: str
     durable: bool
 
 
@@ -67,13 +71,12 @@ class Delivery:
         path: Location,
         let_torch_write: Callable[[BinaryIO], None],
         *,
-        backend: str,
+        backend: BackendChoice,
         durable: bool,
         follow_symlinks: bool,
     ) -> None:
         self._started = time.perf_counter()
-        if backend != registry.AUTO:
-            registry.get(backend)
+        check_choice(backend)
         found = locate(path)
         self.target = resolve_target(found, follow_symlinks=follow_symlinks) if isinstance(found, str) else found
         self.where = name_of(path)
@@ -159,6 +162,7 @@ class Delivery:
             path=written.path,
             nbytes=written.nbytes,
             backend=written.backend,
+            reason=written.reason,
             durable=written.durable,
             plan_seconds=self.seconds["plan"],
             write_seconds=self.seconds["write"],
@@ -181,24 +185,32 @@ class Delivery:
         path = temporary.target.path
         with _explained(temporary, path):
             with self._at("write"):
-                used = self._write(source, temporary.fd)
+                if source is None:
+                    transfer = None
+                    self._write_with_torch(temporary.fd)
+                else:
+                    transfer = self._write(source, temporary)
                 nbytes = os.fstat(temporary.fd).st_size
             copy_ownership(temporary)
             if self._durable:
                 with self._at("sync"):
                     posix.sync_file(temporary.fd)
+            if transfer is not None and source is not None and not source.held_up:
+                transfer.done()
             self.before_publishing()
             with self._at("publish"):
                 publish(temporary, durable=self._durable)
             self.close()
-        return _Written(path, nbytes, used, self._durable)
+        if transfer is None:
+            return _Written(path, nbytes, "torch", _ONLY_TORCH, self._durable)
+        return _Written(path, nbytes, transfer.used, transfer.reason, self._durable)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
         kept = "what was there before is kept"
         with self._at("write"), _refusals_explained(self.where, kept), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
-        return _Written(target.url, nbytes, stream.NAME if source else "torch", False)
+        return _Written(target.url, nbytes, *_STREAMED[source is not None], False)
 
     def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
         _check_writable(file, self.where)
@@ -206,25 +218,32 @@ class Delivery:
             nbytes = self._to_stream(source, file)
             if hasattr(file, "flush"):
                 file.flush()
-        return _Written(self.where, nbytes, stream.NAME if source else "torch", False)
+        return _Written(self.where, nbytes, *_STREAMED[source is not None], False)
 
-    def _write(self, source: Source | None, fd: int) -> str:
-        """Move the file with the wanted backend or else with the next one that can; returns its name."""
-        if source is None:
-            with file_for_torch(partial(posix.write_fully, fd)) as file:
-                self._let_torch_write(file)
-            return "torch"
+    def _write_with_torch(self, fd: int) -> None:
+        with file_for_torch(partial(posix.write_fully, fd)) as file:
+            self._let_torch_write(file)
+
+    def _write(self, source: Source, temporary: Temporary) -> Transfer:
+        """Move the file with the chosen backend or else with the next one that can."""
+        fd = temporary.fd
         wait_for_space()
         posix.preallocate(fd, -(-source.nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
-        automatic = self._backend == registry.AUTO
-        wanted = choose_writer(source.nbytes) if automatic else registry.get(self._backend).name
+        transfer = Transfer(
+            self._backend,
+            os.path.dirname(temporary.name),
+            source.nbytes,
+            Context("write", source.device, warm=not self._durable),
+            [backend for backend in registry.backends() if backend.can_write(source)],
+            choose_writer(source.nbytes),
+        )
         try:
-            used, checksums = use_first(wanted, lambda candidate: candidate.write(source, fd), self._fallbacks)
+            checksums = transfer.run(lambda backend: backend.write(source, fd), self._fallbacks)
         except BackendUnavailableError as error:
             raise OSError(errno.EINVAL, str(error)) from error
         if source.checksums_first:
             posix.write_fully(fd, memoryview(source.head(checksums)), 0)
-        return used
+        return transfer
 
     def _to_stream(self, source: Source | None, file: BinaryIO) -> int:
         """Write to a file from its position on; returns how much."""

@@ -13,6 +13,7 @@ from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
+from fastensor.checkpoint.choosing import BackendChoice, Wanted, check_choice
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
 from fastensor.checkpoint.placement import MapLocation, place
@@ -30,7 +31,7 @@ def open(  # users write fastensor.open
     map_location: MapLocation = None,
     *,
     verify: bool | None = None,
-    backend: str = registry.AUTO,
+    backend: BackendChoice = registry.AUTO,
 ) -> LazyCheckpoint:
     """Open a checkpoint for reading single tensors of it.
 
@@ -65,8 +66,7 @@ def open(  # users write fastensor.open
             [4, 5]]) tensor([[2, 3],
             [4, 5]])
     """
-    if backend != registry.AUTO:
-        registry.get(backend)
+    check_choice(backend)
     with ExitStack() as stack:
         file = stack.enter_context(opened(path))
         catalog = read_catalog(file, verify=verify is not False)
@@ -93,7 +93,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         resources: ExitStack,
         map_location: MapLocation,
         verify: bool,
-        backend: str,
+        backend: BackendChoice,
     ) -> None:
         self._file = file
         self._catalog = catalog
@@ -101,7 +101,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         self._map_location = map_location
         self._verify = verify
         self._backend = backend
-        _, self._reader = file.open_reader((), "numpy", [])
+        self._reader = file.open_reader((), Wanted("numpy"), []).reader
         resources.callback(self._reader.close)
         self._sound: set[str] = set()
         """Parts of which slices were read, and whose checksum has been compared."""
@@ -220,7 +220,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         if self._backend == registry.AUTO and extent.end - extent.begin < _LARGE_NBYTES:
             yield self._reader
             return
-        _, reader = self._file.open_reader([extent], self._backend, [])
+        reader = self._file.open_reader([extent], Wanted(self._backend), []).reader
         with closing(reader):
             yield reader
 

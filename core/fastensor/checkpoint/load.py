@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from fastensor.backends import registry
+from fastensor.checkpoint.choosing import BackendChoice, check_choice
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation
@@ -31,7 +32,7 @@ def load(
     weights_only: bool | None = True,
     mmap: bool = False,
     verify: bool | None = None,
-    backend: str = registry.AUTO,
+    backend: BackendChoice = registry.AUTO,
 ) -> Any:
     """Load a checkpoint as ``torch.load`` does, at the speed of the disk or of the page cache, and verify it.
 
@@ -51,8 +52,9 @@ def load(
         verify: compare everything that is loaded with the CRC32s in the file. None means True, but False with
             ``mmap``, which reads nothing that could be compared. A file without checksums is loaded with an
             :class:`~fastensor.errors.UnverifiedCheckpointWarning`.
-        backend: ``"auto"``, or the name of the backend that shall bring the bytes. One that cannot, on this file or
-            machine, is replaced by another, which is logged.
+        backend: ``"auto"`` for the one that was fastest for such files on this machine, the name of a backend, or a
+            :class:`~fastensor.Selector` that chooses. One that cannot, on this file or machine, is replaced by another,
+            which is logged.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -89,7 +91,7 @@ def load_with_report(
     weights_only: bool | None = True,
     mmap: bool = False,
     verify: bool | None = None,
-    backend: str = registry.AUTO,
+    backend: BackendChoice = registry.AUTO,
 ) -> tuple[Any, LoadReport]:
     """:func:`load`, and what it did."""
     started = time.perf_counter()
@@ -98,8 +100,7 @@ def load_with_report(
             "mmap=True and verify=True contradict: a mapped file is read when its tensors are used; "
             "load without mmap to verify"
         )
-    if backend != registry.AUTO:
-        registry.get(backend)
+    check_choice(backend)
     names = keys if keys is None or isinstance(keys, str) else tuple(keys)
     request = LoadRequest(map_location, names, weights_only, mmap, verify is not False and not mmap, backend)
     with opened(path) as file:
@@ -110,6 +111,7 @@ def load_with_report(
             path=file.where,
             nbytes=file.nbytes,
             backend=loaded.backend,
+            reason=loaded.reason,
             verified=loaded.verified,
             resident_fraction=file.resident_fraction,
             seconds=time.perf_counter() - started,

@@ -6,19 +6,21 @@ import errno
 import io
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, Protocol
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent, Reader
-from fastensor.checkpoint.fallback import use_first
+from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Transfer, Wanted
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.remote import RemoteFile
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
-from fastensor.select.rule import choose_reader
+from fastensor.select.context import Context
+from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
@@ -46,8 +48,8 @@ class OpenedFile(Protocol):
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
 
-    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
-        """Prepare to read these extents fast; returns the name of the way that was found, and the reader."""
+    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+        """Prepare to read these extents fast."""
 
 
 class LocalFile:
@@ -63,12 +65,42 @@ class LocalFile:
     def readinto(self, offset: int, buffer: memoryview) -> int:
         return posix.read_fully(self._fd, buffer, offset)
 
-    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
-        if backend == registry.AUTO:
-            wanted = choose_reader(sum(extent.end - extent.begin for extent in order), self.resident_fraction)
-        else:
-            wanted = registry.get(backend).name
-        return use_first(wanted, lambda one: one.open_reader(self._fd, self.nbytes, order), fallbacks)
+    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+        nbytes = sum(extent.end - extent.begin for extent in order)
+        context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
+        default = choose_reader(nbytes, self.resident_fraction)
+        transfer = Transfer(wanted.backend, self.path, nbytes, context, registry.backends(), default)
+        reader = transfer.run(lambda backend: backend.open_reader(self._fd, self.nbytes, order), fallbacks)
+        if wanted.learn and order:
+            reader = _Measured(reader, transfer, order[-1].begin)
+        return OpenedReader(transfer.used, transfer.reason, reader)
+
+
+class _Measured:
+    """Tells how long whoever reads has waited, if everything was read and verified."""
+
+    def __init__(self, reader: Reader, transfer: Transfer, last: int) -> None:
+        self._reader = reader
+        self._transfer = transfer
+        self._last = last
+        """Where the last part begins that was announced."""
+        self._seconds = time.perf_counter() - transfer.started
+        self._complete = False
+        self._verified = False
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        started = time.perf_counter()
+        found = self._reader.readinto(offset, buffer, checksum=checksum)
+        self._seconds += time.perf_counter() - started
+        self._verified |= checksum
+        self._complete |= offset >= self._last
+        return found
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._complete and self._verified:
+            self._complete = False
+            self._transfer.done(self._seconds)
 
 
 class StreamFile:
@@ -87,8 +119,8 @@ class StreamFile:
         self._file.seek(self._start + offset)
         return stream.read_block(self._file, buffer)
 
-    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
-        return stream.NAME, stream.StreamReader(self._file, self._start)
+    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+        return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(self._file, self._start))
 
 
 class FileView(io.RawIOBase):

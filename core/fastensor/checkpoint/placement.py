@@ -11,6 +11,17 @@ MapLocation: TypeAlias = Any
 """As for ``torch.load``: a device, its name, a dict between names, a callable, or None."""
 
 
+def kind_of_device(map_location: MapLocation) -> str:
+    """Where most of it will go, as far as that is said.
+
+    >>> kind_of_device("cuda:1"), kind_of_device(torch.device("cpu")), kind_of_device({"cuda:0": "cuda:1"})
+    ('cuda', 'cpu', 'cpu')
+    """
+    if isinstance(map_location, torch.device):
+        return map_location.type
+    return map_location.partition(":")[0] if isinstance(map_location, str) else "cpu"
+
+
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
     """Put a storage where ``torch.load`` would.
 

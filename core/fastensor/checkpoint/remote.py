@@ -13,9 +13,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fastensor.backends import stream
-from fastensor.backends.base import Extent, Reader
+from fastensor.backends.base import Extent
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
+from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
 from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
@@ -168,10 +169,10 @@ class RemoteFile:
         self._file.seek(offset)
         return stream.read_block(self._file, buffer)
 
-    def open_reader(self, order: Sequence[Extent], backend: str, fallbacks: list[Fallback]) -> tuple[str, Reader]:
+    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
         plain = stream.StreamReader(self._file, 0)
         if sum(extent.end - extent.begin for extent in order) < _PARALLEL_NBYTES or not self._file.independent:
-            return stream.NAME, plain
+            return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
         handles = self._handles
         while self._opened < TRANSFERS_IN_FLIGHT:
             handles.put(self._open(cache_type="none"))
@@ -186,10 +187,11 @@ class RemoteFile:
                 handles.put(handle)
 
         try:
-            return stream.NAME, RingReader(read, 1, order, elsewhere=plain, resources=ExitStack())
+            ring = RingReader(read, 1, order, elsewhere=plain, resources=ExitStack())
+            return OpenedReader(stream.NAME, NO_LOCAL_FILE, ring)
         except BackendUnavailableError as error:  # no thread can be started any more
             give_up("reading in parallel", str(error), fallbacks)
-            return stream.NAME, plain
+            return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
 
     def _open(self, **options: Any) -> _Handle:
         with refusals_as_os_errors():

@@ -30,6 +30,8 @@ class SaveReport:
     """Size of the file."""
     backend: str
     """Which backend moved the bytes."""
+    reason: str
+    """Why that one."""
     durable: bool
     """Whether file and name were on stable storage when the save returned."""
     plan_seconds: float
@@ -62,6 +64,8 @@ class LoadReport:
     """Size of the file."""
     backend: str
     """Which backend brought the bytes; ``torch`` also where ``torch.load`` was given the whole file."""
+    reason: str
+    """Why that one."""
     verified: bool
     """Whether every byte that was loaded matched a CRC32 in the file."""
     resident_fraction: float

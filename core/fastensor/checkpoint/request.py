@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastensor.checkpoint.placement import MapLocation
+from fastensor.checkpoint.choosing import BackendChoice, Wanted
+from fastensor.checkpoint.placement import MapLocation, kind_of_device
 from fastensor.checkpoint.report import Fallback
+
+MAPPED = "the file is mapped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +23,14 @@ class LoadRequest:
     mmap: bool = False
     checked: bool = True
     """Whether what is loaded is to be compared with its checksums."""
-    backend: str = "auto"
+    backend: BackendChoice = "auto"
     fallbacks: list[Fallback] = field(default_factory=list)
     """Filled while loading."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """How the file is to be read."""
+        return Wanted(self.backend, kind_of_device(self.map_location), learn=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +39,7 @@ class Loaded:
 
     result: Any
     backend: str
+    reason: str
+    """Why that one."""
     verified: bool
     """Whether all of it matched a CRC32 in the file."""

@@ -15,7 +15,7 @@ from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
 from fastensor.checkpoint.placement import MapLocation, place
-from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import (
     LENGTH_NBYTES,
@@ -37,17 +37,17 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     header = read_header(file, verify=request.checked)
     entries = _chosen(header.entries, request.keys, file.where)
     if request.mmap:
-        return Loaded(_map(file, entries, request.map_location), "torch", False)
+        return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
     order = [Extent(entry.begin, entry.end) for entry in sorted(entries, key=lambda entry: entry.begin)]
     with explained(file.where):
-        used, reader = file.open_reader(order, request.backend, request.fallbacks)
+        used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
     tensors = {}
     with closing(reader):
         for entry in sorted(entries, key=lambda entry: entry.begin):
             storage = read_storage(file, reader, entry, verify=request.checked)
             tensors[entry.name] = _as_tensor(storage, entry, request.map_location, file.where)
     in_order = {entry.name: tensors[entry.name] for entry in entries}
-    return Loaded(in_order, used, header.checked and request.checked)
+    return Loaded(in_order, used, why, header.checked and request.checked)
 
 
 def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:

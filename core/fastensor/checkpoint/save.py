@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
 import torch
 
 from fastensor.backends import registry
+from fastensor.checkpoint.choosing import BackendChoice
 from fastensor.checkpoint.deliver import Delivery, Planner
 from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import Location, name_of
@@ -31,7 +32,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     checksums: bool = True,
     container: SavedContainer | None = None,
-    backend: str = registry.AUTO,
+    backend: BackendChoice = registry.AUTO,
     durable: bool = True,
     follow_symlinks: bool = True,
     pickle_module: Any = pickle,
@@ -54,8 +55,9 @@ def save(
         checksums: whether a safetensors file carries CRC32s, in one more entry of ``__metadata__`` that other readers
             ignore. Without it is the very file of ``safetensors``. torch's files always carry them.
         container: ``"torch"`` or ``"safetensors"``; None goes by the name.
-        backend: ``"auto"``, or the name of the backend that shall move the bytes. One that cannot, on this file or
-            machine, is replaced by another; the report says so and why.
+        backend: ``"auto"`` for the one that was fastest for such files on this machine (the first saves of a size find
+            that out), the name of a backend, or a :class:`~fastensor.Selector` that chooses. One that cannot, on this
+            file or machine, is replaced by another; the report says so and why.
         durable: sync file and directory, so that a power failure after the return does not undo the save. Without
             it the replacement is still atomic for every process on this machine. What is not a local path is as
             durable as its keeper makes it: then the report says False.
@@ -99,7 +101,7 @@ class SaveOptions(TypedDict, total=False):
     metadata: Mapping[str, str] | None
     checksums: bool
     container: SavedContainer | None
-    backend: str
+    backend: BackendChoice
     durable: bool
     follow_symlinks: bool
     pickle_module: Any
@@ -113,7 +115,7 @@ class SaveSettings:
     metadata: Mapping[str, str] | None = None
     checksums: bool = True
     container: SavedContainer | None = None
-    backend: str = registry.AUTO
+    backend: BackendChoice = registry.AUTO
     durable: bool = True
     follow_symlinks: bool = True
     pickle_module: Any = pickle

@@ -25,7 +25,7 @@ from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.report import announce
-from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.torch_errors import explain
 from fastensor.errors import CorruptCheckpointError, FastensorError
 from fastensor.stitch.torch_pickle import read_structure, storages_in
@@ -35,10 +35,9 @@ from fastensor.stitch.zip_directory import ZipDirectory
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load what is not a zip archive: torch wrote such files before 1.6. They carry no checksums."""
-    give_up(
-        "the verifying reader", "the file is not a zip archive (torch wrote such files before 1.6)", request.fallbacks
-    )
-    return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", False)
+    reason = "the file is not a zip archive (torch wrote such files before 1.6)"
+    give_up("the verifying reader", reason, request.fallbacks)
+    return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
 
 
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -49,7 +48,8 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         verified = request.checked and verify_compressed(file, archive)
         if reason:
             give_up("the verifying reader", reason, request.fallbacks)
-        return Loaded(_chosen(_load_with_torch(file, request, is_zip=True), request, file), "torch", verified)
+        result = _chosen(_load_with_torch(file, request, is_zip=True), request, file)
+        return Loaded(result, "torch", reason or MAPPED, verified)
     find_pickle(archive, file.where)
     _announce_byte_order(archive)
     part = _find_part(file, archive, request)
@@ -119,7 +119,7 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
     ]
     checks = Checks(archive, enabled=request.checked)
     with explained(file.where):
-        used, reader = file.open_reader(order, request.backend, request.fallbacks)
+        used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
     with closing(reader):
         view = CheckedFile(file, reader, checks, skipped)
         try:
@@ -127,7 +127,7 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
         except Exception as error:
             explain(error, file, request, is_zip=True, rebuild=lambda: _rebuild_without_values(file, archive, reader))
             raise
-    return Loaded(result, used, checks.complete)
+    return Loaded(result, used, why, checks.complete)
 
 
 def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:

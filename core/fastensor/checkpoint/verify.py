@@ -19,6 +19,7 @@ from fastensor.checkpoint.archive import (
     verify_compressed,
 )
 from fastensor.checkpoint.checksums import Checked
+from fastensor.checkpoint.choosing import BackendChoice, Wanted, check_choice
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, explained, opened
 from fastensor.checkpoint.safetensors_file import checked_entry, read_header
@@ -92,7 +93,7 @@ class DamagedCheckpointError(CorruptCheckpointError):
         return type(self), (self.report,)
 
 
-def verify(path: Location, *, backend: str = registry.AUTO, progress: Progress | None = None) -> VerifyReport:
+def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: Progress | None = None) -> VerifyReport:
     """Read a checkpoint and compare all of it with its checksums, in bounded memory and without rebuilding anything.
 
     Args:
@@ -118,8 +119,7 @@ def verify(path: Location, *, backend: str = registry.AUTO, progress: Progress |
     (True, 2)
     """
     started = time.perf_counter()
-    if backend != registry.AUTO:
-        registry.get(backend)
+    check_choice(backend)
     with opened(path) as file:
         container = container_of(file)
         outcome = _compare(file, _PARTS[container](file), backend, progress or (lambda done, total: None))
@@ -206,7 +206,7 @@ class _Outcome:
     damage: list[Damage] = field(default_factory=list)
 
 
-def _compare(file: OpenedFile, parts: _Parts, backend: str, progress: Progress) -> _Outcome:
+def _compare(file: OpenedFile, parts: _Parts, backend: BackendChoice, progress: Progress) -> _Outcome:
     """Read the parts in the order of the file."""
     outcome = _Outcome(parts.compared, parts.compared_nbytes, parts.uncompared)
     ordered = sorted(parts.to_read, key=lambda part: part.extent.begin)
@@ -214,7 +214,7 @@ def _compare(file: OpenedFile, parts: _Parts, backend: str, progress: Progress) 
     block = memoryview(bytearray(_BLOCK_NBYTES))
     done = 0
     with explained(file.where):
-        _, reader = file.open_reader([part.extent for part in ordered], backend, [])
+        reader = file.open_reader([part.extent for part in ordered], Wanted(backend), []).reader
         with closing(reader):
             for part in ordered:
                 checked = part.compared_in(reader)

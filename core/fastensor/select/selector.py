@@ -6,9 +6,10 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, Key, Timing
@@ -105,6 +106,23 @@ class Selector:
         self._courses: dict[Key, _Course] = {}
         self._counts: Counter[str] = Counter()
 
+    @property
+    def explore(self) -> bool:
+        """Whether backends are tried, and timings learned. May be changed at any time."""
+        return self._explore
+
+    @explore.setter
+    def explore(self, explore: bool) -> None:
+        with self._lock:
+            self._explore = explore
+            self._courses.clear()
+
+    @property
+    def dictionary(self) -> Dictionary:
+        """A copy of what is known."""
+        with self._lock:
+            return deepcopy(self._dictionary)
+
     def choose(
         self, nbytes: int, context: Context, candidates: Iterable[str], mode: Mode = "write", default: str | None = None
     ) -> Choice:
@@ -138,9 +156,9 @@ class Selector:
         key = Key(context, bucket_of(nbytes))
         with self._lock:
             course = self._courses.get(key) or self._begin(key)
-            exploring = self._explore and course.choice is None
+            exploring = self.explore and course.choice is None
             self._counts["explored" if exploring else "exploited"] += 1
-            if not self._explore:
+            if not self.explore:
                 return
             if exploring:
                 self._say_if_slow(key, nbytes, backend, seconds)
@@ -156,7 +174,7 @@ class Selector:
             self._counts["failed"] += 1
             course = self._courses.get(key) or self._begin(key)
             course.choice = None
-            if self._explore:
+            if self.explore:
                 self._learn(Change(context, nbytes, backend, reason=reason))
 
     def explain(
@@ -169,7 +187,7 @@ class Selector:
             course = self._begin(key) if known is None else replace(known)
             possible = in_order(candidates)
             choice = None if mode == "write" else self._for_reading(key, possible, mode)
-            choice = choice or course.choice or (self._next_try(key, course, possible) if self._explore else None)
+            choice = choice or course.choice or (self._next_try(key, course, possible) if self.explore else None)
             if known is None:
                 del self._courses[key]
             entry = self._dictionary.at(key)
@@ -178,10 +196,23 @@ class Selector:
                 dict(entry.excluded),
             )  # fmt: skip
 
+    def adopt(self, dictionary: Dictionary) -> None:
+        """Forget what is known, and take over what somebody else has learned. Nobody is told."""
+        with self._lock:
+            self._dictionary = deepcopy(dictionary)
+            self._courses.clear()
+
     def statistics(self) -> SelectorStatistics:
         """What has been done so far."""
         with self._lock:
             return SelectorStatistics(**{field.name: self._counts[field.name] for field in fields(SelectorStatistics)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is known and how it is used; copies learn by themselves, and tell nobody."""
+        return {"dictionary": self.dictionary, "explore": self.explore, "refresh_every": self._refresh_every}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # a copy begins like any other
 
     # --- inside, with the lock held
 
@@ -208,7 +239,7 @@ class Selector:
         return Choice(best, f"the fastest to write and read: {_shown(writes[best] + reads[best])} for {_size(key)}")
 
     def _next_try(self, key: Key, course: _Course, candidates: tuple[str, ...]) -> Choice | None:
-        if not self._explore:
+        if not self.explore:
             return None
         slowness, size = slowness_nearby(self._dictionary, key)
         name = next_to_try(self._dictionary.at(key), course.tries, slowness, candidates)

@@ -32,6 +32,14 @@ class Source(Protocol):
         """Size of the file."""
 
     @property
+    def device(self) -> str:
+        """Kind of the device that the payload comes from; ``staged`` if it has been copied from there already."""
+
+    @property
+    def held_up(self) -> bool:
+        """Whether moving it has to wait for something else than the backend that moves it."""
+
+    @property
     def checksums_first(self) -> bool:
         """Whether :meth:`head` has something to say."""
 
@@ -64,6 +72,15 @@ class Plan:
     @property
     def nbytes(self) -> int:
         return self.image.nbytes
+
+    @property
+    def device(self) -> str:
+        kinds = {storage.device.type for storage in self.storages if isinstance(storage, torch.UntypedStorage)}
+        return next(iter(sorted(kinds - {"cpu"})), "cpu")
+
+    @property
+    def held_up(self) -> bool:
+        return not all(isinstance(storage, torch.UntypedStorage) for storage in self.storages)
 
     @property
     def checksums_first(self) -> bool:

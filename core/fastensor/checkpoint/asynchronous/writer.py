@@ -375,7 +375,8 @@ class AsyncWriter:
             return
         remote = isinstance(save.delivery.target, RemotePath)
         known = stream.checksums_of(plan) if remote and plan.checksums_first else None
-        snapshot = Snapshot(plan, self._arena, before_window=save.before_window, known_checksums=known)
+        held_up = self._settings.max_bytes_per_second is not None
+        snapshot = Snapshot(plan, self._arena, before_window=save.before_window, known_checksums=known, held_up=held_up)
         try:
             save.open(snapshot)
             if self._settings.when_busy == "latest":

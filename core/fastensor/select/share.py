@@ -1,0 +1,109 @@
+"""One rank explores for all that are like it (the Fastensor paper, section 4.3).
+
+Where all ranks have the same kind of device and filesystem, rank 0 tries the backends, and its dictionary is broadcast.
+Where there are several kinds, the lowest rank of each does so for its own. Ranks that move tensors of other sizes than
+the others, as in model parallelism, keep to themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastensor.select.dictionary import Dictionary
+from fastensor.select.selector import Selector
+
+_logger = logging.getLogger("fastensor")
+
+
+def kind_of(device: torch.device, machine: Mapping[str, str]) -> str:
+    """What ranks have in common that are alike: model and memory of the device, kind of the target's filesystem.
+
+    Args:
+        device: that the rank computes on.
+        machine: of the target, see :func:`fastensor.select.machine.identity`.
+
+    >>> kind_of(torch.device("cpu"), {"cpu": "2 × AMD EPYC", "filesystem": "ext4", "disk": "nvme"})
+    '2 × AMD EPYC on ext4, nvme'
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, {properties.total_memory} bytes"
+    else:
+        name = machine.get("cpu", device.type)
+    return f"{name} on {machine.get('filesystem', '?')}, {machine.get('disk', '?')}"
+
+
+def leaders_of(kinds: Sequence[str | None]) -> tuple[int, ...]:
+    """For each rank the one that explores for it: the lowest of its kind; itself if it has none.
+
+    >>> leaders_of(["A100", "A100", "H100", None, "H100"])
+    (0, 0, 2, 3, 2)
+    """
+    return tuple(rank if kind is None else kinds.index(kind) for rank, kind in enumerate(kinds))
+
+
+class Sharing:
+    """A selector of this rank, and those of the others. Made, and synced, by all ranks of the group at once.
+
+    If the group breaks, which is logged, every rank goes on by itself.
+
+    Args:
+        selector: which learns only if this rank explores.
+        kind: of this rank's devices and filesystem (:func:`kind_of`); None if it keeps to itself.
+        group: of ``torch.distributed``; None for the default one. Without one there is nothing to share.
+    """
+
+    def __init__(self, selector: Selector, kind: str | None, group: Any | None = None) -> None:
+        self._selector = selector
+        self._group = group
+        self._explores = selector.explore
+        """Whether it would by itself."""
+        self._sent: str | None = None
+        self._rank = self.leader = 0
+        self._leaders: tuple[int, ...] = ()
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
+            return
+        self._rank = self.leader = dist.get_rank(group)
+        kinds: list[str | None] = [None] * dist.get_world_size(group)
+        if self._together(dist.all_gather_object, kinds, kind):
+            leaders = leaders_of(kinds)
+            self.leader = leaders[self._rank]
+            self._leaders = tuple(leader for leader in sorted(set(leaders)) if leaders.count(leader) > 1)
+            selector.explore = self._explores and self.leader == self._rank
+            self.sync()
+
+    def sync(self) -> None:
+        """Give what this rank has learned to those that it explores for, or take it from the one that does."""
+        for leader in self._leaders:
+            parcel = [self._news() if leader == self._rank else None]
+            source = leader if self._group is None else dist.get_global_rank(self._group, leader)
+            if not self._together(dist.broadcast_object_list, parcel, src=source):
+                return
+            if leader == self.leader != self._rank and parcel[0] is not None:
+                self._selector.adopt(Dictionary.from_json(parcel[0]))
+
+    def end(self) -> None:
+        """Go on by itself, with what is known by now."""
+        self._leaders, self.leader = (), self._rank
+        self._selector.explore = self._explores
+
+    def _news(self) -> str | None:
+        """The dictionary, if there is something new in it."""
+        text = self._selector.dictionary.to_json()
+        sent, self._sent = self._sent, text
+        return None if text == sent else text
+
+    def _together(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> bool:
+        """Take part in a collective; False if the others cannot be reached, or have died."""
+        try:
+            collective(*arguments, **options, group=self._group)
+        except RuntimeError as error:
+            _logger.warning("ranks cannot share what they learn about backends; each goes on by itself: %s", error)
+            self.end()
+            return False
+        return True

@@ -1,0 +1,31 @@
+"""The ranks of a Trainer that are alike choose backends by what one of them has learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fastensor
+from fastensor.checkpoint.location import locate
+from fastensor.select.machine import identity
+from fastensor.select.share import Sharing, kind_of
+from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+
+
+def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
+    """Begin to share the selector for the folder of the checkpoints. Called on all ranks at once.
+
+    Returns:
+        What shares it; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
+    """
+    if not _is_data_parallel(trainer.strategy) or (isinstance(plugin.backend, str) and plugin.backend != "auto"):
+        return None
+    folder = locate(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
+    if not isinstance(folder, str):
+        return None
+    selector = plugin.backend if isinstance(plugin.backend, fastensor.Selector) else fastensor.current_selector(folder)
+    return Sharing(selector, kind_of(trainer.strategy.root_device, identity(folder)))
+
+
+def _is_data_parallel(strategy: Any) -> bool:
+    """Whether it is Lightning's DDP: its ranks hold the same tensors."""
+    return any(base.__name__ == "DDPStrategy" for base in type(strategy).__mro__)

@@ -1,0 +1,215 @@
+"""Saves and loads whose backends are learned: whatever is tried, the files and the values are the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastensor
+from fastensor import AsyncWriter, Context, Dictionary, Selector
+from fastensor.backends import posix
+from fastensor.backends.direct import DirectBackend
+from fastensor.backends.numpy import NumpyBackend
+from fastensor.backends.torch import TorchBackend
+from fastensor.errors import BackendUnavailableError
+
+STATE = {"w": torch.arange(200_000), "b": torch.ones(3)}
+NBYTES = 1_603_000
+WRITE = Context("write")
+
+
+@pytest.fixture
+def selector() -> Iterator[Selector]:
+    selector = Selector()
+    fastensor.use_selector(selector)
+    yield selector
+    fastensor.use_selector(None)
+
+
+def measured(selector: Selector, context: Context, nbytes: int = NBYTES) -> set[str]:
+    return set(selector.explain(nbytes, context, ("numpy",)).timings)
+
+
+def excluded(selector: Selector, context: Context) -> dict[str, str]:
+    return dict(selector.explain(NBYTES, context, ("numpy",)).excluded)
+
+
+def test_saves_explore_and_then_exploit(selector: Selector, tmp_path: Path) -> None:
+    reports = []
+    while not reports or selector.statistics().exploited < 3:
+        reports.append(fastensor.save(STATE, tmp_path / "x"))
+        assert torch.equal(torch.load(tmp_path / "x")["w"], STATE["w"])
+        assert len(reports) <= 20
+    assert [report.backend for report in reports[:3]] == ["numpy", "torch", "direct"]
+    assert reports[0].reason == "tried for up to 2 MiB, 1 of at most 3"
+    assert reports[-1].reason.startswith("the fastest")
+    assert selector.statistics().explored <= 9
+    assert measured(selector, WRITE) == {"numpy", "torch", "direct"}
+
+
+def test_loads_explore_and_then_exploit(selector: Selector, tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x", backend="numpy")
+    assert fastensor.load_with_report(tmp_path / "x", backend="numpy")[1].reason == "asked for"
+    reports = []
+    while not reports or selector.statistics().exploited < 3:
+        loaded, report = fastensor.load_with_report(tmp_path / "x")
+        reports.append(report)
+        assert torch.equal(loaded["w"], STATE["w"])
+        assert len(reports) <= 20
+    assert {report.backend for report in reports} == {"numpy", "torch", "direct"}
+    assert reports[-1].reason.startswith("the fastest")
+    assert measured(selector, Context("read", warm=True)) == {"numpy", "torch", "direct"}
+    assert measured(selector, WRITE) == set()
+
+
+@pytest.mark.parametrize("container", ["torch", "safetensors"])
+def test_what_is_tried_can_write_the_container(selector: Selector, tmp_path: Path, container: Any) -> None:
+    used = {fastensor.save(STATE, tmp_path / "x", container=container).backend for _ in range(9)}
+    assert used == {"numpy", "direct"} | ({"torch"} if container == "torch" else set())
+    assert not excluded(selector, WRITE)
+
+
+def test_asynchronous_saves_have_a_context_of_their_own(selector: Selector, tmp_path: Path) -> None:
+    with AsyncWriter() as writer:
+        for _ in range(4):
+            assert writer.save(STATE, tmp_path / "x").result().backend in ("numpy", "direct")
+    assert measured(selector, Context("write", "staged")) == {"numpy", "direct"}
+    assert measured(selector, WRITE) == set()
+
+
+def test_unsynced_saves_too(selector: Selector, tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x", durable=False)
+    assert measured(selector, Context("write", warm=True)) == {"numpy"}
+    assert measured(selector, WRITE) == set()
+
+
+def test_what_waits_for_something_else_is_not_measured(selector: Selector, tmp_path: Path) -> None:
+    large = {"w": torch.zeros(3 << 20)}
+    with AsyncWriter(staging_bytes=4 << 20) as writer:
+        writer.save(large, tmp_path / "streams").result()
+    with AsyncWriter(max_bytes_per_second=1e12) as writer:
+        writer.save(STATE, tmp_path / "paced").result()
+    fastensor.save(STATE, tmp_path / "x", backend="numpy")
+    fastensor.convert(tmp_path / "x", tmp_path / "x.safetensors")
+    fastensor.verify(tmp_path / "x")
+    fastensor.load(tmp_path / "x", verify=False)
+    with fastensor.open(tmp_path / "x") as opened:
+        assert torch.equal(opened["w"], STATE["w"])
+    assert selector.statistics().explored == 0
+
+
+def test_a_save_that_fails_is_not_measured(selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(posix, "sync_file", full)
+    with pytest.raises(fastensor.CheckpointWriteError):
+        fastensor.save(STATE, tmp_path / "x")
+    assert selector.statistics().explored == 0
+
+
+def test_a_backend_that_cannot_is_excluded_and_the_file_is_written_all_the_same(
+    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, source: Any, fd: int) -> Any:
+        os.pwrite(fd, b"rubbish", 0)
+        raise BackendUnavailableError("not on this disk")
+
+    monkeypatch.setattr(DirectBackend, "write", refuse)
+    reports = [fastensor.save(STATE, tmp_path / "x") for _ in range(9)]
+    assert {report.backend for report in reports} <= {"numpy", "torch"}
+    assert excluded(selector, WRITE) == {"direct": "not on this disk"}
+    assert [report.fallbacks for report in reports if report.fallbacks] == [reports[2].fallbacks]
+    assert reports[2].reason == "direct could not do it"
+    assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
+
+
+def test_a_slow_backend_is_left_alone_and_said_to_be_slow(
+    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Time is injected: each backend's write takes what is said here."""
+    from fastensor.checkpoint import choosing
+
+    now = 0.0
+    taken = {"numpy": 3.0, "torch": 9.0, "direct": 1.0}
+    monkeypatch.setattr(choosing.time, "perf_counter", lambda: now)
+
+    def slowly(name: str, original: Any) -> Any:
+        def writing(self: Any, source: Any, fd: int) -> Any:
+            nonlocal now
+            now += taken[name]
+            return original(self, source, fd)
+
+        return writing
+
+    for backend in (DirectBackend, NumpyBackend, TorchBackend):
+        monkeypatch.setattr(backend, "write", slowly(backend.name, backend.write))
+    used = [fastensor.save(STATE, tmp_path / "x").backend for _ in range(8)]
+    assert used == ["numpy", "torch", "direct", "direct", "direct", "direct", "direct", "direct"]
+    assert "torch was tried for 1.56 MiB (write cpu durable), and took 9 s, 3.0 × as long as numpy" in caplog.text
+
+
+def test_a_dictionary_of_the_user_decides(tmp_path: Path) -> None:
+    learned = Selector()
+    for backend, seconds in (("torch", 1.0), ("numpy", 2.0), ("direct", 3.0)):
+        learned.record(NBYTES, WRITE, backend, seconds)
+    mine = Selector(learned.dictionary, explore=False)
+    for _ in range(5):
+        assert fastensor.save(STATE, tmp_path / "x", backend=mine).backend == "torch"
+    assert fastensor.save({"w": torch.zeros(1)}, tmp_path / "x", backend=mine).backend == "numpy"  # by the rule
+
+
+def test_neither_a_name_nor_a_selector(tmp_path: Path) -> None:
+    for call in (lambda: fastensor.save({}, tmp_path / "x", backend=3), lambda: fastensor.load("x", backend=None)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"a name or a fastensor\.Selector"):
+            call()
+
+
+def test_selectors_are_copied_with_what_they_know() -> None:
+    learned = Selector(explore=True, refresh_every=7)
+    learned.record(NBYTES, WRITE, "torch", 1.0)
+    copy = pickle.loads(pickle.dumps(learned))
+    assert copy.dictionary.to_json() == learned.dictionary.to_json()
+    copy.record(NBYTES, WRITE, "numpy", 1.0)
+    assert copy.dictionary.to_json() != learned.dictionary.to_json()
+
+
+PROGRAM = """
+import sys, torch, fastensor
+state = {"w": torch.arange(200_000)}
+for _ in range(int(sys.argv[2])):
+    fastensor.save(state, sys.argv[1])
+    fastensor.load(sys.argv[1])
+statistics = fastensor.current_selector(sys.argv[1]).statistics()
+print(statistics.explored, statistics.exploited)
+"""
+
+
+def run(folder: Path, uses: int, **variables: str) -> list[int]:
+    environment = {**os.environ, "FASTENSOR_DICTIONARIES": str(folder / "dictionaries"), **variables}
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder / "x.ckpt"), str(uses)],
+        env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return [int(word) for word in process.stdout.split()]
+
+
+def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path) -> None:
+    explored, exploited = run(tmp_path, 12, FASTENSOR_EXPLORE="1")
+    assert explored > 4
+    assert explored + exploited == 24
+    (file,) = (tmp_path / "dictionaries").glob("*.json")
+    Dictionary.from_json(file.read_text())
+    assert run(tmp_path, 2, FASTENSOR_EXPLORE="1")[0] == 0
+    before = file.read_bytes()
+    assert run(tmp_path, 3, FASTENSOR_EXPLORE="0")[0] == 0
+    assert file.read_bytes() == before

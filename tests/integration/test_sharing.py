@@ -1,0 +1,177 @@
+"""Ranks that share what they learn: real processes, real groups of gloo, made-up kinds of machines."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastensor import Context, Selector
+from fastensor.select.share import Sharing, kind_of, leaders_of
+
+WRITE, NBYTES = Context("write"), 1 << 20
+CANDIDATES = ("numpy", "torch", "direct")
+FASTEST = ("direct", "torch", "numpy", "torch")
+"""By rank, if it explores by itself."""
+
+
+def explore(selector: Selector, rank: int, uses: int = 12) -> list[str]:
+    used = []
+    for _ in range(uses):
+        choice = selector.choose(NBYTES, WRITE, CANDIDATES, default="numpy")
+        selector.record(NBYTES, WRITE, choice.backend, 1.0 if choice.backend == FASTEST[rank] else 1.9)
+        used.append(choice.backend)
+    return used
+
+
+def start(rank: int, program: str, world: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30))
+    PROGRAMS[program](rank, folder)
+    if dist.is_initialized() and not program.startswith("dies"):
+        dist.destroy_process_group()
+
+
+def run(program: str, world: int, folder: Path) -> list[Any]:
+    """What each rank has noted."""
+    torch.multiprocessing.spawn(start, (program, world, folder), nprocs=world)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def note(folder: Path, rank: int, found: Any) -> None:
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def shared(kinds: tuple[str | None, ...]) -> Callable[[int, Path], None]:
+    def program(rank: int, folder: Path) -> None:
+        selector = Selector()
+        sharing = Sharing(selector, kinds[rank])
+        before = explore(selector, rank)
+        sharing.sync()
+        sharing.sync()  # nothing is new
+        after = explore(selector, rank, 3)
+        note(folder, rank, [sharing.leader, sorted(set(before)), after, selector.statistics().explored > 0])
+
+    return program
+
+
+def refreshed(rank: int, folder: Path) -> None:
+    selector = Selector(refresh_every=5)
+    sharing = Sharing(selector, "same")
+    explore(selector, rank)
+    sharing.sync()
+    if rank == 0:
+        for _ in range(20):  # its disk has become another one
+            choice = selector.choose(NBYTES, WRITE, CANDIDATES)
+            selector.record(NBYTES, WRITE, choice.backend, 0.1 if choice.backend == "torch" else 1.0)
+    sharing.sync()
+    note(folder, rank, selector.choose(NBYTES, WRITE, CANDIDATES).backend)
+
+
+def known_before(rank: int, folder: Path) -> None:
+    """Rank 0 knows from an earlier run; nobody explores."""
+    selector = Selector()
+    if rank == 0:
+        explore(selector, rank)
+    Sharing(selector, "same")
+    note(folder, rank, explore(selector, rank, 3))
+
+
+def in_a_subgroup(rank: int, folder: Path) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    selector = Selector()
+    sharing = Sharing(selector, "same", groups[rank % 2])
+    explore(selector, rank)
+    sharing.sync()
+    note(folder, rank, [sharing.leader, explore(selector, rank, 1)])
+
+
+def dies(rank: int, folder: Path) -> None:
+    selector = Selector()
+    sharing = Sharing(selector, "same")
+    if rank == 0:
+        note(folder, rank, "dead")
+        os._exit(0)
+    before = explore(selector, rank)
+    sharing.sync()
+    note(folder, rank, [sorted(set(before)), explore(selector, rank)[-1], sharing.leader])
+    os._exit(0)
+
+
+PROGRAMS: dict[str, Callable[[int, Path], None]] = {
+    "homogeneous": shared(("same",) * 4),
+    "heterogeneous": shared(("A100, ext4", "H100, ext4", "A100, ext4", "H100, ext4")),
+    "two kinds": shared(("A100, ext4", "A100, nfs")),
+    "model parallel": shared((None, "same", "same", None)),
+    "refreshed": refreshed,
+    "known before": known_before,
+    "subgroup": in_a_subgroup,
+    "dies": dies,
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_0_explores_for_all_that_are_alike(tmp_path: Path, world: int) -> None:
+    found = run("homogeneous", world, tmp_path)
+    assert found[0] == [0, sorted(CANDIDATES), ["direct"] * 3, True]
+    assert found[1:] == [[0, ["numpy"], ["direct"] * 3, False]] * (world - 1)
+
+
+def test_each_kind_has_an_explorer_of_its_own(tmp_path: Path) -> None:
+    found = run("heterogeneous", 4, tmp_path)
+    assert [one[0] for one in found] == [0, 1, 0, 1]
+    assert [one[2][0] for one in found] == ["direct", "torch", "direct", "torch"]
+    assert [one[3] for one in found] == [True, True, False, False]
+
+
+def test_ranks_on_other_filesystems_are_not_alike(tmp_path: Path) -> None:
+    found = run("two kinds", 2, tmp_path)
+    assert [one[2][0] for one in found] == ["direct", "torch"]
+    assert [one[3] for one in found] == [True, True]
+
+
+def test_ranks_of_other_sizes_keep_to_themselves(tmp_path: Path) -> None:
+    found = run("model parallel", 4, tmp_path)
+    assert [one[0] for one in found] == [0, 1, 1, 3]
+    assert [one[2][0] for one in found] == ["direct", "torch", "torch", "torch"]
+    assert [one[3] for one in found] == [True, True, False, True]
+
+
+def test_what_is_learned_anew_is_sent_anew(tmp_path: Path) -> None:
+    assert run("refreshed", 2, tmp_path) == ["torch", "torch"]
+
+
+def test_what_rank_0_knows_is_sent_at_once(tmp_path: Path) -> None:
+    assert run("known before", 2, tmp_path) == [["direct"] * 3] * 2
+
+
+def test_groups_within_the_whole(tmp_path: Path) -> None:
+    assert run("subgroup", 4, tmp_path) == [[0, ["direct"]], [0, ["torch"]], [0, ["direct"]], [0, ["torch"]]]
+
+
+def test_a_rank_that_dies_leaves_the_others_to_themselves(tmp_path: Path) -> None:
+    found = run("dies", 2, tmp_path)
+    assert found[1] == [["numpy"], "torch", 1]
+
+
+def test_without_a_group_there_is_nothing_to_share() -> None:
+    selector = Selector()
+    sharing = Sharing(selector, "same")
+    assert set(explore(selector, 0)) == set(CANDIDATES)
+    sharing.sync()
+    assert sharing.leader == 0
+
+
+def test_kinds() -> None:
+    cpu, machine = torch.device("cpu"), {"cpu": "a", "filesystem": "ext4", "disk": "nvme", "torch": "2.13"}
+    assert kind_of(cpu, machine) == kind_of(cpu, {**machine, "torch": "2.14"})
+    for other in ({"cpu": "b"}, {"filesystem": "nfs"}, {"disk": "virtual"}):
+        assert kind_of(cpu, machine) != kind_of(cpu, {**machine, **other})
+    assert leaders_of([None, None]) == (0, 1)
