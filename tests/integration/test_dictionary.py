@@ -86,11 +86,11 @@ def test_the_table(capsys: Any, file: DictionaryFile) -> None:
     assert status == 0
     assert out.splitlines()[3:] == [
         "context                 up to           gds         numpy          direct           mine",
-        "read cpu resident     1.0 MiB             –    *30 µs (1)              –              –",
-        "write cpu durable     1.0 MiB             –  *2.10 ms (3)    4.20 ms (1)              –",
+        "read cpu resident     1.0 MiB             –    *30 µs (1)               –              –",
+        "write cpu durable     1.0 MiB             –  *2.10 ms (3)     4.20 ms (1)              –",
         "write cpu durable   512.0 MiB             –    1.50 s (1)  *500.00 ms (1)  750.00 ms (1)",
-        "write cuda durable    1.0 MiB  not possible             –              –              –",
-        "write cuda durable    2.0 MiB  not possible             –              –              –",
+        "write cuda durable    1.0 MiB  not possible             –               –              –",
+        "write cuda durable    2.0 MiB  not possible             –               –              –",
         "",
         "* the fastest; in brackets, how often it was measured",
         "gds is not possible for write cuda durable: no \\x1b driver",
