@@ -1,4 +1,4 @@
-"""The command line: ``fastensor verify``, ``inspect`` and ``convert``."""
+"""The command line: ``fastensor verify``, ``inspect``, ``convert`` and ``dictionary``."""
 
 from fastensor.cli.main import main
 

@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fastensor.cli import convert, inspect, verify
+from fastensor.cli import convert, dictionary, inspect, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
 from fastensor.errors import FastensorError
 
-_COMMANDS = (verify, inspect, convert)
+_COMMANDS = (verify, inspect, convert, dictionary)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,10 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes those of the process.
 
     Returns:
-        0 if all is well; 1 if a file is damaged, missing or refused; 2 for wrong arguments; 3 if a file has no
+        0 if all is well; 1 if something is damaged, missing or refused; 2 for wrong arguments; 3 if a file has no
         checksums to verify; 130 if interrupted.
     """
-    parser = argparse.ArgumentParser("fastensor", description="Look into PyTorch and safetensors checkpoints.")
+    parser = argparse.ArgumentParser(
+        "fastensor", description="Look into PyTorch and safetensors checkpoints, and at how fast they are moved here."
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('fastensor')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in _COMMANDS:

@@ -29,6 +29,16 @@ def human_size(nbytes: float) -> str:
     return f"{nbytes:.1f} {unit}"
 
 
+def human_seconds(seconds: float) -> str:
+    """
+    >>> human_seconds(0.0000123), human_seconds(0.0123), human_seconds(12.3)
+    ('12 µs', '12.30 ms', '12.30 s')
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print rows under a head, columns aligned.
 

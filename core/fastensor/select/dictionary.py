@@ -166,6 +166,19 @@ class Dictionary:
         return result
 
 
+def replacing(dictionary: Dictionary) -> Iterator[Change]:
+    """What to apply to another dictionary so that it knows the same of the same: the latest timings take the place of
+    those that it has; measurements that are older than those are forgotten, and no more counted."""
+    for key, entry in dictionary:
+        nbytes = size_of(key.bucket)
+        for name, timing in entry.timings.items():
+            yield Change(key.context, nbytes, name)
+            for seconds in timing.samples:
+                yield Change(key.context, nbytes, name, seconds)
+        for name, reason in entry.excluded.items():
+            yield Change(key.context, nbytes, name, reason=reason)
+
+
 def _to_json(entries: list[tuple[Key, Entry]], machine: Mapping[str, Any]) -> str:
     by_context: dict[str, list[str]] = {}
     for key, entry in entries:
