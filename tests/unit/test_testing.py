@@ -30,7 +30,7 @@ from fastensor.testing.power_loss import power_failures, replay
 HARMLESS = {
     *("environ", "fspath", "fsencode", "fsdecode", "getpid", "path", "strerror"),
     *("sched_getaffinity", "register_at_fork", "stat_result", "PathLike"),
-    *("makedirs", "dup2", "devnull", "kill"),
+    *("makedirs", "dup2", "devnull", "kill", "cpu_count", "major", "minor"),
 }
 """Attributes of ``os`` that are used, but make no call on a file that could fail by themselves."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Operation: TypeAlias = Literal["write", "read"]
+STAGED = "staged"
+"""In place of a device: an asynchronous save has copied the bytes already, and the program goes on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +20,7 @@ class Context:
 
     operation: Operation
     device: str = "cpu"
-    """Kind of the device that the bytes come from, or go to, as torch names it; ``staged`` if an asynchronous save has
-    copied them already and the program goes on meanwhile."""
+    """Kind of the device that the bytes come from, or go to, as torch names it; or ``STAGED``."""
     warm: bool = False
     """Of a read: most of the file is in the page cache. Of a write: it may stay there, because it is not synced."""
 
@@ -36,9 +37,10 @@ class Context:
         Raises:
             ValueError: it is something else.
         """
-        name, device, state = text.split(" ")
+        name, _, rest = text.partition(" ")
+        device, _, state = rest.partition(" ")
         for operation, states in _STATES.items():
-            if name == operation and state in states:
+            if name == operation and device and state in states:
                 return cls(operation, device, bool(states.index(state)))
         raise ValueError(f"no context is called {text!r}")
 

@@ -26,7 +26,10 @@ class _Keeper:
         self._flushed = time.monotonic()
 
     def note(self, change: Change) -> None:
+        """Called with the selector's lock held: nothing waits here."""
         self._file.note(change)
+
+    def flush_if_due(self) -> None:
         if time.monotonic() >= self._flushed + _FLUSH_SECONDS:
             self.flush()
 
@@ -36,8 +39,7 @@ class _Keeper:
 
 
 _lock = threading.RLock()
-_by_filesystem: dict[int, Selector] = {}
-_keepers: list[_Keeper] = []
+_by_filesystem: dict[int, tuple[Selector, _Keeper]] = {}
 _for_all: Selector | None = None
 
 
@@ -64,26 +66,27 @@ def current_selector(path: str | os.PathLike[str]) -> Selector:
         with _lock:
             found = _by_filesystem.get(device) or _make(Path(path))
             _by_filesystem[device] = found
-    return found
+    selector, keeper = found
+    keeper.flush_if_due()
+    return selector
 
 
 def flush() -> None:
     """Put everything that was learned into its files."""
-    for keeper in tuple(_keepers):
+    for _, keeper in tuple(_by_filesystem.values()):
         keeper.flush()
 
 
-def _make(path: Path) -> Selector:
+def _make(path: Path) -> tuple[Selector, _Keeper]:
     file = file_for(path)
     keeper = _Keeper(file)
-    _keepers.append(keeper)
-    return Selector(file.load(), explore=os.environ.get(EXPLORE_VARIABLE) != "0", on_change=keeper.note)
+    return Selector(file.load(), explore=os.environ.get(EXPLORE_VARIABLE) != "0", on_change=keeper.note), keeper
 
 
 def _existing(path: Path) -> Path:
     """The path, or its nearest ancestor that exists."""
     path = Path(os.path.abspath(path)) if not path.is_absolute() else path
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
 
 
 def _begin_anew() -> None:
@@ -91,7 +94,6 @@ def _begin_anew() -> None:
     global _lock
     _lock = threading.RLock()
     _by_filesystem.clear()
-    _keepers.clear()
 
 
 atexit.register(flush)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fastensor.select.context import Context
+from fastensor.select.context import STAGED, Context
 from fastensor.select.dictionary import Dictionary, Entry, Key
 from fastensor.select.sizes import size_of
 
@@ -73,7 +73,7 @@ def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[dict[str, float],
 
 def seconds_to_read(dictionary: Dictionary, key: Key) -> dict[str, float]:
     """How long each backend takes to read what is written now: in the page cache or not, whichever is usual."""
-    device, bucket = key.context.device, key.bucket
-    entries = [dictionary.at(Key(Context("read", device, warm), bucket)) for warm in (False, True)]
+    device = "cpu" if key.context.device == STAGED else key.context.device
+    entries = [dictionary.at(Key(Context("read", device, warm), key.bucket)) for warm in (False, True)]
     usual = max(entries, key=lambda entry: sum(timing.count for timing in entry.timings.values()))
     return {name: timing.seconds for name, timing in usual.timings.items() if name not in usual.excluded}
