@@ -82,7 +82,7 @@ def find_software() -> Software:
 
 
 def find_cuda() -> Cuda:
-    """What torch can do with GPUs. CUDA is initialised only in another process, and only if torch can use it."""
+    """What torch can do with GPUs. CUDA is initialised only in another process, and only if torch is built for it."""
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "")
     driver = _first(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", ROOT / "proc/driver/nvidia/version")
     if not built:
