@@ -225,6 +225,13 @@ def test_the_second_run_explores_nothing() -> None:
     assert second.statistics().explored == 0
 
 
+def test_what_is_explained_is_what_is_chosen_when_nothing_is_known() -> None:
+    selector = Selector(explore=False)
+    explained = selector.explain(MIB, WRITE, ALL, default="direct").choice
+    assert explained == selector.choose(MIB, WRITE, ALL, default="direct")
+    assert explained.backend == "direct"
+
+
 def test_explaining_changes_nothing() -> None:
     selector = Selector()
     run(selector, FAR, 2)

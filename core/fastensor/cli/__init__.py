@@ -1,4 +1,4 @@
-"""The command line: ``fastensor verify``, ``inspect``, ``convert`` and ``dictionary``."""
+"""The command line: ``fastensor verify``, ``inspect``, ``convert``, ``dictionary`` and ``doctor``."""
 
 from fastensor.cli.main import main
 

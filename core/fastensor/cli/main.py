@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fastensor.cli import convert, dictionary, inspect, verify
+from fastensor.cli import convert, dictionary, doctor, inspect, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
 from fastensor.errors import FastensorError
 
-_COMMANDS = (verify, inspect, convert, dictionary)
+_COMMANDS = (verify, inspect, convert, dictionary, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

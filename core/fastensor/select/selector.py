@@ -192,7 +192,7 @@ class Selector:
                 del self._courses[key]
             entry = self._dictionary.at(key)
             return Explanation(
-                size_of(key.bucket), context, choice or self._best(key, possible, None), dict(entry.timings),
+                size_of(key.bucket), context, choice or self._best(key, possible, default), dict(entry.timings),
                 dict(entry.excluded),
             )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""What ``fastensor doctor`` finds out: pure records, and one function for each that fills it."""

@@ -1,0 +1,199 @@
+"""The backends: whether they can work here, how fast they are, and which of them would be chosen."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fastensor.backends import registry
+from fastensor.backends.base import Backend
+from fastensor.checkpoint.load import load_with_report
+from fastensor.checkpoint.publish import wait_for_space
+from fastensor.checkpoint.report import LoadReport, SaveReport
+from fastensor.checkpoint.save import save
+from fastensor.cli.checkup.folder import PREFIX, evict
+from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
+from fastensor.select.context import Context
+from fastensor.select.current import current_selector
+from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
+
+ROUNDS = 3
+LEAST_NBYTES, MOST_NBYTES = 4 << 10, 4 << 30
+"""Sizes that can be measured."""
+_OVERHEAD_NBYTES = 2 << 10
+"""What torch's container takes, at most, beside one tensor: with it, files have about the size that they should."""
+_SHARE_OF_FREE = 4
+"""No file is larger than that part of the free space."""
+_NAME = "values"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """Whether a backend can work on this machine."""
+
+    name: str
+    available: bool
+    reason: str
+    """Why not; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a backend moves files of one size: medians of a few rounds. None where that could not be measured."""
+
+    backend: str
+    nbytes: int
+    """Of the file."""
+    write_bytes_per_second: float | None
+    """Until it is durable."""
+    cold_read_bytes_per_second: float | None
+    """From the disk; verified, as all reads are."""
+    warm_read_bytes_per_second: float | None
+    """From the page cache, if the backend uses it."""
+    correct: bool
+    """Whether all values came back."""
+    reason: str
+    """Why something could not be measured; empty if all was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What ``backend="auto"`` would use next for one size and context, and why."""
+
+    context: str
+    nbytes: int
+    backend: str
+    reason: str
+    exploring: bool
+    """Whether only to find out how fast it is."""
+
+
+def backend_states() -> tuple[BackendState, ...]:
+    """All that are registered."""
+    return tuple(_state(name, backend) for name, backend in zip(registry.names(), registry.backends(), strict=True))
+
+
+def _state(name: str, backend: Backend) -> BackendState:
+    try:
+        found = backend.availability()
+        return BackendState(name, bool(found.available), str(found.reason))
+    except Exception as error:  # noqa: BLE001  # it is somebody else's, and may raise anything
+        return BackendState(name, False, f"asked whether it is available, it raised {error!r}")
+
+
+def fitting(sizes: Iterable[int], free_nbytes: int) -> tuple[int, ...]:
+    """The sizes that are measured where so much is free: larger ones are cut.
+
+    >>> fitting([65536, 64 << 20], 1 << 40), fitting([65536, 64 << 20], 16 << 20), fitting([65536], 0)
+    ((65536, 67108864), (65536, 4194304), ())
+    """
+    most = free_nbytes // _SHARE_OF_FREE // LEAST_NBYTES * LEAST_NBYTES
+    return tuple(sorted({min(size, most) for size in sizes if most}))
+
+
+def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Chosen, ...]:
+    """What would be chosen from these backends for files at a path, of torch's container, from and to host memory."""
+    if not names:
+        return ()
+    selector = current_selector(path)
+    found = []
+    for context in (Context("write"), Context("read"), Context("read", warm=True)):
+        for nbytes in sizes:
+            default = choose_writer(nbytes) if context.operation == "write" else choose_reader(nbytes, context.warm)
+            choice = selector.explain(nbytes, context, names, default=default).choice
+            found.append(Chosen(str(context), nbytes, choice.backend, choice.reason, choice.exploring))
+    return tuple(found)
+
+
+def measure(folder: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Speed, ...]:
+    """Save, read from the disk and read from the page cache, by each backend in turn, in a folder of its own inside.
+
+    That is removed, whatever happens. Nothing is learned from it.
+
+    Raises:
+        OSError: no folder can be created there.
+    """
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as inside:
+        path = Path(inside, "x.ckpt")
+        return tuple(speed for nbytes in sizes for speed in _measure(path, nbytes, names))
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """What came of a backend so far, in bytes per second."""
+
+    write: list[float] = field(default_factory=list)
+    cold: list[float] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)
+    correct: bool = True
+    reason: str = ""
+
+
+class _WrongValuesError(Exception):
+    """Something else was read than was saved."""
+
+
+def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Speed]:
+    try:
+        values = torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
+    except RuntimeError as error:  # there is not so much memory
+        return [Speed(name, nbytes, None, None, None, True, str(error)) for name in names]
+    found = {name: _Rounds() for name in names}
+    for number in range(ROUNDS):
+        for name in [*names[number:], *names[:number]]:  # none has to go first every time
+            if not found[name].reason:
+                _add_round(path, values, name, found[name])
+    return [_summary(name, nbytes, rounds) for name, rounds in found.items()]
+
+
+def _add_round(path: Path, values: torch.Tensor, name: str, rounds: _Rounds) -> None:
+    """Add one round, or the reason why there cannot be one."""
+    try:
+        wait_for_space()  # of the file before
+        saved = save({_NAME: values}, path, backend=name)
+        _check_used(saved, name)
+        rounds.write.append(saved.bytes_per_second)
+        for warm, speeds in ((False, rounds.cold), (True, rounds.warm)):
+            (_fill_cache if warm else _empty_cache)(path)
+            loaded, report = load_with_report(path, backend=name)
+            _check_used(report, name)
+            if not torch.equal(loaded[_NAME], values):
+                raise _WrongValuesError("other values came back than were saved")
+            if (report.resident_fraction >= RESIDENT_FRACTION) == warm:
+                speeds.append(report.bytes_per_second)
+    except Exception as error:  # noqa: BLE001  # a backend may raise anything: it is shown
+        rounds.correct = not isinstance(error, _WrongValuesError | CorruptCheckpointError)
+        known = isinstance(error, OSError | BackendUnavailableError | _WrongValuesError | CorruptCheckpointError)
+        rounds.reason = str(error) if known else repr(error)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _check_used(report: SaveReport | LoadReport, name: str) -> None:
+    if report.backend != name:
+        reasons = [one.reason for one in report.fallbacks if one.backend == name]
+        raise BackendUnavailableError(reasons[0] if reasons else f"{report.backend} did it: {report.reason}")
+
+
+def _empty_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        evict(file.fileno())
+
+
+def _fill_cache(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        while file.read(1 << 20):
+            pass
+
+
+def _summary(name: str, nbytes: int, rounds: _Rounds) -> Speed:
+    reason = rounds.reason
+    if not reason and not (rounds.cold and rounds.warm):
+        reason = f"its file could not be {'read into' if rounds.cold else 'evicted from'} the page cache"
+    write, cold, warm = (median(speeds) if speeds else None for speeds in (rounds.write, rounds.cold, rounds.warm))
+    return Speed(name, nbytes, write, cold, warm, rounds.correct, reason)

@@ -1,0 +1,291 @@
+"""``fastensor doctor``"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastensor.cli.checkup.advice import Advice, advise
+from fastensor.cli.checkup.backends import (
+    LEAST_NBYTES,
+    MOST_NBYTES,
+    BackendState,
+    Chosen,
+    Speed,
+    backend_states,
+    choices_for,
+    fitting,
+    measure,
+)
+from fastensor.cli.checkup.folder import DirectIO, Folder, PageCache, Space, examine
+from fastensor.cli.checkup.software import Cuda, Gds, Kvikio, Software, find_cuda, find_kvikio, find_software
+from fastensor.cli.output import FAILED, OK, human_size, print_json, print_table, printable
+from fastensor.select.current import current_selector
+from fastensor.select.files import file_for
+
+VERSION = 1
+_SIZES = (64 << 10, 64 << 20)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class DictionaryState:
+    """What was learned about how fast backends are."""
+
+    path: str
+    """Of its file."""
+    exists: bool
+    explores: bool
+    """Whether ``backend="auto"`` tries backends that nothing is known of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """All that was found out: what ``--json`` prints, under these names. Names are added, but not changed or removed
+    within a version; sizes are in bytes."""
+
+    version: int
+    """Of this form."""
+    software: Software
+    cuda: Cuda
+    kvikio: Kvikio
+    gds: Gds
+    folder: Folder
+    backends: tuple[BackendState, ...]
+    speeds: tuple[Speed, ...]
+    """Nothing if it was not measured."""
+    dictionary: DictionaryState
+    choices: tuple[Chosen, ...]
+    advice: tuple[Advice, ...]
+    """What is not as it should be, errors first."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look at what there is here, how fast it is, and what is wrong with it",
+        description="Look at the software, GPUs and GPUDirect Storage, at a folder and its filesystem, and at the "
+        "backends; measure each of them with files in that folder, which are removed; and say what is wrong. "
+        "Nothing is learned from that: the dictionary stays as it is.",
+        epilog="Exit status: 0 if files can be saved there, whatever the warnings; 1 if not, or if they do not come "
+        "back.",
+    )
+    parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="of a folder; default: this one")
+    parser.add_argument("--quick", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=_SIZES,
+        metavar="SIZE,...",
+        help="of the files that are measured, such as 64K,64M, which is the default; less if there is little space",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: one object, as fastensor.cli.doctor.Checkup")
+    parser.set_defaults(run=_run)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """
+    >>> _sizes("5000,64k,1.5MiB")
+    (5000, 65536, 1572864)
+    """
+    found = [re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)(?:i?B)?", one.strip(), re.IGNORECASE) for one in text.split(",")]
+    sizes = tuple(round(float(one[1]) * _UNITS[one[2].upper()]) for one in found if one is not None)
+    if None in found or not all(LEAST_NBYTES <= size <= MOST_NBYTES for size in sizes):
+        expected = f"sizes from {human_size(LEAST_NBYTES)} to {human_size(MOST_NBYTES)}, such as 64K,64M"
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
+    return sizes
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = _check_up(options.path, options.sizes, quick=options.quick)
+    if options.json:
+        print_json(asdict(found))
+    else:
+        _print(found)
+    return FAILED if any(one.level == "error" for one in found.advice) else OK
+
+
+def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
+    kvikio, gds = find_kvikio()
+    folder = examine(path)
+    states = backend_states()
+    names = [state.name for state in states if state.available]
+    possible = sizes if folder.space is None else fitting(sizes, folder.space.free_nbytes)
+    speeds: tuple[Speed, ...] = ()
+    if not (quick or folder.error):
+        with _fallbacks_unlogged(), _leaving_on_sigterm():
+            speeds = measure(path, possible, names)
+    file = file_for(path).path
+    return Checkup(
+        version=VERSION,
+        software=find_software(),
+        cuda=find_cuda(),
+        kvikio=kvikio,
+        gds=gds,
+        folder=folder,
+        backends=states,
+        speeds=speeds,
+        dictionary=DictionaryState(str(file), file.exists(), current_selector(path).explore),
+        choices=choices_for(path, possible or sizes, names),
+        advice=advise(folder, kvikio, gds, states, speeds),
+    )
+
+
+@contextmanager
+def _fallbacks_unlogged() -> Iterator[None]:
+    """They are in the table."""
+    logger = logging.getLogger("fastensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the program as an exception does, so that files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+# what is printed
+
+
+def _print(found: Checkup) -> None:
+    print_table(["what", "found"], [[name, text] for name, text in _facts(found).items() if text])
+    print()
+    print_table(
+        ["backend", "available"],
+        [[state.name, "yes" if state.available else f"no: {state.reason}"] for state in found.backends],
+    )
+    if found.speeds:
+        print()
+        _print_speeds(found.speeds)
+    if found.choices:
+        print()
+        rows = [[one.context, human_size(one.nbytes), one.backend, one.reason] for one in found.choices]
+        print_table(["auto", "size", "takes", "because"], rows, right=(1,))
+    if found.advice:
+        print()
+    for one in found.advice:
+        print(printable(f"{one.level}: {one.found}"))
+        print(printable(f"  {one.todo}"))
+
+
+def _facts(found: Checkup) -> dict[str, str]:
+    folder = found.folder
+    return {
+        "fastensor": found.software.fastensor,
+        "Python": found.software.python,
+        "torch": found.software.torch,
+        "Linux": found.software.kernel,
+        "CUDA": _describe_cuda(found.cuda),
+        "kvikio": _described(found.kvikio.version, found.kvikio.reason),
+        "GDS": _describe_gds(found.gds),
+        "folder": folder.path,
+        "filesystem": _describe_filesystem(folder),
+        "free": _describe_space(folder.space),
+        "O_DIRECT": _describe_direct(folder.direct),
+        "page cache": _describe_page_cache(folder.page_cache),
+        "dictionary": found.dictionary.path + ("" if found.dictionary.exists else " (nothing was learned yet)"),
+    }
+
+
+def _described(version: str, reason: str) -> str:
+    """
+    >>> _described("25.10", ""), _described("25.10", "no driver"), _described("", "it is not installed")
+    ('25.10', '25.10, but: no driver', 'no: it is not installed')
+    """
+    if not reason:
+        return version
+    return f"{version}, but: {reason}" if version else f"no: {reason}"
+
+
+def _describe_cuda(cuda: Cuda) -> str:
+    driver = [f"driver {cuda.driver}"] if cuda.driver else []
+    if cuda.reason:
+        return _described(", ".join([cuda.built, *driver] if cuda.built else driver), cuda.reason)
+    devices = Counter(f"{device.name} ({human_size(device.nbytes)})" for device in cuda.devices)
+    return ", ".join([cuda.built, *driver, *(f"{count} × {device}" for device, count in devices.items())])
+
+
+def _describe_gds(gds: Gds) -> str:
+    driver = f"nvidia-fs {gds.driver}" if gds.driver else "nvidia-fs is not loaded"
+    mode = "no" if gds.mode == "none" else gds.mode
+    return f"{mode}, {driver}" if not gds.reason else f"{mode}: {gds.reason}; {driver}"
+
+
+def _describe_filesystem(folder: Folder) -> str:
+    kept = {"disk": "", "memory": ", in memory", "server": ", kept elsewhere"}[folder.kept_by]
+    return f"{folder.filesystem or 'unknown'}{kept}" + (f" on {folder.disk}" if folder.disk else "")
+
+
+def _describe_space(space: Space | None) -> str:
+    if space is None:
+        return ""
+    files = "" if space.files_left is None else f", {space.files_left} more files"
+    return f"{human_size(space.free_nbytes)} of {human_size(space.total_nbytes)}{files}"
+
+
+def _describe_direct(direct: DirectIO | None) -> str:
+    if direct is None:
+        return ""
+    if not direct.accepted:
+        return f"no: {direct.reason}"
+    return f"yes, in blocks of {direct.offset_alignment} bytes from memory aligned to {direct.memory_alignment}"
+
+
+def _describe_page_cache(cache: PageCache | None) -> str:
+    if cache is None:
+        return ""
+    if cache.works:
+        return "can be seen and emptied"
+    return (
+        f"cannot be told or changed: {cache.written_fraction:.0%} of a file that was written are seen in it, and "
+        f"{cache.evicted_fraction:.0%} when it was evicted"
+    )
+
+
+def _print_speeds(speeds: Sequence[Speed]) -> None:
+    rows = [
+        [
+            speed.backend,
+            human_size(speed.nbytes),
+            _rate(speed.write_bytes_per_second),
+            _rate(speed.cold_read_bytes_per_second),
+            _rate(speed.warm_read_bytes_per_second),
+            speed.reason,
+        ]
+        for speed in speeds
+    ]
+    print_table(["MB/s", "size", "durable write", "cold read", "warm read", ""], rows, right=(1, 2, 3, 4))
+
+
+def _rate(bytes_per_second: float | None) -> str:
+    """
+    >>> _rate(123_456_789.0), _rate(1_234_567.0), _rate(None)
+    ('123', '1.2', '–')
+    """
+    if bytes_per_second is None:
+        return "–"
+    return f"{bytes_per_second / 1e6:.{0 if bytes_per_second >= 1e7 else 1}f}"

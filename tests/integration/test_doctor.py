@@ -1,0 +1,558 @@
+"""``fastensor doctor``: what there is, how fast it is, and what is wrong with it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastensor.backends import posix, registry
+from fastensor.backends.base import Availability, Extent, Reader
+from fastensor.backends.numpy import BufferedReader, NumpyBackend
+from fastensor.cli import main
+from fastensor.cli.checkup import ask, software
+from fastensor.cli.checkup.advice import advise
+from fastensor.cli.checkup.backends import BackendState, Speed
+from fastensor.cli.checkup.folder import DirectIO, Folder, PageCache, Space
+from fastensor.cli.checkup.software import Gds, Kvikio
+from fastensor.errors import BackendUnavailableError
+from fastensor.stitch.source import Source
+
+QUICK = ("--quick",)
+SMALL = ("--sizes", "8K,1M")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in which nothing is left."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def tmpfs() -> Path:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("no tmpfs at /dev/shm")
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["doctor", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def examine(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    status, out, err = run(capsys, *arguments, "--json")
+    assert err == ""
+    return status, json.loads(out)
+
+
+def speeds(found: Any, name: str) -> list[dict[str, Any]]:
+    return [one for one in found["speeds"] if one["backend"] == name]
+
+
+def advice(found: Any) -> str:
+    return "\n".join(f"{one['level']}: {one['found']}; {one['todo']}" for one in found["advice"])
+
+
+# all is well
+
+
+def test_the_tables(capsys: Any, here: Path) -> None:
+    status, out, err = run(capsys, *SMALL)
+    assert (status, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["what", "found"]
+    for start in (["torch", torch.__version__], ["folder", str(here)], ["direct", "yes"]):
+        assert start in [row[: len(start)] for row in rows]
+    assert [row[:3] for row in rows if row[1:3] in (["8.0", "KiB"], ["1.0", "MiB"])] == [
+        [name, *size] for size in (["8.0", "KiB"], ["1.0", "MiB"]) for name in ("direct", "numpy", "torch")
+    ]
+    assert ["write", "cpu", "durable", "8.0", "KiB", "numpy", "nothing"] in [row[:7] for row in rows]
+    assert os.listdir(here) == []
+
+
+def test_the_object(capsys: Any, here: Path) -> None:
+    status, found = examine(capsys, here, *SMALL)
+    assert status == 0
+    assert list(found) == [
+        *("version", "software", "cuda", "kvikio", "gds", "folder", "backends", "speeds", "dictionary", "choices"),
+        "advice",
+    ]
+    assert (found["version"], found["folder"]["path"], found["folder"]["error"]) == (1, str(here), "")
+    assert found["software"]["torch"] == torch.__version__
+    assert found["backends"] == [{"name": name, "available": True, "reason": ""} for name in registry.names()]
+    assert [(one["backend"], one["nbytes"]) for one in found["speeds"]] == [
+        (name, size) for size in (8 << 10, 1 << 20) for name in registry.names()
+    ]
+    for one in found["speeds"]:
+        assert one["correct"]
+        assert one["reason"] or all(one[f"{kind}_bytes_per_second"] for kind in ("write", "cold_read", "warm_read"))
+    assert [one["context"] for one in found["choices"]] == [
+        name for name in ("write cpu durable", "read cpu cold", "read cpu resident") for _ in range(2)
+    ]
+    assert not found["dictionary"]["exists"]
+    assert not found["dictionary"]["explores"]
+    assert os.listdir(here) == []
+
+
+def test_what_would_be_chosen_minds_the_size(capsys: Any) -> None:
+    _, found = examine(capsys, *QUICK)
+    chosen = {(one["context"], one["nbytes"]): one["backend"] for one in found["choices"]}
+    assert chosen["write cpu durable", 64 << 10] == "numpy"
+    assert chosen["write cpu durable", 64 << 20] == chosen["read cpu cold", 64 << 20] == "direct"
+    assert chosen["read cpu resident", 64 << 20] == "numpy"
+
+
+def test_quick_measures_nothing(capsys: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastensor.cli.checkup.backends.save", None)
+    status, found = examine(capsys, *QUICK)
+    assert (status, found["speeds"]) == (0, [])
+    assert found["folder"]["page_cache"]["works"] or found["folder"]["kept_by"] != "disk"
+    assert "MB/s" not in run(capsys, *QUICK)[1]
+
+
+def test_nothing_is_learned(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path / "dictionaries"))
+    monkeypatch.setenv("FASTENSOR_EXPLORE", "1")
+    assert examine(capsys, "--sizes", "8K")[0] == 0
+    assert not (tmp_path / "dictionaries").exists()
+
+
+@pytest.mark.parametrize("sizes", ["", "64X", "1K", "8K,,9K", "5G", "-8K", "8K 9K"])
+def test_wrong_sizes(capsys: Any, sizes: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", f"--sizes={sizes}"])
+    assert caught.value.code == 2
+    assert "expected sizes from 4.0 KiB to 4.0 GiB, such as 64K,64M" in capsys.readouterr().err
+
+
+# the folder
+
+
+def test_a_missing_folder(capsys: Any, here: Path) -> None:
+    status, found = examine(capsys, "not/there")
+    assert status == 1
+    assert advice(found) == f"error: {here}/not/there: there is no such folder; create it, or name another one"
+    assert found["speeds"] == []
+    status, out, _ = run(capsys, "not/there")
+    assert status == 1
+    assert out.endswith(f"\nerror: {here}/not/there: there is no such folder\n  create it, or name another one\n")
+
+
+def test_a_file_is_no_folder(capsys: Any, here: Path) -> None:
+    (here / "x").touch()
+    status, found = examine(capsys, "x")
+    assert status == 1
+    assert advice(found) == f"error: {here}/x: it is no folder; name the folder that it is in"
+
+
+def test_a_folder_that_is_read_only(capsys: Any, here: Path) -> None:
+    folder = here
+    if os.geteuid() == 0:  # root is stopped by what is no matter of rights
+        folder = Path("/sys/kernel")
+        if not folder.is_dir():
+            pytest.skip("no sysfs")
+    else:
+        here.chmod(0o555)
+    status, found = examine(capsys, folder)
+    assert status == 1
+    assert advice(found).startswith(f"error: {folder}: no file can be written there (")
+    assert "have the folder made writable" in advice(found)
+    assert found["folder"]["filesystem"]
+    assert found["choices"]
+    here.chmod(0o755)
+
+
+def test_no_space(capsys: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs_result((4096, 4096, 1 << 20, 0, 0, 1 << 20, 9, 9, 0, 255))
+
+    def fail(fd: int, data: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    monkeypatch.setattr(posix, "write_fully", fail)
+    status, found = examine(capsys)
+    assert status == 1
+    assert "error: " in advice(found)
+    assert "no file can be written there (No space left on device)" in advice(found)
+    assert "only 0 B are free" in advice(found)
+    assert "there can be only 9 more files" in advice(found)
+    assert os.listdir(here) == []
+
+
+def test_little_space_makes_files_smaller(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    little = os.statvfs_result((4096, 4096, 1 << 20, 10, 10, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: little)
+    status, found = examine(capsys)
+    assert status == 0
+    assert {one["nbytes"] for one in found["speeds"]} == {8192}
+    assert found["folder"]["space"]["files_left"] is None
+    assert "warning: only 40.0 KiB are free" in advice(found)
+
+
+def test_space_that_runs_out_meanwhile(capsys: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int, nbytes: int) -> bool:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(posix, "preallocate", fail)
+    status, found = examine(capsys, *SMALL)
+    assert status == 1
+    assert advice(found).startswith("error: no backend could save anything: ")
+    assert all(os.strerror(errno.EDQUOT) in one["reason"] for one in found["speeds"])
+    assert os.listdir(here) == []
+
+
+def test_memory_is_no_disk(capsys: Any, tmpfs: Path) -> None:
+    before = set(os.listdir(tmpfs))
+    status, found = examine(capsys, tmpfs, *SMALL)
+    assert status == 0
+    assert found["folder"]["kept_by"] == "memory"
+    assert not found["folder"]["page_cache"]["works"]
+    assert not found["folder"]["direct"]["accepted"]
+    assert "nothing there survives the next boot" in advice(found)
+    for one in speeds(found, "direct"):
+        assert one["reason"] == "tmpfs lives in memory and has no direct I/O"
+        assert one["write_bytes_per_second"] is None
+    for one in speeds(found, "numpy"):
+        assert one["reason"] == "its file could not be evicted from the page cache"
+        assert one["write_bytes_per_second"]
+        assert one["cold_read_bytes_per_second"] is None
+    _, out, err = run(capsys, tmpfs, *SMALL)
+    assert "  –  " in out
+    assert err == "", "fallbacks are in the table"
+    assert not {name for name in set(os.listdir(tmpfs)) - before if "doctor" in name}
+
+
+def told(**found: Any) -> list[tuple[str, str]]:
+    folder = Folder("/x", filesystem="ext4", **found)
+    states = (BackendState("numpy", True, ""),)
+    kvikio, gds = Kvikio("", False, "it is not installed", ""), Gds("", "none", "kvikio is not installed")
+    return [(one.level, one.found) for one in advise(folder, kvikio, gds, states, ())]
+
+
+def test_advice_about_folders() -> None:
+    assert told(direct=DirectIO(True, "", 4, 4096), page_cache=PageCache(1.0, 0.0, True)) == []
+    (found,) = told(direct=DirectIO(True, "", 4, 16384))
+    assert found == ("warning", "direct I/O at /x moves blocks of 16384 bytes")
+    (found,) = told(direct=DirectIO(False, "it was refused", None, None))
+    assert found == ("warning", "no direct I/O at /x: it was refused")
+    (found,) = told(kept_by="server")
+    assert "durable is there what that one makes of fsync" in found[1]
+    (found,) = told(page_cache=PageCache(1.0, 1.0, False))
+    assert "page cache" in found[1]
+    assert told(space=Space(1 << 40, 1 << 41, None)) == []
+    assert [level for level, _ in told(error="it is no folder", space=Space(1, 1 << 41, 0))] == [
+        "error",
+        "warning",
+        "warning",
+    ]
+
+
+def test_a_filesystem_without_direct_io(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "direct_limits", lambda fd: None)
+    status, found = examine(capsys, *SMALL)
+    assert status == 0
+    assert not found["folder"]["direct"]["accepted"]
+    if found["folder"]["kept_by"] == "disk":
+        assert "warning: no direct I/O at" in advice(found)
+    assert all(one["write_bytes_per_second"] is None for one in speeds(found, "direct"))
+
+
+# backends
+
+
+class Other(NumpyBackend):
+    """Somebody else's."""
+
+    name = "other"
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> type[Other]:
+    """Registered for the test."""
+
+    class Registered(Other):
+        pass
+
+    monkeypatch.setattr(registry, "_backends", {**registry._backends, "other": Registered()})
+    return Registered
+
+
+def test_a_backend_of_others_is_measured(capsys: Any, other: Any) -> None:
+    status, found = examine(capsys, *SMALL)
+    assert status == 0
+    assert all(one["correct"] and one["write_bytes_per_second"] for one in speeds(found, "other"))
+    assert len(speeds(found, "other")) == 2
+
+
+def test_a_backend_that_is_not_available(capsys: Any, other: Any) -> None:
+    other.availability = lambda self: Availability(False, "no \x1b driver")
+    status, found = examine(capsys, *SMALL)
+    assert (status, speeds(found, "other")) == (0, [])
+    assert found["backends"][-1] == {"name": "other", "available": False, "reason": "no \x1b driver"}
+    assert "other    no: no \\x1b driver\n" in run(capsys, *QUICK)[1]
+
+
+def test_a_backend_that_raises_when_asked(capsys: Any, other: Any) -> None:
+    def fail(self: Any) -> Availability:
+        raise RuntimeError("broken")
+
+    other.availability = fail
+    status, found = examine(capsys, *SMALL)
+    assert status == 0
+    assert not found["backends"][-1]["available"]
+    assert "it raised RuntimeError('broken')" in found["backends"][-1]["reason"]
+    assert len(found["speeds"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("broken"), "RuntimeError('broken')"),
+        (BackendUnavailableError("not on this disk"), "not on this disk"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+)
+def test_a_backend_that_raises_when_used(capsys: Any, here: Path, other: Any, error: Exception, reason: str) -> None:
+    def fail(self: Any, source: Source, fd: int) -> Sequence[int]:
+        raise error
+
+    other.write = fail
+    status, found = examine(capsys, *SMALL)
+    assert status == 0
+    assert all(reason in one["reason"] and one["write_bytes_per_second"] is None for one in speeds(found, "other"))
+    assert all(one["write_bytes_per_second"] for one in speeds(found, "numpy"))
+    assert os.listdir(here) == []
+
+
+class Liar(BufferedReader):
+    """Reads something else, and says that it is the right thing."""
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        crc32 = super().readinto(offset, buffer, checksum=checksum)
+        if buffer.nbytes > 4000:
+            buffer[2000] ^= 1
+        return crc32
+
+
+class Forger(BufferedReader):
+    """Reads something else, as a broken disk does."""
+
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        return super().readinto(offset, buffer, checksum=checksum) ^ 1
+
+
+@pytest.mark.parametrize("reader", [Liar, Forger])
+def test_a_backend_that_brings_other_values(capsys: Any, other: Any, reader: Any) -> None:
+    def open_reader(self: Any, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
+        found: Reader = reader(fd)
+        return found
+
+    other.open_reader = open_reader
+    status, found = examine(capsys, "--sizes", "64K")
+    assert status == 1
+    assert not speeds(found, "other")[0]["correct"]
+    assert found["advice"][0]["level"] == "error"
+    assert "other does not bring back what it saved (64.0 KiB)" in found["advice"][0]["found"]
+
+
+def test_no_backend_at_all(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumpyBackend, "availability", lambda self: Availability(False, "gone"))
+    monkeypatch.setattr(registry, "_backends", {"direct": registry.get("direct"), "numpy": registry.get("numpy")})
+    monkeypatch.setattr(type(registry.get("direct")), "availability", lambda self: Availability(False, "gone, too"))
+    status, found = examine(capsys)
+    assert (status, found["speeds"], found["choices"]) == (1, [], [])
+    assert "error: no backend is available" in advice(found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_it_is_interrupted(capsys: Any, here: Path, other: Any, number: int) -> None:
+    seen: list[list[str]] = []
+
+    def interrupt(self: Any, source: Source, fd: int) -> Sequence[int]:
+        seen.append(os.listdir(here))
+        os.kill(os.getpid(), number)
+        return NumpyBackend.write(self, source, fd)
+
+    other.write = interrupt
+    before = signal.getsignal(number)
+    if number == signal.SIGINT:
+        assert run(capsys, *SMALL) == (130, "", "")
+    else:
+        with pytest.raises(SystemExit) as caught:
+            run(capsys, *SMALL)
+        assert caught.value.code == 128 + signal.SIGTERM
+    assert [len(names) for names in seen] == [1]
+    assert os.listdir(here) == []
+    assert signal.getsignal(number) == before
+
+
+# CUDA and kvikio
+
+
+def test_a_torch_without_cuda(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(software, "ask", None)
+    _, found = examine(capsys, *QUICK)
+    assert found["cuda"]["reason"] == "this torch is built without CUDA"
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_torch_with_cuda_says_why_it_has_no_devices(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, found = examine(capsys, *QUICK)
+    assert (found["cuda"]["built"], found["cuda"]["devices"]) == ("12.8", [])
+    assert found["cuda"]["reason"]
+    assert not torch.cuda.is_initialized()
+
+
+def test_devices_are_counted(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version:  gcc 12.3\n"
+    )
+    monkeypatch.setattr(software, "ROOT", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    devices = [{"name": "NVIDIA H200", "nbytes": 140 << 30}] * 2
+    monkeypatch.setattr(software, "ask", lambda probe: {"devices": devices, "reason": ""})
+    _, out, _ = run(capsys, *QUICK)
+    assert "\nCUDA        12.8, driver 580.65.06, 2 × NVIDIA H200 (140.0 GiB)\n" in out
+
+
+@pytest.fixture
+def no_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_is_installed", lambda module: False)
+
+
+def test_no_kvikio(capsys: Any, no_kvikio: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask.subprocess, "run", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    _, found = examine(capsys, *QUICK)
+    assert found["kvikio"] == {"version": "", "imports": False, "reason": "it is not installed", "libcufile": ""}
+    assert found["gds"]["mode"] == "none"
+    assert "kvikio" not in advice(found)
+
+
+DRIVER = "properties = type('Properties', (), {'is_gds_available': %r})\ndef libcufile_version():\n    return (1, 13)\n"
+OLD_DRIVER = "class DriverProperties:\n    is_gds_available = %r\n"
+DEFAULTS = "def is_compat_mode_preferred():\n    return %r\n"
+OLD_DEFAULTS = "import enum\ndef compat_mode():\n    return enum.Enum('CompatMode', 'ON OFF')[%r]\n"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a kvikio that is found by this process, but must not be imported by it."""
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "kvikio", raising=False)
+
+    def write(init: str, defaults: str = DEFAULTS % False, driver: str = DRIVER % True) -> None:
+        folder = tmp_path / "modules" / "kvikio"
+        folder.mkdir(parents=True)
+        for name, text in {"__init__": init, "defaults": defaults, "cufile_driver": driver}.items():
+            (folder / f"{name}.py").write_text(text)
+
+    yield write
+    assert "kvikio" not in sys.modules
+
+
+VERSION = "__version__ = '25.10.00'\nprint('hello')\n"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "driver", "mode", "reason"),
+    [
+        (DEFAULTS % False, DRIVER % True, "native", ""),
+        (DEFAULTS % False, DRIVER % False, "compat", "libcufile does not reach the kernel module nvidia-fs"),
+        (DEFAULTS % True, DRIVER % True, "compat", "kvikio does not use libcufile"),
+        (OLD_DEFAULTS % "ON", OLD_DRIVER % True, "compat", "kvikio does not use libcufile"),
+        (OLD_DEFAULTS % "OFF", OLD_DRIVER % True, "native", ""),
+        ("", DRIVER % True, "compat", "kvikio does not say that it uses GDS"),
+    ],
+)
+def test_the_mode_of_kvikio(capsys: Any, fake: Any, defaults: str, driver: str, mode: str, reason: str) -> None:
+    fake(VERSION, defaults, driver)
+    _, found = examine(capsys, *QUICK)
+    assert (found["kvikio"]["version"], found["kvikio"]["imports"]) == ("25.10.00", True)
+    assert found["gds"]["mode"] == mode
+    assert found["gds"]["reason"].startswith(reason)
+    assert bool(found["gds"]["reason"]) == ("kvikio is in compat mode, which is not GPUDirect" in advice(found))
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        assert found["kvikio"]["reason"] == str(error)
+        assert f"works only in part: {error}" in advice(found)
+    else:
+        assert found["kvikio"]["reason"] == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise ImportError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1: cannot open shared"),
+        ("raise RuntimeError", "RuntimeError"),
+        ("import os; os._exit(7)", "it ended the interpreter with status 7"),
+        ("import os; os._exit(0)", "it ended the interpreter with status 0"),
+        ("import os; os.abort()", "it ended the interpreter by SIGABRT"),
+        ("import sys; sys.stderr.write('bad card'); sys.exit(3)", "it ended the interpreter with status 3 (bad card)"),
+    ],
+)
+def test_a_kvikio_that_cannot_be_imported(capsys: Any, fake: Any, code: str, reason: str) -> None:
+    fake(code)
+    status, found = examine(capsys, *QUICK)
+    assert status == 0
+    assert not found["kvikio"]["imports"]
+    assert found["kvikio"]["reason"].startswith(reason)
+    assert found["gds"]["mode"] == "none"
+    assert f"is installed, but cannot be imported: {reason}" in advice(found)
+
+
+def test_a_kvikio_that_never_returns(capsys: Any, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(VERSION)
+
+    def expire(command: Any, **options: Any) -> Any:
+        raise ask.subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(ask, "subprocess", SimpleNamespace(**{**vars(ask.subprocess), "run": expire}))
+    _, found = examine(capsys, *QUICK)
+    assert found["kvikio"]["reason"] == "it did not return within 120 s"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "version"),
+    [
+        ("version", "version: 2.24.2\n", "2.24.2"),
+        ("stats", "GDS Version: 1.0.0.80\nNVFS statistics(ver: 4.0)\nNVFS Driver(version: 2.7.49)\n", "2.7.49"),
+        ("stats", "something else", "of an unknown version"),
+        ("", "", ""),
+    ],
+)
+def test_the_kernel_module_of_gds(tmp_path: Path, file: str, text: str, version: str) -> None:
+    if file:
+        (tmp_path / "proc/driver/nvidia-fs").mkdir(parents=True)
+        (tmp_path / "proc/driver/nvidia-fs" / file).write_text(text)
+    assert software.nvidia_fs(tmp_path) == version
+
+
+def test_a_speed_that_is_wrong_comes_before_warnings() -> None:
+    folder = Folder("/x", filesystem="tmpfs", kept_by="memory")
+    kvikio, gds = Kvikio("25.10", True, "", ""), Gds("", "compat", "why")
+    speed = Speed("direct", 1 << 20, 1.0, None, None, False, "other values")
+    found = advise(folder, kvikio, gds, (BackendState("direct", True, ""),), (speed,))
+    assert [one.level for one in found] == ["error", "warning", "warning"]
