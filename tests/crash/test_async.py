@@ -209,4 +209,5 @@ def test_memory_and_descriptors_stay_flat(tmp_path: Path) -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     grown, descriptors, durable = map(int, done.stdout.split())
     assert grown < 8 << 20
-    assert (descriptors, durable) == (0, 500)
+    assert descriptors <= 0  # one may have been about to be closed when they were first counted
+    assert durable == 500

@@ -16,10 +16,12 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, Context, Dictionary, Selector
-from fastensor.backends import posix
+from fastensor.backends import posix, registry
+from fastensor.backends.base import Availability
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.backends.torch import TorchBackend
+from fastensor.checkpoint import choosing
 from fastensor.errors import BackendUnavailableError
 
 STATE = {"w": torch.arange(200_000), "b": torch.ones(3)}
@@ -125,6 +127,8 @@ def test_a_backend_that_cannot_is_excluded_and_the_file_is_written_all_the_same(
         raise BackendUnavailableError("not on this disk")
 
     monkeypatch.setattr(DirectBackend, "write", refuse)
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(choosing.time, "perf_counter", lambda: float(next(ticks)))  # nothing drifts
     reports = [fastensor.save(STATE, tmp_path / "x") for _ in range(9)]
     assert {report.backend for report in reports} <= {"numpy", "torch"}
     assert excluded(selector, WRITE) == {"direct": "not on this disk"}
@@ -137,8 +141,6 @@ def test_a_slow_backend_is_left_alone_and_said_to_be_slow(
     selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Time is injected: each backend's write takes what is said here."""
-    from fastensor.checkpoint import choosing
-
     now = 0.0
     taken = {"numpy": 3.0, "torch": 9.0, "direct": 1.0}
     monkeypatch.setattr(choosing.time, "perf_counter", lambda: now)
@@ -168,6 +170,33 @@ def test_a_dictionary_of_the_user_decides(tmp_path: Path) -> None:
     assert fastensor.save({"w": torch.zeros(1)}, tmp_path / "x", backend=mine).backend == "numpy"  # by the rule
 
 
+class Broken:
+    """A backend of another package, in a bad state."""
+
+    name = "broken"
+
+    def __init__(self, raises_in: str) -> None:
+        self._raises_in = raises_in
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*arguments: Any) -> Any:
+            if name == self._raises_in:
+                raise KeyError("of somebody else")
+            return Availability(True) if name == "availability" else True
+
+        return method
+
+
+@pytest.mark.parametrize("raises_in", ["availability", "can_write"])
+def test_a_backend_that_raises_loses_no_checkpoint(
+    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_in: str
+) -> None:
+    monkeypatch.setitem(registry._backends, "broken", Broken(raises_in))
+    for _ in range(5):
+        assert fastensor.save(STATE, tmp_path / "x").backend != "broken"
+    assert torch.equal(fastensor.load(tmp_path / "x", backend="numpy")["w"], STATE["w"])
+
+
 def test_neither_a_name_nor_a_selector(tmp_path: Path) -> None:
     for call in (lambda: fastensor.save({}, tmp_path / "x", backend=3), lambda: fastensor.load("x", backend=None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"a name or a fastensor\.Selector"):
@@ -184,7 +213,9 @@ def test_selectors_are_copied_with_what_they_know() -> None:
 
 
 PROGRAM = """
-import sys, torch, fastensor
+import itertools, sys, torch, fastensor
+from fastensor.checkpoint import choosing
+choosing.time.perf_counter = itertools.count().__next__  # every transfer takes equally long: nothing drifts
 state = {"w": torch.arange(200_000)}
 for _ in range(int(sys.argv[2])):
     fastensor.save(state, sys.argv[1])

@@ -42,11 +42,6 @@ def get(name: str) -> Backend:
         raise UnknownBackendError(f"no backend is named {name!r}; there are: {known}") from None
 
 
-def backends() -> tuple[Backend, ...]:
-    """All of them."""
-    return tuple(_backends.values())
-
-
 def names() -> tuple[str, ...]:
     """All registered names."""
     return tuple(_backends)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend, Reader
-from fastensor.checkpoint.fallback import use_first
+from fastensor.checkpoint.fallback import use_first, why_unavailable
 from fastensor.checkpoint.report import Fallback
 from fastensor.errors import BackendUnavailableError
 from fastensor.select.context import Context
@@ -73,7 +73,7 @@ class Transfer:
         path: str,
         nbytes: int,
         context: Context,
-        candidates: Iterable[Backend],
+        candidates: Iterable[str],
         default: str,
     ) -> None:
         self._nbytes = nbytes
@@ -83,7 +83,7 @@ class Transfer:
             self.choice = Choice(registry.get(choice).name, "asked for")
         else:
             self._selector = choice if isinstance(choice, Selector) else current_selector(path)
-            names = [backend.name for backend in candidates if backend.availability().available]
+            names = [name for name in candidates if not why_unavailable(name)]
             self.choice = self._selector.choose(nbytes, context, names, default=default)
         self.used = self.choice.backend
         self.started = 0.0

@@ -27,7 +27,7 @@ from fastensor.checkpoint.publish import (
     wait_for_space,
 )
 from fastensor.checkpoint.remote import replacing
-from fastensor.checkpoint.report import Fallback, SaveReport
+from fastensor.checkpoint.report import Fallback, SaveReport, announce
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.rule import choose_writer
@@ -234,7 +234,7 @@ class Delivery:
             os.path.dirname(temporary.name),
             source.nbytes,
             Context("write", source.device, warm=not self._durable),
-            [backend for backend in registry.backends() if backend.can_write(source)],
+            [name for name in registry.names() if _can_write(name, source)],
             choose_writer(source.nbytes),
         )
         try:
@@ -254,6 +254,14 @@ class Delivery:
         with file_for_torch(lambda data, offset: counted.write(data)) as own:
             self._let_torch_write(own)
         return counted.nbytes
+
+
+def _can_write(name: str, source: Source) -> bool:
+    try:
+        return registry.get(name).can_write(source)
+    except Exception as error:  # noqa: BLE001  # a backend of another package is no reason to lose a checkpoint
+        announce(name, f"it raised {error!r} when asked whether it can write a file")
+        return False
 
 
 def _refuse(file: BinaryIO) -> None:

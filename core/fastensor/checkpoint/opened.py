@@ -69,7 +69,7 @@ class LocalFile:
         nbytes = sum(extent.end - extent.begin for extent in order)
         context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         default = choose_reader(nbytes, self.resident_fraction)
-        transfer = Transfer(wanted.backend, self.path, nbytes, context, registry.backends(), default)
+        transfer = Transfer(wanted.backend, self.path, nbytes, context, registry.names(), default)
         reader = transfer.run(lambda backend: backend.open_reader(self._fd, self.nbytes, order), fallbacks)
         if wanted.learn and order:
             reader = _Measured(reader, transfer, order[-1].begin)

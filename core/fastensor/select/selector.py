@@ -340,7 +340,7 @@ def _size(key: Key) -> str:
 
 
 def _human(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.3g} MiB"
+    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.3g} KiB"
 
 
 def _shown(seconds: float) -> str:

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Backend
+from fastensor.checkpoint.fallback import why_unavailable
 from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.publish import wait_for_space
 from fastensor.checkpoint.report import LoadReport, SaveReport
@@ -75,15 +75,8 @@ class Chosen:
 
 def backend_states() -> tuple[BackendState, ...]:
     """All that are registered."""
-    return tuple(_state(name, backend) for name, backend in zip(registry.names(), registry.backends(), strict=True))
-
-
-def _state(name: str, backend: Backend) -> BackendState:
-    try:
-        found = backend.availability()
-        return BackendState(name, bool(found.available), str(found.reason))
-    except Exception as error:  # noqa: BLE001  # it is somebody else's, and may raise anything
-        return BackendState(name, False, f"asked whether it is available, it raised {error!r}")
+    reasons = {name: why_unavailable(name) for name in registry.names()}
+    return tuple(BackendState(name, not reason, reason) for name, reason in reasons.items())
 
 
 def fitting(sizes: Iterable[int], free_nbytes: int) -> tuple[int, ...]:
