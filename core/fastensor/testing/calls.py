@@ -14,7 +14,7 @@ from unittest import mock
 from fastensor.backends import posix
 
 OS_CALLS = (
-    *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "listdir", "mkdir", "readlink"),
+    *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "listdir", "statvfs", "mkdir", "readlink"),
     *("pwrite", "preadv", "fsync", "ftruncate", "posix_fadvise"),
     *("rename", "unlink", "symlink", "fchmod", "fchown"),
 )
