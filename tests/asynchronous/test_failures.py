@@ -18,10 +18,11 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
-from fastensor.backends import posix, snapshot
+from fastensor.backends import arena, posix, snapshot
 from fastensor.checkpoint import deliver, ordering, publish
 from fastensor.checkpoint.asynchronous import exits, operations, queue
 from fastensor.checkpoint.asynchronous import writer as writer_module
+from fastensor.stitch import torch_layout
 
 OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
 
@@ -170,6 +171,96 @@ def test_a_writer_that_goes_away_leaves_what_nobody_was_told_in_the_log(
     finalizer()  # pytest still holds the fixture
     assert "an asynchronous save had failed: [Errno 28] the save failed" in caplog.text
     assert name in caplog.text
+
+
+def test_a_writer_with_a_failure_that_nobody_was_told_of_is_not_kept_alive(
+    path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = AsyncWriter()
+    disk.full = True
+    handle = writer.save(NEW, path)
+    assert writer._queue.join(60)
+    alive = weakref.ref(writer)
+    del writer
+    gc.collect()
+    assert alive() is None
+    assert "an asynchronous save had failed" in caplog.text
+    assert isinstance(handle.exception(), CheckpointWriteError)
+
+
+def test_a_failure_is_told_when_closing_takes_too_long(path: Path, gate: Any) -> None:
+    writer = AsyncWriter()
+    gate.close()
+    writer.save(NEW, path)
+    gate.wait_until_reached()
+    writer._failures.append(_failed_operation(writer, path))
+    with pytest.raises(TimeoutError, match="given up after 0 s") as caught:
+        writer.close(timeout=0)
+    assert caught.value.__notes__ == ["and before: OSError(28, 'full')"]
+    gate.open()
+    assert writer._queue.join(60)
+
+
+def _failed_operation(writer: AsyncWriter, path: Path) -> operations.Operation:
+    """One that has failed while the writer was being closed."""
+    step = operations.Step(str(path), writer, lambda: None, "x", leaves_file=False, after=None)
+    step.failure = OSError(errno.ENOSPC, "full")
+    return step
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["pickling fails", "torch writes it"])
+def test_a_save_that_is_over_keeps_no_state_alive(path: Path, monkeypatch: pytest.MonkeyPatch, planned: bool) -> None:
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise ValueError("no")
+
+    tensor = torch.ones(1000)
+    alive = weakref.ref(tensor)
+    writer = AsyncWriter()
+    gc.collect()
+    gc.disable()
+    try:
+        if planned:
+            with pytest.raises(ValueError, match="no"):
+                writer.save([tensor, Unpicklable()], path)
+        else:
+            monkeypatch.setattr(torch_layout, "_ARCHIVE", "other")
+            handle = writer.save([tensor], path)
+            assert handle.result().backend == "torch"
+        del tensor
+        if planned:
+            gc.collect()  # the traceback of pytest.raises
+        assert alive() is None
+    finally:
+        gc.enable()
+        writer.close()
+
+
+def test_closing_in_a_signal_handler_leaves_the_save_that_it_interrupts(path: Path) -> None:
+    writer = AsyncWriter()
+    refusals: list[Exception] = []
+    stage = snapshot.Snapshot.stage
+
+    def stage_and_be_interrupted(self: Any) -> None:
+        try:
+            writer.close()
+        except RuntimeError as error:
+            refusals.append(error)
+        stage(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "stage", stage_and_be_interrupted)
+        handle = writer.save(NEW, path)
+    assert "a signal handler cannot wait" in str(refusals)
+    assert handle.result().durable
+    writer.close()
+    assert torch.equal(fastensor.load(path)["w"], NEW["w"])
+
+
+def test_the_rate_does_not_count_while_a_save_waits_for_memory(path: Path) -> None:
+    state = {"w": torch.zeros(3 << 20)}  # three blocks, and there is one
+    with AsyncWriter(staging_bytes=4 << 20, max_bytes_per_second=1.0) as writer:
+        assert writer.save(state, path).result(60).durable
 
 
 def test_a_failure_in_a_streaming_save_is_raised_by_that_save(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,21 +506,58 @@ def test_nothing_refers_to_what_was_saved(tmp_path: Path, gate: Any, name: str) 
         assert handle.result().durable
 
 
+OWN_FILES = {
+    module.__file__ for module in (arena, deliver, operations, ordering, publish, queue, snapshot, writer_module)
+}
+OF_THREADS = ("start", "wait", "__init__", "_set_ident")
+
+
 def interrupt_after_call(number: int) -> Any:
     """For ``sys.setprofile``: where Python looks for signals, in the functions that a save consists of."""
-    files = {module.__file__ for module in (operations, queue, writer_module, snapshot, deliver, publish)}
     calls = 0
 
     def interrupt(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
-        own = frame.f_code.co_filename in files and frame.f_code.co_name != "_log_failures"  # of another writer
-        if own and event in ("c_return", "call"):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        own = file in OWN_FILES or (file == threading.__file__ and name in OF_THREADS)
+        of_others = name in ("_log_failures", "_release", "places_behind")  # in finalizers it would be ignored
+        if own and not of_others and event in ("c_return", "call"):
             calls += 1
             if calls == number:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
     return interrupt
+
+
+@pytest.mark.parametrize("action", ["save", "remove"])
+def test_after_an_interrupt_nobody_waits_for_ever(tmp_path: Path, action: str) -> None:
+    for number in range(1, 400):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        fastensor.save(OLD, folder / "old")
+        with AsyncWriter() as writer:
+            if action == "remove":
+                writer.save(NEW, folder / "new")
+            interrupted = False
+            gc.disable()  # what it calls is no part of this
+            sys.setprofile(interrupt_after_call(number))
+            try:
+                if action == "save":
+                    writer.save(NEW, folder / "new")
+                else:
+                    writer.remove(folder / "old")
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.setprofile(None)
+                gc.enable()
+            writer.wait(60)
+            assert not ordering._operations
+        if not interrupted:
+            break
+    assert number > 20
+    assert not interrupted
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 4 << 20])

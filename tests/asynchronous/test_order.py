@@ -237,6 +237,97 @@ def test_what_follows_a_save_follows_it_at_exit_too(
         assert os.listdir(tmp_path) == (["new"] if way == "remove" else ["old"])
 
 
+def test_a_process_that_goes_elsewhere_removes_what_it_meant(
+    tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        fastensor.save(state(0), tmp_path / folder / "old")
+    monkeypatch.chdir(tmp_path / "a")
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), "new")
+        writer.remove("old")
+        monkeypatch.chdir(tmp_path / "b")
+        gate.open()
+    assert (os.listdir(tmp_path / "a"), os.listdir(tmp_path / "b")) == (["new"], ["old"])
+
+
+def test_what_has_become_a_folder_is_not_removed(tmp_path: Path, gate: Any) -> None:
+    fastensor.save(state(0), tmp_path / "old")
+    with AsyncWriter() as writer:
+        gate.close()
+        writer.save(state(1), tmp_path / "new")
+        writer.remove(tmp_path / "old")
+        gate.wait_until_reached()
+        (tmp_path / "old").unlink()
+        (tmp_path / "old").mkdir()
+        gate.open()
+        with pytest.raises(IsADirectoryError, match="become a directory"):
+            writer.wait()
+    assert (tmp_path / "old").is_dir()
+
+
+@pytest.mark.parametrize("action", ["save", "remove"])
+def test_what_a_callback_does_comes_after_what_was_asked_before(tmp_path: Path, gate: Any, action: str) -> None:
+    with AsyncWriter() as writer:
+        gate.close()
+        first = writer.save(state(1), tmp_path / "first")
+        pending = writer.save(state(2), tmp_path / "x")
+
+        def act(handle: Any) -> None:
+            gate.open()
+            if action == "save":
+                writer.save(state(3), tmp_path / "x")
+            else:
+                writer.remove(tmp_path / "x")
+
+        first.add_done_callback(act)
+        gate.wait_until_reached()
+        gate.open()
+        with pytest.raises(SaveDroppedError):
+            pending.result()
+        writer.wait()
+    if action == "save":
+        assert content(tmp_path / "x") == 3
+    assert (tmp_path / "x").exists() == (action == "save")
+
+
+def test_a_callback_saves_with_another_writer_that_waits_for_its_own(tmp_path: Path, gate: Any) -> None:
+    """The other one's memory is held by a save that comes after one of this writer's."""
+    with AsyncWriter() as writer, AsyncWriter(staging_bytes=4 << 20) as other:
+        gate.close()
+        first = writer.save(state(1), tmp_path / "first")
+        writer.save(state(2), tmp_path / "x")
+        other.save(state(3), tmp_path / "x")
+        first.add_done_callback(lambda handle: other.save(state(4), tmp_path / "y"))
+        gate.wait_until_reached()
+        gate.open()
+        writer.wait(60)
+        other.wait(60)
+    assert (content(tmp_path / "x"), content(tmp_path / "y")) == (3, 4)
+
+
+def test_a_callback_cannot_wait_for_a_later_save(tmp_path: Path, gate: Any) -> None:
+    refusals: list[Exception] = []
+    with AsyncWriter() as writer:
+        gate.close()
+        first = writer.save(state(1), tmp_path / "first")
+        later = writer.save(state(2), tmp_path / "later")
+
+        def wait(handle: Any) -> None:
+            assert handle.result().durable
+            try:
+                later.result()
+            except RuntimeError as error:
+                refusals.append(error)
+
+        first.add_done_callback(wait)
+        gate.open()
+        assert later.result(60).durable
+    assert "a callback cannot wait" in str(refusals)
+
+
 def test_a_removal_that_fails_is_told(tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Any) -> None:
         raise PermissionError(13, "no", str(path))

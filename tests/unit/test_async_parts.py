@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -118,25 +119,29 @@ def test_who_is_in_a_hurry_does_not_wait() -> None:
     assert not waiting.is_alive()
 
 
+def nobody_waits() -> AbstractContextManager[None]:
+    raise AssertionError("there is a block")
+
+
 def test_the_arena_never_gives_out_more_than_it_has() -> None:
     arena = Arena(lambda: 2 * BLOCK_NBYTES + 7)
     arena.reserve(9 * BLOCK_NBYTES)
     held: list[Buffer] = []
-    first = arena.take(held, on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
-    second = arena.take(held, on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+    first = arena.take(held, while_waiting=nobody_waits, stopped=lambda: False)
+    second = arena.take(held, while_waiting=nobody_waits, stopped=lambda: False)
     assert first is not None
     assert second is not None
     assert held == [first, second]
     waits: list[bool] = []
-    assert arena.take(held, on_wait=lambda: waits.append(True), stopped=lambda: True) is None
+    assert arena.take(held, while_waiting=lambda: nullcontext(waits.append(True)), stopped=lambda: True) is None
     assert waits == [True]
     arena.give(first)
-    assert arena.take(held, on_wait=pytest.fail, stopped=lambda: False) is first  # type: ignore[arg-type]
+    assert arena.take(held, while_waiting=nobody_waits, stopped=lambda: False) is first
     assert (arena.nbytes, arena.free_nbytes, arena.peak_nbytes) == (2 * BLOCK_NBYTES, 0, 2 * BLOCK_NBYTES)
     arena.close()
     arena.give(second)
     with pytest.raises(ArenaClosedError):
-        arena.take(held, on_wait=lambda: None, stopped=lambda: False)
+        arena.take(held, while_waiting=nullcontext, stopped=lambda: False)
 
 
 def test_more_memory_than_there_are_addresses() -> None:
@@ -160,7 +165,7 @@ def test_the_arena_notices_blocks_beyond_its_budget() -> None:
     arena.reserve(BLOCK_NBYTES)
     arena._idle += map_buffers(1)
     with pytest.raises(AssertionError, match="and 1 allowed"):
-        arena.take([], on_wait=pytest.fail, stopped=lambda: False)  # type: ignore[arg-type]
+        arena.take([], while_waiting=nobody_waits, stopped=lambda: False)
 
 
 @pytest.mark.parametrize("forked", [False, True])

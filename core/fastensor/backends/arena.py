@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from fastensor.backends.memory import BUFFER_NBYTES, Buffer, map_buffers
 
@@ -82,20 +83,24 @@ class Arena:
             self._check_budget()
             self._changed.notify_all()
 
-    def take(self, holder: list[Buffer], *, on_wait: Callable[[], None], stopped: Callable[[], bool]) -> Buffer | None:
+    def take(
+        self,
+        holder: list[Buffer],
+        *,
+        while_waiting: Callable[[], AbstractContextManager[None]],
+        stopped: Callable[[], bool],
+    ) -> Buffer | None:
         """A block, as soon as there is one.
 
         Args:
             holder: the block is appended to it, so that it is not lost if an interrupt comes before this returns.
-            on_wait: called if there is none right now, before waiting.
+            while_waiting: entered if there is none right now, until there is.
             stopped: asked whenever something changes; whether to give up and return None.
 
         Raises:
             ArenaClosedError: it has been closed.
         """
-        if not self._idle:
-            on_wait()
-        with self._changed:
+        with nullcontext() if self._idle else while_waiting(), self._changed:
             self._changed.wait_for(lambda: self._idle or self._closed or stopped())
             if self._closed:
                 raise ArenaClosedError("the staging memory has been released")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 from fastensor.backends.arena import BLOCK_NBYTES, Arena
@@ -36,6 +36,7 @@ class Snapshot:
         arena: where to. It has blocks, or blocks in use by others will come back to it.
         before_window: called with the number of bytes of each window that is about to be handed over, in the thread
             that moves it; may wait, and may raise.
+        while_waiting: entered while staging waits for blocks that are still to be moved.
         known_checksums: see :class:`~fastensor.stitch.source.Source`.
         held_up: whether ``before_window`` waits.
     """
@@ -48,6 +49,7 @@ class Snapshot:
         arena: Arena,
         *,
         before_window: Callable[[int], None] = lambda nbytes: None,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         known_checksums: tuple[int, ...] | None = None,
         held_up: bool = False,
     ) -> None:
@@ -59,6 +61,7 @@ class Snapshot:
         self._storage_count = len(plan.storages)
         self._arena = arena
         self._before_window = before_window
+        self._while_waiting = while_waiting
         self._changed = threading.Condition()
         self._count = -(-plan.nbytes // BLOCK_NBYTES)
         self._claimed = 0
@@ -102,6 +105,7 @@ class Snapshot:
             raise
         finally:
             self._plan = self._released_plan
+            self._while_waiting = nullcontext
             with self._changed:
                 self._staging = False
                 self._changed.notify_all()
@@ -209,16 +213,21 @@ class Snapshot:
         with self._claiming:
             if self._claimed == self._count or self._failure is not None:
                 return None
-            buffer = self._arena.take(self._held, on_wait=self._stream, stopped=lambda: self._failure is not None)
+            buffer = self._arena.take(
+                self._held, while_waiting=self._streaming, stopped=lambda: self._failure is not None
+            )
             if buffer is None:
                 return None
             self._claimed += 1
             return self._claimed - 1, buffer
 
-    def _stream(self) -> None:
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
         with self._changed:
             self._streams = True
             self._changed.notify_all()
+        with self._while_waiting():
+            yield
 
     def _fill(self, number: int, buffer: Buffer, copier: Copier) -> None:
         buffer.prepare(copier.device)

@@ -113,8 +113,13 @@ class Delivery:
 
     def plan(self, plan: Planner) -> Plan | None:
         """Have the file planned."""
-        with self._at("plan"):
-            planned = plan(self._fallbacks)
+        planned = None
+        try:
+            with self._at("plan"):
+                planned = plan(self._fallbacks)
+        except BaseException:
+            self.close()
+            raise
         if planned is not None:
             self._let_torch_write = _refuse  # it refers to what is saved
         return planned
@@ -129,7 +134,8 @@ class Delivery:
             self._temporary = open_temporary(self.target)
 
     def close(self) -> None:
-        """Undo :meth:`open`, unless the file has been published. Calling it again does nothing."""
+        """Undo :meth:`open`, unless the file has been published, and let go of what was saved. Again does nothing."""
+        self._let_torch_write = _refuse
         temporary, self._temporary = self._temporary, None
         if temporary is not None:
             temporary.close()

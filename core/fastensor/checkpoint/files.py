@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import shutil
@@ -29,6 +30,12 @@ def remove(path: str | os.PathLike[str]) -> None:
     remove_at_once(path)
 
 
+def absolute(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The same file, wherever the process goes meanwhile."""
+    target = locate(path)
+    return os.path.abspath(target) if isinstance(target, str) else path
+
+
 def remove_at_once(path: str | os.PathLike[str]) -> None:
     """:func:`remove`, without waiting for what this process has accepted for the path."""
     target = locate(path)
@@ -40,6 +47,17 @@ def remove_at_once(path: str | os.PathLike[str]) -> None:
             shutil.rmtree(target)
         elif os.path.lexists(target):
             publish.remove_file(target)
+
+
+def remove_file_at_once(path: str | os.PathLike[str]) -> None:
+    """:func:`remove_at_once`, of something that was no directory when it was asked for.
+
+    Raises:
+        IsADirectoryError: it has become one.
+    """
+    if is_directory(path):
+        raise IsADirectoryError(errno.EISDIR, "not removed: it has become a directory meanwhile", os.fspath(path))
+    remove_at_once(path)
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:

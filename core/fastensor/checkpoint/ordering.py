@@ -67,13 +67,17 @@ def is_last(operation: Operation, place: str) -> bool:
         return bool(found) and found[-1] is operation
 
 
+def pending(place: str) -> list[Operation]:
+    """What was accepted for a place and is not done."""
+    with _lock:
+        return [operation for operation in _operations.get(place, ()) if not operation.done]
+
+
 def foretell(location: Location) -> bool | None:
     """Whether a file will be there once all is done that was accepted for it; None if nothing is to be done."""
     for place in places_behind(location) if _operations else ():
-        with _lock:
-            pending = [operation for operation in _operations.get(place, ()) if not operation.done]
-        if pending:
-            return pending[-1].leaves_file
+        if found := pending(place):
+            return found[-1].leaves_file
     return None
 
 

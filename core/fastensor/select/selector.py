@@ -24,6 +24,8 @@ _TIE = 1.03
 _DRIFT = 1.5
 """Having become so many times slower, or faster, is more than noise."""
 _DRIFT_SAMPLES = 3
+_NOTICED_SECONDS = 1.0
+"""Trying something that takes less is no news to users."""
 
 _logger = logging.getLogger("fastensor")
 
@@ -308,7 +310,9 @@ class Selector:
             return
         times = scaled(seconds, nbytes) / entry.timings[best].seconds
         if times > HOPELESS:
-            _logger.warning(
+            noticed = seconds > _NOTICED_SECONDS
+            _logger.log(
+                logging.WARNING if noticed else logging.INFO,
                 "%s was tried for %s (%s), and took %s, %.1f × as long as %s; it is not tried again at that size",
                 backend, _human(nbytes), key.context, _shown(seconds), times, best,
             )  # fmt: skip

@@ -34,10 +34,12 @@ class Header:
     data: bytes
     blanks: tuple[Blank, ...] = ()
     """In the order of their positions."""
+    forgotten_nbytes: int = 0
+    """How many bytes it had before they were forgotten."""
 
     @property
     def nbytes(self) -> int:
-        return len(self.data)
+        return len(self.data) or self.forgotten_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +138,23 @@ class Image:
         for offset, data in patches:
             index, header = self._header_at(offset, len(data))
             at = offset - header.offset
-            changed.setdefault(index, bytearray(header.data))[at : at + len(data)] = data
+            if index not in changed:
+                changed[index] = bytearray(header.data)
+            changed[index][at : at + len(data)] = data
         segments = list(self.segments)
         for index, contents in changed.items():
             segments[index] = replace(cast(Header, segments[index]), data=bytes(contents))
         image = copy(self)
         image.segments = tuple(segments)
+        return image
+
+    def without_headers(self) -> Image:
+        """The same layout, its headers forgotten but for their blanks: for whoever has the file's bytes elsewhere."""
+        image = copy(self)
+        image.segments = tuple(
+            replace(one, data=b"", forgotten_nbytes=one.nbytes) if isinstance(one, Header) else one
+            for one in self.segments
+        )
         return image
 
     def _header_at(self, offset: int, nbytes: int) -> tuple[int, Header]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isal import isal_zlib
 
@@ -85,8 +85,10 @@ class Layout:
             if pickled is None or pickled.nbytes != structure.pickle_nbytes:
                 raise LayoutError(f"expected a pickle of {structure.pickle_nbytes} bytes, found {pickled}")
             identity = records.get(f"{_ARCHIVE}/.data/serialization_id")
-            identity_place = None if identity is None else _place(image, identity)
-            return cls(structure, image, _place(image, pickled), identity_place)
+            layout = cls(
+                structure, image, _place(image, pickled), None if identity is None else _place(image, identity)
+            )
+            return replace(layout, image=image.patched(layout._name(pickled.crc32)))
         except (CorruptCheckpointError, ValueError) as error:
             raise LayoutError(str(error)) from error
 
@@ -101,13 +103,14 @@ class Layout:
         Its serialization id is made of what torch has made of the names of the records, and of the pickle's CRC32.
         """
         crc32 = isal_zlib.crc32(data)
-        patches = [*self._pickle.patches(data, crc32)]
-        if self._identity is not None:
-            place = self._identity
+        return self.image.patched([*self._pickle.patches(data, crc32), *self._name(crc32)])
+
+    def _name(self, pickle_crc32: int) -> Iterator[tuple[int, bytes]]:
+        """What makes up the serialization id, and where that stands."""
+        if (place := self._identity) is not None:
             known = self.image.header_bytes(place.offset, place.nbytes // 2)
-            identity = known + b"%0*d" % (place.nbytes - len(known), crc32)
-            patches += place.patches(identity, isal_zlib.crc32(identity))
-        return self.image.patched(patches)
+            identity = known + b"%0*d" % (place.nbytes - len(known), pickle_crc32)
+            yield from place.patches(identity, isal_zlib.crc32(identity))
 
 
 @dataclass(frozen=True, slots=True)

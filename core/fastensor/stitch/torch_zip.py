@@ -95,7 +95,7 @@ class TorchZip(Plan):
     alignment: int
 
     def released(self) -> Plan:
-        return Plan(self.image, ())
+        return Plan(self.image.without_headers(), ())
 
     def write_with_torch(self, file: BinaryIO) -> None:
         """Let ``torch.save`` write the same file, moving the storages itself."""
@@ -131,9 +131,12 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
             with _saving_options(structure.alignment), torch.serialization.skip_data():
                 torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
         layout = Layout.of(skeleton, structure)
+        image = layout.image
         _likely_alignment = structure.alignment
         _likely_layout = layout if layout.headers_nbytes <= _MOST_KEPT_NBYTES else None
-    return TorchZip(layout.with_pickle(recording.data), recording.storages, recording, structure.alignment)
+    else:
+        image = layout.with_pickle(recording.data)
+    return TorchZip(image, recording.storages, recording, structure.alignment)
 
 
 def choose_alignment(storage_nbytes: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias
 
+from fastensor.checkpoint.asynchronous.queue import in_drain_thread
 from fastensor.checkpoint.report import SaveReport
 
 SaveStage: TypeAlias = Literal["staging", "queued", "writing", "durable", "failed", "cancelled", "skipped", "replaced"]
@@ -78,6 +79,7 @@ class SaveHandle:
             TimeoutError: it takes longer. It goes on.
             SaveDroppedError: it was cancelled, skipped or replaced.
             CheckpointWriteError: it failed, as :func:`fastensor.save` would have.
+            RuntimeError: it is not done, and a callback of another save asks, which it may have to wait for.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -86,6 +88,8 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as :meth:`result` does, and return what that would raise; None if nothing."""
+        if not self.done() and in_drain_thread():
+            raise RuntimeError(f"{self._path}: a callback cannot wait for a save in the thread that writes")
         try:
             with self._save.hurried():
                 error = self._future.exception(timeout)

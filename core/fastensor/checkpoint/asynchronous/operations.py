@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -74,9 +75,10 @@ class Operation:
         return self.done and self.failure is None
 
     def settle(self) -> None:
-        if not self.is_in_hands and not (self._owner.is_draining() and not self.done):
-            with self._owner.hurried():
-                wait([self._ended])
+        if self.done or self.is_in_hands or self._owner.is_draining():
+            return
+        with self.hurried():
+            wait([self._ended])
 
     def raise_failure(self) -> None:
         if self.failure is not None and self.tell():
@@ -86,11 +88,12 @@ class Operation:
         """Somebody is about to be told of the failure; False if somebody else has been."""
         with self._lock:
             first, self.is_told = not self.is_told, True
-        self._owner.told(self)
+        with suppress(ReferenceError):  # the writer is gone, and has left it in the log
+            self._owner.told(self)
         return first
 
     def hurried(self) -> AbstractContextManager[None]:
-        return self._owner.hurried()
+        return nullcontext() if self.done else self._owner.hurried()
 
     @property
     def is_in_hands(self) -> bool:
@@ -105,7 +108,9 @@ class Operation:
     def _end(self, failure: BaseException | None) -> None:
         if not self.done:
             self.failure = failure
-            self._owner.ended(self)
+            owner = self._owner
+            owner.ended(self)
+            self._owner = weakref.proxy(owner)  # a failure that nobody has been told of keeps no writer alive
             self._ended.set_result(None)
 
 
@@ -169,7 +174,11 @@ class Save(Operation):
         self.moved_nbytes += nbytes
 
     def cancel(self) -> bool:
-        return self._owner.give_up(self, "cancelled", "the save was cancelled")
+        return self.give_up("cancelled", "the save was cancelled")
+
+    def give_up(self, why: Drop, message: str) -> bool:
+        """Drop it wherever it is; whether it will leave what is at its path."""
+        return self._owner.give_up(self, why, message)
 
     def drop(self, why: Drop, message: str) -> bool:
         """See to it that nothing is published; False if it is too late."""

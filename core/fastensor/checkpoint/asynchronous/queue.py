@@ -18,6 +18,14 @@ class Work(Protocol):
         """The thread that was at it has died. Nothing to be done if it was done by then."""
 
 
+_here = threading.local()
+
+
+def in_drain_thread() -> bool:
+    """Whether the calling thread is the one of any queue: what it waits for may wait for it."""
+    return getattr(_here, "drains", False)
+
+
 class WorkQueue:
     """Works in the order in which they came. Every method may be called from several threads at once.
 
@@ -49,12 +57,11 @@ class WorkQueue:
         """
         with self.changed:
             self.waiting.append(work)
-            if self._thread is None:
-                try:
-                    self._start()
-                except RuntimeError:
-                    self.waiting.remove(work)
-                    raise
+            try:
+                self._see_to_thread()
+            except RuntimeError:
+                self.waiting.remove(work)
+                raise
 
     def withdraw(self, work: Work) -> bool:
         """Take it back, unless it has been begun or done; whether that was so."""
@@ -77,12 +84,19 @@ class WorkQueue:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self.changed:
             works = [] if self.is_working() else self.works()
+            if works:
+                self._see_to_thread()  # an interrupt may have come before it was started
             while any(work is self.current or work in self.waiting for work in works):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False
                 self.changed.wait(left)
             return True
+
+    def _see_to_thread(self) -> None:
+        """Start a thread if none lives. An interrupt may keep one from that: if it comes after all, it has no part."""
+        if self._thread is None or not self._thread.is_alive():
+            self._start()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -94,6 +108,7 @@ class WorkQueue:
             raise
 
     def _work(self) -> None:
+        _here.drains = True
         try:
             while (work := self._next()) is not None:
                 work.run()
@@ -105,6 +120,8 @@ class WorkQueue:
 
     def _next(self) -> Work | None:
         with self.changed:
+            if self._thread is not threading.current_thread():
+                return None
             if self.waiting:
                 self.current = self.waiting.popleft()
             else:

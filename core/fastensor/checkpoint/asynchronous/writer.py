@@ -22,7 +22,7 @@ from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
 from fastensor.checkpoint.asynchronous.operations import Drop, Operation, Save, Step
 from fastensor.checkpoint.asynchronous.pace import Pace
-from fastensor.checkpoint.asynchronous.queue import WorkQueue
+from fastensor.checkpoint.asynchronous.queue import WorkQueue, in_drain_thread
 from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
 from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
 from fastensor.checkpoint.deliver import Planner
@@ -174,8 +174,10 @@ class AsyncWriter:
             Exception: what an earlier save failed with, if nobody has been told; nothing is removed then.
             OSError: it cannot be removed. If the removal has to wait, the next call raises this.
         """
+        path = files.absolute(path)
         place = next(ordering.places_behind(path), "")
         is_directory = files.is_directory(path)
+        take_away = files.remove_at_once if is_directory else files.remove_file_at_once
         if is_directory:
             ordering.wait_to_remove(path)  # other writers may save into it, too
         with self._queue.changed:  # a save is pending, or its failure is known: there is nothing between
@@ -185,7 +187,7 @@ class AsyncWriter:
             saves.pop()
         after = saves[-1] if saves else None
         step = self._follow(
-            Step(place, self, lambda: files.remove_at_once(path), f"removing {path}", leaves_file=False, after=after)
+            Step(place, self, lambda: take_away(path), f"removing {path}", leaves_file=False, after=after)
         )
         if after is None or is_directory:
             step.settle()
@@ -230,13 +232,17 @@ class AsyncWriter:
         """
         if self._closed:
             return
+        self._check_interruption()
         timeout = self._settings.exit_seconds if timeout is None else timeout
         self._closed = True
         try:
             if not self._drain(timeout):
                 lost = self._describe_pending()
                 self.abandon(f"it was not done {timeout:g} s after the writer was closed")
-                raise TimeoutError(f"given up after {timeout:g} s: {lost}; what was there before is kept")
+                late = TimeoutError(f"given up after {timeout:g} s: {lost}; what was there before is kept")
+                for failure in self._take_failures():
+                    late.add_note(f"and before: {failure!r}")
+                raise late
         except KeyboardInterrupt:
             self.abandon("it was interrupted")
             raise
@@ -376,7 +382,14 @@ class AsyncWriter:
         remote = isinstance(save.delivery.target, RemotePath)
         known = stream.checksums_of(plan) if remote and plan.checksums_first else None
         held_up = self._settings.max_bytes_per_second is not None
-        snapshot = Snapshot(plan, self._arena, before_window=save.before_window, known_checksums=known, held_up=held_up)
+        snapshot = Snapshot(
+            plan,
+            self._arena,
+            before_window=save.before_window,
+            while_waiting=self.hurried,
+            known_checksums=known,
+            held_up=held_up,
+        )
         try:
             save.open(snapshot)
             if self._settings.when_busy == "latest":
@@ -401,7 +414,12 @@ class AsyncWriter:
         announce("saving asynchronously", reason)
         if self._staged_save is not None and self._staged_save.place == save.place:
             self._staged_save.drop("replaced", "a signal handler has saved to the same path")
-        save.run_now(save.delivery.plan(plan))
+        planned = save.delivery.plan(plan)
+        if in_drain_thread():  # what is pending there would come later, and may wait for this thread
+            for earlier in ordering.pending(save.place):
+                if isinstance(earlier, Save):
+                    earlier.give_up("replaced", "a callback has saved to the same path")
+        save.run_now(planned)
 
     def _follow(self, step: Step) -> Step:
         try:
@@ -413,7 +431,7 @@ class AsyncWriter:
 
     def _reason_to_wait(self) -> str:
         """Why a save cannot be done asynchronously; empty if it can."""
-        if self._queue.is_working():
+        if in_drain_thread():
             return "a callback saves in the thread that writes"
         if self._staged_save is not None and self._staged_save.is_in_hands:
             return "a signal handler saves while a save is being staged"
@@ -426,14 +444,18 @@ class AsyncWriter:
             _CannotWaitError: nothing can be left pending any more.
         """
         with self._queue.changed:
-            if exits.exiting():
+            if exits.exiting() and not self._queue.is_working():
                 raise _CannotWaitError("the interpreter exits")
-            ordering.begin(operation, operation.place)
             try:
+                ordering.begin(operation, operation.place)
                 self._queue.put(operation)
-            except RuntimeError as error:
-                ordering.end(operation, operation.place)
-                raise _CannotWaitError(str(error)) from error
+            except BaseException as error:
+                self._queue.withdraw(operation)
+                if operation not in self._queue.works():
+                    ordering.end(operation, operation.place)
+                if isinstance(error, RuntimeError):
+                    raise _CannotWaitError(str(error)) from error
+                raise
 
     def _reserve(self, nbytes: int) -> None:
         """Map as much staging memory as a file needs and the budget allows."""
@@ -462,10 +484,18 @@ class AsyncWriter:
         if self._closed:
             raise RuntimeError("the writer has been closed; make another one")
 
-    def _raise_failure(self, *, all_of_them: bool = False) -> None:
+    def _check_interruption(self) -> None:
+        if self._staged_save is not None and self._staged_save.is_in_hands:
+            raise RuntimeError("a signal handler cannot wait for the save that it interrupts; let it return first")
+
+    def _take_failures(self, most: int | None = None) -> list[BaseException]:
+        """What nobody has been told of; somebody is now."""
         with self._queue.changed:
-            failed = [one for one in tuple(self._failures)[: None if all_of_them else 1] if one.tell()]
-        failures = [one.failure for one in failed if one.failure is not None]
+            failed = [one for one in tuple(self._failures)[:most] if one.tell()]
+        return [one.failure for one in failed if one.failure is not None]
+
+    def _raise_failure(self, *, all_of_them: bool = False) -> None:
+        failures = self._take_failures(None if all_of_them else 1)
         for other in failures[1:]:
             failures[0].add_note(f"and then: {other!r}")
         if failures:
@@ -473,8 +503,7 @@ class AsyncWriter:
 
     def _drain(self, timeout: float | None) -> bool:
         """Wait until nothing is pending, and say so if it takes long; False if it takes longer than the timeout."""
-        if self._staged_save is not None and self._staged_save.is_in_hands:
-            raise RuntimeError("a signal handler cannot wait for the save that it interrupts; let it return first")
+        self._check_interruption()
         started = time.monotonic()
         left_before = self._left_nbytes()
         with self.hurried():
