@@ -112,6 +112,20 @@ def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
 
 
+def test_what_follows_a_replaced_save_is_waited_for(tmp_path: Path, blocked: Any) -> None:
+    with AsyncWriter(staging_bytes=2 * BLOCK_NBYTES, when_busy="latest") as writer:
+        writer.save(state(9), tmp_path / "old").result()
+        blocked.close()
+        writer.save(state(0), tmp_path / "0")
+        blocked.wait_until_reached()
+        writer.save(state(1), tmp_path / "1")
+        writer.remove(tmp_path / "old")
+        writer.save(state(2), tmp_path / "2")
+        blocked.open()
+        writer.finish_at_exit(60)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
 def test_a_removal_gives_way_to_a_later_save_of_the_same_file(tmp_path: Path, blocked: Any) -> None:
     """Its own save was replaced, and what it would have removed is another file by now."""
     with AsyncWriter(staging_bytes=3 * BLOCK_NBYTES, when_busy="latest") as writer:

@@ -153,8 +153,11 @@ def test_a_torch_that_leaves_other_holes_is_noticed() -> None:
         pytest.raises(LayoutError, match="descript"),
     ):
         plan(STATE)
-    with mock.patch.object(torch_layout, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="not at offset"):
+    with mock.patch.object(torch_layout, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="expected a pickle"):
         plan(STATE)
+    with mock.patch.object(torch_layout, "Payload", lambda offset, *rest: Payload(offset + 1, *rest)):
+        with pytest.raises(LayoutError, match="not at offset"):
+            plan(STATE)
     with mock.patch.object(torch_layout, "LOCAL_SIGNATURE", b"XX"), pytest.raises(LayoutError, match="local header"):
         plan(STATE)
     sink = torch_layout.Skeleton()

@@ -261,7 +261,7 @@ class Selector:
         near = [name for name in candidates if name in slowness and name not in entry.excluded]
         if near:
             return Choice(min(near, key=slowness.__getitem__), f"the fastest at {_human(size)}")
-        return Choice(default or candidates[0], f"nothing is known about {_size(key)}")
+        return Choice(default or candidates[0], f"by size: nothing was measured for {_size(key)}")
 
     def _seconds(self, key: Key, backend: str) -> float:
         timing = self._dictionary.at(key).timings.get(backend)

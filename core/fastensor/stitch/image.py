@@ -116,15 +116,6 @@ class Image:
                 start = max(begin, offset)
                 yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
 
-    def header_bytes(self, offset: int, nbytes: int) -> bytes:
-        """What stands in ``[offset, offset + nbytes)`` of the file.
-
-        Raises:
-            ValueError: not all of it is in one header.
-        """
-        _, header = self._header_at(offset, nbytes)
-        return header.data[offset - header.offset :][:nbytes]
-
     def patched(self, patches: Iterable[tuple[int, bytes]]) -> Image:
         """The same layout with other bytes from some offsets on.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from isal import isal_zlib
 
@@ -60,6 +60,26 @@ class Skeleton:
     def flush(self) -> None:
         pass
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """What was written there.
+
+        Raises:
+            LayoutError: not all of it was written in one run.
+        """
+        start, data = self._run_at(offset, nbytes)
+        return bytes(data[offset - start : offset - start + nbytes])
+
+    def patch(self, offset: int, new: bytes) -> None:
+        """Write other bytes there."""
+        start, data = self._run_at(offset, len(new))
+        data[offset - start : offset - start + len(new)] = new
+
+    def _run_at(self, offset: int, nbytes: int) -> tuple[int, bytearray]:
+        for start, data in (self.runs[-1], self.runs[0]):
+            if start <= offset and offset + nbytes <= start + len(data):
+                return start, data
+        raise LayoutError(f"expected {nbytes} bytes at offset {offset} of the first or the last headers")
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -68,8 +88,7 @@ class Layout:
     structure: Structure
     image: Image
     _pickle: _Place
-    _identity: _Place | None
-    """Of the serialization id, by which torch tells files apart in its logs."""
+    _identity: _Identity | None
 
     @classmethod
     def of(cls, skeleton: Skeleton, structure: Structure) -> Layout:
@@ -80,15 +99,16 @@ class Layout:
         """
         try:
             records = {record.name: record for record in _read_records(skeleton)}
-            image = _to_image(skeleton, records, structure)
             pickled = records.get(f"{_ARCHIVE}/data.pkl")
             if pickled is None or pickled.nbytes != structure.pickle_nbytes:
                 raise LayoutError(f"expected a pickle of {structure.pickle_nbytes} bytes, found {pickled}")
-            identity = records.get(f"{_ARCHIVE}/.data/serialization_id")
-            layout = cls(
-                structure, image, _place(image, pickled), None if identity is None else _place(image, identity)
-            )
-            return replace(layout, image=image.patched(layout._name(pickled.crc32)))
+            place = _place(skeleton, pickled)
+            named = records.get(f"{_ARCHIVE}/.data/serialization_id")
+            identity = None if named is None else _Identity.of(skeleton, named)
+            if identity is not None:
+                for offset, data in identity.patches(pickled.crc32):
+                    skeleton.patch(offset, data)  # here, because a pickle may be large, and need not be copied
+            return cls(structure, _to_image(skeleton, records, structure), place, identity)
         except (CorruptCheckpointError, ValueError) as error:
             raise LayoutError(str(error)) from error
 
@@ -98,19 +118,12 @@ class Layout:
         return self.image.nbytes - sum(self.structure.sizes)
 
     def with_pickle(self, data: bytes) -> Image:
-        """The image of a file with another pickle.
-
-        Its serialization id is made of what torch has made of the names of the records, and of the pickle's CRC32.
-        """
+        """The image of a file with another pickle."""
         crc32 = isal_zlib.crc32(data)
-        return self.image.patched([*self._pickle.patches(data, crc32), *self._name(crc32)])
-
-    def _name(self, pickle_crc32: int) -> Iterator[tuple[int, bytes]]:
-        """What makes up the serialization id, and where that stands."""
-        if (place := self._identity) is not None:
-            known = self.image.header_bytes(place.offset, place.nbytes // 2)
-            identity = known + b"%0*d" % (place.nbytes - len(known), pickle_crc32)
-            yield from place.patches(identity, isal_zlib.crc32(identity))
+        patches = [*self._pickle.patches(data, crc32)]
+        if self._identity is not None:
+            patches += self._identity.patches(crc32)
+        return self.image.patched(patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +141,30 @@ class _Place:
             yield offset, crc32.to_bytes(CHECKSUM_NBYTES, "little")
 
 
-def _place(image: Image, record: Record) -> _Place:
-    offset = _data_offset(record.header_offset, image.header_bytes(record.header_offset, LOCAL_HEADER.size), record)
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """The serialization id, by which torch tells files apart in its logs."""
+
+    place: _Place
+    of_names: bytes
+    """Its first half, which torch makes of the names of the records."""
+
+    @classmethod
+    def of(cls, skeleton: Skeleton, record: Record) -> _Identity:
+        place = _place(skeleton, record)
+        return cls(place, skeleton.read(place.offset, place.nbytes // 2))
+
+    def patches(self, pickle_crc32: int) -> Iterator[tuple[int, bytes]]:
+        """What stands where in a file with such a pickle."""
+        identity = self.of_names + b"%0*d" % (self.place.nbytes - len(self.of_names), pickle_crc32)
+        return self.place.patches(identity, isal_zlib.crc32(identity))
+
+
+def _place(skeleton: Skeleton, record: Record) -> _Place:
+    local = skeleton.read(record.header_offset, LOCAL_HEADER.size)
+    offset = _data_offset(record.header_offset, local, record)
     descriptor = offset + record.nbytes
-    if image.header_bytes(descriptor, len(DESCRIPTOR_SIGNATURE)) != DESCRIPTOR_SIGNATURE:
+    if skeleton.read(descriptor, len(DESCRIPTOR_SIGNATURE)) != DESCRIPTOR_SIGNATURE:
         raise LayoutError(f"no data descriptor behind {record.name!r}, at offset {descriptor}")
     return _Place(offset, record.nbytes, (descriptor + DESCRIPTOR_CRC_OFFSET, record.crc_offset))
 

@@ -39,8 +39,8 @@ class Owner(Protocol):
     def is_draining(self) -> bool:
         """Whether the calling thread is the writer's own, which must not wait for what it has to do itself."""
 
-    def again(self, step: Step, after: Save) -> None:
-        """Have a step done behind another save, unless something was accepted for its place meanwhile."""
+    def again(self, step: Step) -> bool:
+        """Have a step done behind what is pending; False if something was accepted for its place meanwhile."""
 
     def give_up(self, save: Save, why: Drop, message: str) -> bool:
         """Drop a save; whether it will leave what is at its path."""
@@ -313,8 +313,8 @@ class Step(Operation):
         while after is not None and after.replaced_by is not None:
             after = after.replaced_by
         if after is not None and not after.done:
-            self._owner.again(self, after)
-            self._end(None)
+            if not self._owner.again(self):
+                self._end(None)
             return
         if after is not None and not after.succeeded:
             _logger.warning("not done, because the save to %s left no file: %s", after.place, self.what)

@@ -321,11 +321,12 @@ class AsyncWriter:
     def is_draining(self) -> bool:
         return self._queue.is_working()
 
-    def again(self, step: Step, after: Save) -> None:
+    def again(self, step: Step) -> bool:
         with self._queue.changed:
-            if ordering.is_last(step, step.place):
-                later = Step(step.place, self, step.function, step.what, leaves_file=step.leaves_file, after=after)
-                self._follow(later)
+            is_last = ordering.is_last(step, step.place)
+            if is_last:
+                self._queue.put(step)
+            return is_last
 
     def give_up(self, save: Save, why: Drop, message: str) -> bool:
         dropped = save.drop(why, message)
