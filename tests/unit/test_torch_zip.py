@@ -155,9 +155,9 @@ def test_a_torch_that_leaves_other_holes_is_noticed() -> None:
         plan(STATE)
     with mock.patch.object(torch_layout, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="expected a pickle"):
         plan(STATE)
-    with mock.patch.object(torch_layout, "Payload", lambda offset, *rest: Payload(offset + 1, *rest)):
-        with pytest.raises(LayoutError, match="not at offset"):
-            plan(STATE)
+    shifted = mock.patch.object(torch_layout, "Payload", lambda offset, *rest: Payload(offset + 1, *rest))
+    with shifted, pytest.raises(LayoutError, match="not at offset"):
+        plan(STATE)
     with mock.patch.object(torch_layout, "LOCAL_SIGNATURE", b"XX"), pytest.raises(LayoutError, match="local header"):
         plan(STATE)
     sink = torch_layout.Skeleton()
