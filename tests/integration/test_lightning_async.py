@@ -8,6 +8,8 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -428,6 +430,29 @@ def test_a_checkpoint_for_a_requeue_is_there_at_once(
         fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=callbacks)
     assert requeued == [(["scontrol", "requeue", "42"], 3)]
     assert began == [0, 3]
+
+
+SLURM = {name: "0" for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")} | {
+    "SLURM_NTASKS": "1", "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "training"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", [{}, SLURM], ids=["alone", "SLURM"])
+def test_a_preempted_trainer_ends_in_good_order(pl: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Its handler calls the writer's, which is to leave the end of the process to it."""
+    program = Path(__file__).with_name("preempted_trainer.py")
+    done = subprocess.run(
+        [sys.executable, str(program), pl.__name__, str(tmp_path)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "SIGTERMException" in done.stdout, done.stderr
+    assert done.returncode >= 0
+    assert ("Bypassing SIGTERM" in done.stderr) == bool(environment)
+    assert sorted(os.listdir(tmp_path)) == ["before.ckpt", "exception.ckpt"]
+    assert step_of(tmp_path / "exception.ckpt") == 3
 
 
 def test_two_fits_in_a_row(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:

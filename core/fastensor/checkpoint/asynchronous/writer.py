@@ -67,8 +67,8 @@ class AsyncWriter:
         exit_seconds: how long :meth:`close`, and the exit of the interpreter, wait for what is pending before it is
             given up; what was at the paths before is kept then.
         preemption_seconds: if given, SIGTERM ends the process only when what is pending is durable, or after so many
-            seconds; a handler that the program has installed before is called at once and decides by itself. Works in
-            the main thread only.
+            seconds; a handler that the program has installed before is called at once and decides by itself, and so
+            does one that was installed later and calls this one. Works in the main thread only.
 
     What was not told by a handle is raised once by the next call: :meth:`save` (before anything is accepted),
     :meth:`remove`, :meth:`wait`, :meth:`close`, or a load of that path. Afterwards saves work again if the cause is
