@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
@@ -65,13 +65,13 @@ class FastensorCheckpointIO(CheckpointIO):
             ``"cpu"`` is what Lightning does by itself; ``"cuda"`` loads every tensor to the process's own device.
         verify: as in :func:`fastensor.load`.
         asynchronous: whether saves return when the state has been copied, as with :class:`fastensor.AsyncWriter`; a
-            dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how. Loads and removals keep to the order of
-            the calls; an old checkpoint is only removed when what was saved after it is durable; a failure is raised by
-            the next call; the end of ``fit`` (``teardown``) waits for what is pending. Give the Trainer a
-            :class:`CheckpointMonitor`, too: then its loggers, its ``last.ckpt`` links and its version counter wait for
-            finished files. Checkpoints for a requeue by SLURM are saved synchronously. With ``when_busy="skip"`` or
-            ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may name files that were
-            never written, because it takes every save as done.
+            dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how; None means False. Loads and removals
+            keep to the order of the calls; an old checkpoint is only removed when what was saved after it is durable; a
+            failure is raised by the next call; the end of ``fit`` (``teardown``) waits for what is pending. Give the
+            Trainer a :class:`CheckpointMonitor`, too: then its loggers, its ``last.ckpt`` links and its version counter
+            wait for finished files. Checkpoints for a requeue by SLURM are saved synchronously. With
+            ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
+            name files that were never written, because it takes every save as done.
 
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
@@ -92,17 +92,17 @@ class FastensorCheckpointIO(CheckpointIO):
         durable: bool = True,
         map_location: Any = "cpu",
         verify: bool | None = None,
-        asynchronous: bool | AsyncOptions = False,
+        asynchronous: bool | AsyncOptions | None = False,
     ) -> None:
         super().__init__()
         self.backend = backend
         self.durable = durable
         self.map_location = map_location
         self.verify = verify
-        self.asynchronous = asynchronous is not False
+        self._options: AsyncOptions = _check_options(asynchronous)
+        self.asynchronous = asynchronous not in (False, None)
         self.last_save: fastensor.SaveReport | None = None
         """What the latest save in this process did, once it is finished."""
-        self._options: AsyncOptions = asynchronous if isinstance(asynchronous, dict) else {}
         self._writer: fastensor.AsyncWriter | None = None
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
@@ -302,6 +302,23 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"found {overrides!r}"
             )
         return {"backend": self.backend, "durable": self.durable, "asynchronous": self.asynchronous, **overrides}
+
+
+def _check_options(asynchronous: object) -> AsyncOptions:
+    """The dict, or an empty one.
+
+    Raises:
+        TypeError: it is neither a bool, None, nor a dict of the writer's keywords.
+    """
+    if asynchronous is None or isinstance(asynchronous, bool):
+        return {}
+    known = list(AsyncOptions.__annotations__)
+    if not isinstance(asynchronous, dict):
+        raise TypeError(f"asynchronous is a bool, or a dict with keys among {known}; found {asynchronous!r}")
+    unknown = [key for key in asynchronous if key not in known]
+    if unknown:
+        raise TypeError(f"asynchronous is a dict with keys among {known}; found {', '.join(map(repr, unknown))}")
+    return cast(AsyncOptions, asynchronous)
 
 
 def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:

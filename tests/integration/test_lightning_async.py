@@ -432,7 +432,7 @@ def test_a_checkpoint_for_a_requeue_is_there_at_once(
     assert began == [0, 3]
 
 
-SLURM = {name: "0" for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")} | {
+SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0") | {
     "SLURM_NTASKS": "1", "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "training"
 }  # fmt: skip
 
@@ -514,6 +514,24 @@ def test_a_single_save_can_be_synchronous(tmp_path: Path) -> None:
     assert plugin.latest is None
     plugin.teardown()
     plugin.teardown()
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", [("when_busy", "skip")]])
+def test_what_asynchronous_cannot_be(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"a bool, or a dict with keys among \['staging_bytes', .*found"):
+        FastensorCheckpointIO(asynchronous=value)
+
+
+def test_asynchronous_options_are_checked_at_once() -> None:
+    with pytest.raises(TypeError, match=r"keys among \['staging_bytes', .*; found 'stagingbytes', 3$"):
+        FastensorCheckpointIO(asynchronous={"stagingbytes": 1, "when_busy": "skip", 3: 1})
+    with pytest.raises(ValueError, match="when_busy is one of"):
+        FastensorCheckpointIO(asynchronous={"when_busy": "never"})
+
+
+def test_asynchronous_in_short() -> None:
+    assert not FastensorCheckpointIO(asynchronous=None).asynchronous
+    assert FastensorCheckpointIO(asynchronous={}).asynchronous
 
 
 def test_fabric(tmp_path: Path, slow_disk: SlowDisk, recwarn: pytest.WarningsRecorder) -> None:
