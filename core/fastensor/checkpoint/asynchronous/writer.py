@@ -218,6 +218,13 @@ class AsyncWriter:
         """Wait as :meth:`wait` does, for ``exit_seconds`` at most, and raise nothing: that is left to the next call."""
         self._drain(self._settings.exit_seconds)
 
+    def log_failures(self) -> None:
+        """Log what nobody has been told of, so that no call raises it: there is something worse to be seen."""
+        try:
+            self._raise_failure(all_of_them=True)
+        except Exception as failure:
+            _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
+
     def close(self, timeout: float | None = None) -> None:
         """:meth:`wait`, and release the memory. Calling it again does nothing.
 
