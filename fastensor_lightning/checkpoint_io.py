@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
@@ -65,13 +66,14 @@ class FastensorCheckpointIO(CheckpointIO):
             ``"cpu"`` is what Lightning does by itself; ``"cuda"`` loads every tensor to the process's own device.
         verify: as in :func:`fastensor.load`.
         asynchronous: whether saves return when the state has been copied, as with :class:`fastensor.AsyncWriter`; a
-            dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how. Loads and removals keep to the order of
-            the calls; an old checkpoint is only removed when what was saved after it is durable; a failure is raised by
-            the next call; the end of ``fit`` (``teardown``) waits for what is pending. Give the Trainer a
-            :class:`CheckpointMonitor`, too: then its loggers, its ``last.ckpt`` links and its version counter wait for
-            finished files. Checkpoints for a requeue by SLURM are saved synchronously. With ``when_busy="skip"`` or
-            ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may name files that were
-            never written, because it takes every save as done.
+            dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how; None means False. Loads and removals
+            keep to the order of the calls; an old checkpoint is only removed when what was saved after it is durable; a
+            failure is raised by the next call; the end of ``fit`` (``teardown``) waits for what is pending, and until
+            another run begins, saves are synchronous. Give the Trainer a :class:`CheckpointMonitor`, too: then its
+            loggers, ``last.ckpt`` links and version counter wait for finished files, and every run is known to begin.
+            Checkpoints for a requeue by SLURM are saved synchronously. With
+            ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
+            name files that were never written, because it takes every save as done.
 
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
@@ -92,17 +94,17 @@ class FastensorCheckpointIO(CheckpointIO):
         durable: bool = True,
         map_location: Any = "cpu",
         verify: bool | None = None,
-        asynchronous: bool | AsyncOptions = False,
+        asynchronous: bool | AsyncOptions | None = False,
     ) -> None:
         super().__init__()
         self.backend = backend
         self.durable = durable
         self.map_location = map_location
         self.verify = verify
-        self.asynchronous = asynchronous is not False
+        self._options: AsyncOptions = _check_options(asynchronous)
+        self.asynchronous = asynchronous not in (False, None)
         self.last_save: fastensor.SaveReport | None = None
         """What the latest save in this process did, once it is finished."""
-        self._options: AsyncOptions = asynchronous if isinstance(asynchronous, dict) else {}
         self._writer: fastensor.AsyncWriter | None = None
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
@@ -110,6 +112,8 @@ class FastensorCheckpointIO(CheckpointIO):
         self._warned = False
         self._torn_down = False
         """Whether a run has ended, and none that we know of has begun: then nobody waits for what is pending."""
+        self._runs_are_seen = True
+        """Whether the latest run that has saved could be seen."""
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
         self._listeners: list[tuple[SaveListener, Callable[[], None]]] = []
@@ -127,7 +131,8 @@ class FastensorCheckpointIO(CheckpointIO):
 
         Raises:
             TypeError: ``storage_options`` is not a dict or holds other keys.
-            fastensor.CheckpointWriteError: the save failed, as in :func:`fastensor.save`, or an earlier one did.
+            fastensor.CheckpointWriteError: the save failed, as in :func:`fastensor.save`, or an earlier one did. While
+                an exception is handled, what failed earlier is logged instead: this may be the last chance to save.
             OSError: the directory is missing and cannot be created.
         """
         options = self._save_options(storage_options)
@@ -136,7 +141,7 @@ class FastensorCheckpointIO(CheckpointIO):
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
-        if asynchronous and not self._torn_down:
+        if asynchronous and self._is_waited_for(checkpoint):
             self._warn_without_monitor(checkpoint)
             self._latest = self._open_writer().save(checkpoint, path, **options)
             self._latest.add_done_callback(lambda handle: self._finished(handle, step))
@@ -187,8 +192,7 @@ class FastensorCheckpointIO(CheckpointIO):
         Raises:
             Exception: what a save failed with, unless the Trainer is handling an exception: then it is logged.
         """
-        handled = sys.exc_info()[1]
-        interrupted = handled is not None and handled is not self._handled_before
+        interrupted = self._is_interrupted()
         try:
             self._close_writer()
         except Exception as error:
@@ -203,6 +207,11 @@ class FastensorCheckpointIO(CheckpointIO):
         """Wait for what is pending; failures are left to the next call."""
         if self._writer is not None:
             self._writer.settle()
+
+    def log_failures(self) -> None:
+        """Log what has failed and nobody was told of, instead of raising it in the next call."""
+        if self._writer is not None:
+            self._writer.log_failures()
 
     def foretell(self, path: str | os.PathLike[str]) -> bool | None:
         """Whether there will be a file at a path once nothing is pending; None if nothing is, for that path."""
@@ -261,7 +270,14 @@ class FastensorCheckpointIO(CheckpointIO):
     def _open_writer(self) -> fastensor.AsyncWriter:
         if self._writer is None or self._writer.closed:
             self._writer = fastensor.AsyncWriter(**self._options)
+        elif self._is_interrupted():
+            self._writer.log_failures()
         return self._writer
+
+    def _is_interrupted(self) -> bool:
+        """Whether an exception is being handled that was not when the run began."""
+        handled = sys.exc_info()[1]
+        return handled is not None and handled is not self._handled_before
 
     def _close_writer(self) -> None:
         if self._writer is not None:
@@ -283,6 +299,26 @@ class FastensorCheckpointIO(CheckpointIO):
         for listener, _ in tuple(self._listeners):
             listener(report, step)
 
+    def _is_waited_for(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether :meth:`teardown` is still to come, so that a save may be left pending.
+
+        A monitor says when a run begins. Without one, it is seen by the handler of signals that a Trainer has then.
+        """
+        if self._listeners or "pytorch-lightning_version" not in checkpoint:
+            return not self._torn_down
+        if _is_trainer_running():
+            self._torn_down, self._runs_are_seen = False, True
+        elif not self._torn_down:
+            self._runs_are_seen = False
+        elif not self._runs_are_seen:
+            self._runs_are_seen = True  # once is enough
+            warnings.warn(
+                "a checkpoint is saved synchronously: a run has ended, and without a CheckpointMonitor nobody says "
+                "whether another has begun; pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer",
+                stacklevel=4,
+            )
+        return not self._torn_down
+
     def _warn_without_monitor(self, checkpoint: dict[str, Any]) -> None:
         if not (self._warned or self._listeners) and "pytorch-lightning_version" in checkpoint:
             self._warned = True
@@ -302,6 +338,31 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"found {overrides!r}"
             )
         return {"backend": self.backend, "durable": self.durable, "asynchronous": self.asynchronous, **overrides}
+
+
+def _is_trainer_running() -> bool:
+    """Whether a Trainer handles SIGTERM, which it does from the setup of a run until its teardown.
+
+    False as well if it runs in another thread than the main one, or if the program has replaced the handler.
+    """
+    return type(signal.getsignal(signal.SIGTERM)).__module__.endswith(".trainer.connectors.signal_connector")
+
+
+def _check_options(asynchronous: object) -> AsyncOptions:
+    """The dict, or an empty one.
+
+    Raises:
+        TypeError: it is neither a bool, None, nor a dict of the writer's keywords.
+    """
+    if asynchronous is None or isinstance(asynchronous, bool):
+        return {}
+    known = list(AsyncOptions.__annotations__)
+    if not isinstance(asynchronous, dict):
+        raise TypeError(f"asynchronous is a bool, or a dict with keys among {known}; found {asynchronous!r}")
+    unknown = [key for key in asynchronous if key not in known]
+    if unknown:
+        raise TypeError(f"asynchronous is a dict with keys among {known}; found {', '.join(map(repr, unknown))}")
+    return cast(AsyncOptions, asynchronous)
 
 
 def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:

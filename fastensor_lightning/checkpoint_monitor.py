@@ -84,10 +84,11 @@ class CheckpointMonitor(Callback):
         self._loggers = None
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Loggers are closed after this. Other callbacks may still save: what keeps them from running ahead stays until
-        the plugin is torn down."""
+        """Loggers are closed after this. Other callbacks may still save, and what failed before must not keep them from
+        it; what keeps them from running ahead stays until the plugin is torn down."""
         if self._plugin is not None:
             self._plugin.wait()
+            self._plugin.log_failures()
         self._log(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:

@@ -150,6 +150,74 @@ def preempted_with_a_handler(path: str) -> None:
     sys.exit(5)
 
 
+def preempted_with_a_handler_around(path: str) -> None:
+    """A handler that was installed later and calls the writer's, as a Trainer's does, decides by itself, too."""
+    writer = fastensor.AsyncWriter(preemption_seconds=60)
+    inner = signal.getsignal(signal.SIGTERM)
+    told = []
+
+    def outer(number: int, frame: Any) -> None:
+        told.append(number)
+        assert callable(inner)
+        inner(number, frame)
+
+    signal.signal(signal.SIGTERM, outer)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)  # nothing is pending: whoever waits to end the process does it now
+    assert told == [signal.SIGTERM] * 2
+    writer.save(STATE, path)
+    sys.exit(5)
+
+
+def preempted_while_a_handler_comes(path: str) -> None:
+    """It was not there for the first signal, and gets the one that is sent when nothing is pending any more."""
+    go = slow_down()
+    writer = fastensor.AsyncWriter(preemption_seconds=60)
+    writer.save(STATE, path)
+    os.kill(os.getpid(), signal.SIGTERM)
+    inner = signal.getsignal(signal.SIGTERM)
+    told = threading.Event()
+
+    def outer(number: int, frame: Any) -> None:
+        told.set()
+        assert callable(inner)
+        inner(number, frame)
+
+    signal.signal(signal.SIGTERM, outer)
+    go.set()
+    told.wait(60)
+    signal.signal(signal.SIGTERM, inner)
+    time.sleep(0.2)  # whoever ends the process does it now
+    go.clear()
+    writer.save(STATE, path)
+    print("ready", flush=True)  # and once more
+    sys.stdin.readline()
+    go.set()
+    wait_to_be_ended()
+
+
+def survived(path: str) -> None:
+    """The program was told to end within a time, and works on for longer. At its exit nobody holds to that time."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    _outlive_a_deadline(path)
+
+
+def ignored(path: str) -> None:
+    """A signal that is ignored sets no deadline: the one of the exit is longer."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _outlive_a_deadline(path, seconds=0.3, outlive_seconds=0.0)
+
+
+def _outlive_a_deadline(path: str, *, seconds: float = 0.01, outlive_seconds: float = 0.02) -> None:
+    writers = [fastensor.AsyncWriter(preemption_seconds=seconds) for _ in range(2)]
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(outlive_seconds)
+    go = slow_down()
+    writers[0].save(STATE, path)
+    threading.Timer(0.6, go.set).start()
+
+
 def preempted_child(path: str) -> None:
     fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
     ready, tell = os.pipe()

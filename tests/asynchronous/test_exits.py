@@ -76,6 +76,7 @@ def assert_old(path: Path, *, leftovers: int = 0) -> None:
         ("fork", 0, ""),
         ("workers", 0, ""),
         ("spawn", 0, ""),
+        ("preempted_with_a_handler_around", 5, ""),
         ("second_signal_handler", 0, "a signal handler saves while a save is being staged"),
     ],
 )
@@ -148,4 +149,22 @@ def test_preemption_leaves_the_decision_to_the_handler_of_the_program(path: Path
         process.terminate()
         process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 5
+    assert_new(path)
+
+
+def test_preemption_leaves_the_decision_to_a_handler_that_comes_meanwhile(path: Path) -> None:
+    """And waits as before when that is gone again."""
+    with start(path, "preempted_while_a_handler_comes") as process:
+        read_until("ready", process.stdout)
+        process.terminate()
+        process.communicate("go\n", timeout=TIMEOUT_SECONDS)
+    assert process.returncode == -signal.SIGTERM
+    assert_new(path)
+
+
+@pytest.mark.parametrize("way", ["survived", "ignored"])
+def test_a_deadline_that_was_survived_does_not_shorten_the_exit(path: Path, way: str) -> None:
+    code, errors = run(path, way)
+    assert code == 0
+    assert "given up" not in errors
     assert_new(path)

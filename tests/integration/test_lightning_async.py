@@ -8,6 +8,8 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -309,6 +311,56 @@ def test_an_exception_of_the_training_is_what_is_seen(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.parametrize("monitored", [True, False])
+def test_an_earlier_failure_does_not_keep_the_checkpoint_of_the_exception_from_being_saved(
+    pl: Any, tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture, monitored: bool
+) -> None:
+    """Nor does it hide the exception. Callbacks may come before the monitor; those of checkpoints come after it."""
+    plugin = FastensorCheckpointIO(asynchronous=True)
+
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                disk.full_after = 0
+                trainer.save_checkpoint(tmp_path / "x")
+                plugin.wait()
+                disk.full_after = 10**9
+                raise ValueError("of the training")
+
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "c" / "mine.ckpt")
+
+    callbacks = [Stop(), *[CheckpointMonitor()] * monitored, pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")]
+    with pytest.raises(ValueError, match="of the training") as found:
+        fit(pl, tmp_path, plugin, callbacks=callbacks)
+    assert found.value.__context__ is None
+    assert [step_of(tmp_path / "c" / name) for name in files(tmp_path)] == [3, 3]
+    assert caplog.text.count("an asynchronous save had failed") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_fails_while_the_exception_is_handled_is_logged(
+    pl: Any, tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes of what is pending is known before checkpoints of the exception are saved."""
+
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            disk.full_after = 0
+            trainer.save_checkpoint(tmp_path / "x")
+            raise ValueError("of the training")
+
+    class Mend(pl.callbacks.Checkpoint):  # type: ignore[misc]
+        def on_exception(self, *_: Any) -> None:
+            assert "an asynchronous save had failed" in caplog.text
+            disk.full_after = 10**9
+
+    callbacks = [CheckpointMonitor(), Stop(), Mend(), pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")]
+    with pytest.raises(ValueError, match="of the training"):
+        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=callbacks)
+    assert step_of(tmp_path / "c" / "on_exception.ckpt") == 1
+
+
 def test_a_checkpoint_of_the_exception(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
     saver = pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")
     plugin = FastensorCheckpointIO(asynchronous=True)
@@ -430,6 +482,29 @@ def test_a_checkpoint_for_a_requeue_is_there_at_once(
     assert began == [0, 3]
 
 
+SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0") | {
+    "SLURM_NTASKS": "1", "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "training"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", [{}, SLURM], ids=["alone", "SLURM"])
+def test_a_preempted_trainer_ends_in_good_order(pl: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+    """Its handler calls the writer's, which is to leave the end of the process to it."""
+    program = Path(__file__).with_name("preempted_trainer.py")
+    done = subprocess.run(
+        [sys.executable, str(program), pl.__name__, str(tmp_path)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "SIGTERMException" in done.stdout, done.stderr
+    assert done.returncode >= 0
+    assert ("Bypassing SIGTERM" in done.stderr) == bool(environment)
+    assert sorted(os.listdir(tmp_path)) == ["before.ckpt", "exception.ckpt"]
+    assert step_of(tmp_path / "exception.ckpt") == 3
+
+
 def test_two_fits_in_a_row(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
     plugin, monitor = FastensorCheckpointIO(asynchronous=True), CheckpointMonitor()
     trainer = make_trainer(pl, tmp_path, plugin, callbacks=[monitor, checkpoints(pl, tmp_path, save_last=True)])
@@ -447,6 +522,72 @@ def test_without_a_monitor_it_says_so_and_keeps_the_order(pl: Any, tmp_path: Pat
     with pytest.warns(UserWarning, match=r"callbacks=\[fastensor_lightning.CheckpointMonitor"):
         fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[saver])
     assert files(tmp_path) == ["epoch=1-step=8.ckpt"]
+
+
+@pytest.fixture
+def watch(pl: Any, tmp_path: Path) -> Any:
+    """Saves at every end of a batch and of a fit, and notes which of these saves were asynchronous."""
+
+    class Watch(pl.callbacks.Checkpoint):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.asynchronous: list[bool] = []
+
+        def save(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+            self.asynchronous.append(trainer.strategy.checkpoint_io.latest is not None)
+
+        on_train_batch_end = on_fit_end = save
+
+    return Watch()
+
+
+@pytest.mark.parametrize("monitored", [True, False])
+@pytest.mark.parametrize("first", ["fit", "validate"])
+def test_every_run_saves_asynchronously(
+    pl: Any, tmp_path: Path, slow_disk: SlowDisk, watch: Any, monitored: bool, first: str, recwarn: Any
+) -> None:
+    """And what is saved after a run is there at once."""
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    callbacks = [watch, *[CheckpointMonitor()] * monitored]
+    trainer = make_trainer(pl, tmp_path, plugin, callbacks=callbacks, max_epochs=1)
+    module = make_module(pl)
+    getattr(trainer, first)(module, loader())
+    for _ in range(2):
+        watch.asynchronous.clear()
+        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+        trainer.fit(module, loader(), loader())
+        assert torch.load(tmp_path / "x.ckpt", weights_only=False)["global_step"] == trainer.global_step
+        assert watch.asynchronous == [True] * 4 + [False]  # on_fit_end comes after the teardown of the plugin
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    assert torch.load(tmp_path / "late.ckpt", weights_only=False)["global_step"] == trainer.global_step
+    assert not [one for one in recwarn if "is saved synchronously" in str(one.message)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fastensor-drain")]
+
+
+def test_a_save_after_a_run_that_has_failed_is_there_at_once(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[stop_at(pl, 3)])
+    with pytest.raises(ValueError, match="of the training"):
+        trainer.fit(make_module(pl), loader())
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    assert torch.load(tmp_path / "late.ckpt", weights_only=False)["global_step"] == 3
+
+
+def test_a_run_that_cannot_be_seen_says_so(
+    pl: Any, tmp_path: Path, watch: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """In another thread than the main one, a Trainer handles no signals."""
+    trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[watch], max_epochs=1)
+
+    def run() -> None:
+        for _ in range(2):
+            trainer.fit(make_module(pl), loader())
+            trainer.fit_loop.max_epochs += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert watch.asynchronous == [True] * 4 + [False] * 6
+    assert len([one for one in recwarn if "nobody says whether another has begun" in str(one.message)]) == 1
 
 
 def test_skipped_checkpoints_cost_no_old_ones(
@@ -489,6 +630,24 @@ def test_a_single_save_can_be_synchronous(tmp_path: Path) -> None:
     assert plugin.latest is None
     plugin.teardown()
     plugin.teardown()
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", [("when_busy", "skip")]])
+def test_what_asynchronous_cannot_be(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"a bool, or a dict with keys among \['staging_bytes', .*found"):
+        FastensorCheckpointIO(asynchronous=value)
+
+
+def test_asynchronous_options_are_checked_at_once() -> None:
+    with pytest.raises(TypeError, match=r"keys among \['staging_bytes', .*; found 'stagingbytes', 3$"):
+        FastensorCheckpointIO(asynchronous={"stagingbytes": 1, "when_busy": "skip", 3: 1})
+    with pytest.raises(ValueError, match="when_busy is one of"):
+        FastensorCheckpointIO(asynchronous={"when_busy": "never"})
+
+
+def test_asynchronous_in_short() -> None:
+    assert not FastensorCheckpointIO(asynchronous=None).asynchronous
+    assert FastensorCheckpointIO(asynchronous={}).asynchronous
 
 
 def test_fabric(tmp_path: Path, slow_disk: SlowDisk, recwarn: pytest.WarningsRecorder) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastensor.backends.arena import BLOCK_NBYTES, Arena, ArenaClosedError
 from fastensor.backends.memory import Buffer, map_buffers
+from fastensor.checkpoint.asynchronous import budget
 from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue
@@ -78,10 +79,38 @@ def test_available_memory_of_this_machine() -> None:
     assert 0 < available_memory() < 1 << 50
 
 
-def test_the_budget_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("8", 8), ("", 1), ("none", 1), ("0", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-        assert local_processes() == expected
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        *(({"LOCAL_WORLD_SIZE": nothing}, 1) for nothing in ("", "none", "0", "-2", "\u00b2")),
+        ({"SLURM_NTASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,4"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x16),4(x3),1"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"MPI_LOCALNRANKS": "3"}, 3),
+        ({"PMI_LOCAL_SIZE": "3"}, 3),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "8"}, 2),
+        ({"LOCAL_WORLD_SIZE": "none", "SLURM_NTASKS_PER_NODE": "8"}, 8),
+        # In a job of 8 tasks per machine, a step of one has started torchrun or a single process.
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NTASKS_PER_NODE": "8"}, 1),
+    ],
+)
+def test_launchers_say_how_many_processes_there_are(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
+) -> None:
+    for name in budget._LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert local_processes() == expected
+
+
+def test_the_budget_is_shared_by_the_processes_of_a_machine() -> None:
     assert staging_limit(64 * GIB, 8) == 4 * GIB
     assert staging_limit(0, 8) == BLOCK_NBYTES
 

@@ -13,6 +13,18 @@ _SHARE = 2
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Of the two versions of cgroups."""
 
+_LAUNCHERS = (
+    "LOCAL_WORLD_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+)
+"""What launchers say how many processes of the job they have started on this machine in."""
+_PER_MACHINE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", re.ASCII)
+"""``8``, or SLURM's ``8(x2),4``: 8 on each of two machines, and 4 on another."""
+
 
 def staging_limit(available_nbytes: int, processes: int) -> int:
     """How much more memory this process may take for staging: at least a block.
@@ -24,9 +36,15 @@ def staging_limit(available_nbytes: int, processes: int) -> int:
 
 
 def local_processes() -> int:
-    """How many processes of this job run on this machine, as launchers say it."""
-    found = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(found) if found.isdigit() and int(found) else 1
+    """How many processes of this job run on this machine, as launchers say it: torchrun, SLURM, Open MPI, other MPIs.
+
+    Where SLURM counts differently for the machines of a job, it is the most on any of them.
+    """
+    for name in _LAUNCHERS:
+        found = _PER_MACHINE.fullmatch(os.environ.get(name, "").strip())
+        if found and (most := max(int(number) for number in re.findall(r"(?:^|,)(\d+)", found[0]))):
+            return most
+    return 1
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -65,12 +65,13 @@ def _register() -> None:
 def _finish_at_exit() -> None:
     global _exiting
     _exiting = True
-    _finish_all()
+    # When a deadline has passed, nobody has held to it: the program has been told to end, and has survived.
+    _finish_all(_deadline if _deadline is not None and _deadline > time.monotonic() else None)
 
 
-def _finish_all() -> None:
+def _finish_all(deadline: float | None) -> None:
     for writer in list(_watched):
-        writer.finish_at_exit(None if _deadline is None else max(_deadline - time.monotonic(), 0))
+        writer.finish_at_exit(None if deadline is None else max(deadline - time.monotonic(), 0))
 
 
 def _after_fork() -> None:
@@ -86,6 +87,9 @@ class _Preemption:
 
     The handler itself waits for nothing: it may have interrupted a thread that holds any lock. A thread waits, and then
     sends the signal again.
+
+    It only ends the process where the signal would have ended it. A handler that was there before, or that was
+    installed since and calls this one (a Trainer's does), decides by itself; only the deadline is noted then.
     """
 
     def __init__(self) -> None:
@@ -115,31 +119,38 @@ class _Preemption:
         threading.Thread(target=self._wait, name="fastensor-preemption", daemon=True).start()
 
     def _handle(self, number: int, frame: Any) -> None:
-        global _deadline
-        if self._finished or self._pid != os.getpid():  # a forked child has nothing to wait for
-            if callable(self._previous):
-                self._previous(number, frame)
-            elif self._previous != signal.SIG_IGN:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return
-        if not self._begun:
-            _deadline = time.monotonic() + self._seconds
-        if callable(self._previous):
-            self._previous(number, frame)
-        elif not self._begun:
-            self._told.put(None)
-        self._begun = True
-
-    def _wait(self) -> None:
-        self._told.get()
         if self._previous == signal.SIG_IGN:
             return
-        try:
-            _finish_all()
-        finally:
-            self._finished = True
+        has_something_to_wait_for = self._pid == os.getpid()  # a forked child has not
+        if callable(self._previous) or signal.getsignal(signal.SIGTERM) != self._handle:
+            self._begun = self._finished = False  # whatever was begun, the process goes on
+            if has_something_to_wait_for:
+                self._note_deadline()
+            if callable(self._previous):
+                self._previous(number, frame)
+        elif self._finished or not has_something_to_wait_for:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._begun:
+            self._begun = True
+            self._note_deadline()
+            self._told.put(None)
+
+    def _note_deadline(self) -> None:
+        """The first one holds until it has passed: whoever asks twice does not wait longer."""
+        global _deadline
+        now = time.monotonic()
+        if _deadline is None or _deadline <= now:
+            _deadline = now + self._seconds
+
+    def _wait(self) -> None:
+        while True:
+            self._told.get()
+            try:
+                _finish_all(_deadline)
+            finally:
+                self._finished = True
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 _preemption = _Preemption()

@@ -67,8 +67,8 @@ class AsyncWriter:
         exit_seconds: how long :meth:`close`, and the exit of the interpreter, wait for what is pending before it is
             given up; what was at the paths before is kept then.
         preemption_seconds: if given, SIGTERM ends the process only when what is pending is durable, or after so many
-            seconds; a handler that the program has installed before is called at once and decides by itself. Works in
-            the main thread only.
+            seconds; a handler that the program has installed before is called at once and decides by itself, and so
+            does one that was installed later and calls this one. Works in the main thread only.
 
     What was not told by a handle is raised once by the next call: :meth:`save` (before anything is accepted),
     :meth:`remove`, :meth:`wait`, :meth:`close`, or a load of that path. Afterwards saves work again if the cause is
@@ -219,6 +219,13 @@ class AsyncWriter:
     def settle(self) -> None:
         """Wait as :meth:`wait` does, for ``exit_seconds`` at most, and raise nothing: that is left to the next call."""
         self._drain(self._settings.exit_seconds)
+
+    def log_failures(self) -> None:
+        """Log what nobody has been told of, so that no call raises it: there is something worse to be seen."""
+        try:
+            self._raise_failure(all_of_them=True)
+        except Exception as failure:
+            _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
 
     def close(self, timeout: float | None = None) -> None:
         """:meth:`wait`, and release the memory. Calling it again does nothing.
