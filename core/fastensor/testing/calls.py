@@ -16,7 +16,7 @@ from fastensor.backends import posix
 OS_CALLS = (
     *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "mkdir", "readlink"),
     *("pwrite", "preadv", "fsync", "ftruncate", "posix_fadvise"),
-    *("rename", "unlink", "symlink", "fchmod", "fchown"),
+    *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
 )
 """Attributes of ``os``."""
 FCNTL_CALLS = ("fcntl", "flock")
