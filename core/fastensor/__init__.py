@@ -28,6 +28,12 @@ from fastensor.errors import (
     UnsupportedContentError,
     UnverifiedCheckpointWarning,
 )
+from fastensor.select.context import Context
+from fastensor.select.dictionary import Change, Dictionary, DictionaryError
+from fastensor.select.selector import Choice, Explanation, Selector, SelectorStatistics
+from fastensor.store.ref import TensorRef
+from fastensor.store.tensor_store import TensorStore
+from fastensor.store.tools import StoreStatistics
 
 __version__ = "0.1.0"
 
@@ -50,6 +56,18 @@ __all__ = [
     "inspect",
     "Inspection",
     "convert",
+    # single tensors
+    "TensorStore",
+    "TensorRef",
+    "StoreStatistics",
+    # how it is chosen what moves bytes
+    "Selector",
+    "Context",
+    "Dictionary",
+    "Change",
+    "Choice",
+    "Explanation",
+    "SelectorStatistics",
     # what was done
     "SaveReport",
     "LoadReport",
@@ -70,6 +88,7 @@ __all__ = [
     "UnknownBackendError",
     "BackendUnavailableError",
     "LayoutError",
+    "DictionaryError",
     "UnverifiedCheckpointWarning",
     "__version__",
 ]

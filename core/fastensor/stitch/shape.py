@@ -45,7 +45,7 @@ def is_same_layout(shape: Sequence[int], stride: Sequence[int], other: Sequence[
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements that lie so fill their memory, without gaps or overlaps.
+    """Whether elements that lie so fill their memory, without gaps or overlaps. There must be some.
 
     >>> is_dense([2, 3], [1, 2]), is_dense([2, 3], [4, 1]), is_dense([2, 3], [0, 1])
     (True, False, False)
