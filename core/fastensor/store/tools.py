@@ -115,7 +115,8 @@ class Tools:
     def __init__(self, tool: str, selector: Selector, mode: Mode) -> None:
         self.tool = tool if tool == registry.AUTO else registry.get(tool).name
         self.mode = mode
-        self.available = tuple(name for name in registry.names() if registry.get(name).availability().available)
+        self.available = _all_available() if self.tool == registry.AUTO else ()
+        """What the selector chooses among."""
         self._selector = selector
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -193,6 +194,10 @@ class Tools:
         with self._lock:
             self._used[operation][name] += 1
             self._counts[operation] += nbytes
+
+
+def _all_available() -> tuple[str, ...]:
+    return tuple(name for name in registry.names() if registry.get(name).availability().available)
 
 
 def _available(name: str) -> Backend:
