@@ -30,8 +30,11 @@ from fastensor.errors import (
 )
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector, use_selector
-from fastensor.select.dictionary import Dictionary
+from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.selector import Choice, Explanation, Selector, SelectorStatistics
+from fastensor.store.ref import TensorRef
+from fastensor.store.tensor_store import TensorStore
+from fastensor.store.tools import StoreStatistics
 
 __version__ = "0.1.0"
 
@@ -54,13 +57,18 @@ __all__ = [
     "inspect",
     "Inspection",
     "convert",
-    # choosing backends
+    # single tensors
+    "TensorStore",
+    "TensorRef",
+    "StoreStatistics",
+    # how it is chosen what moves bytes
     "Selector",
-    "SelectorStatistics",
-    "Choice",
-    "Explanation",
     "Context",
     "Dictionary",
+    "Change",
+    "Choice",
+    "Explanation",
+    "SelectorStatistics",
     "current_selector",
     "use_selector",
     # what was done
@@ -83,6 +91,7 @@ __all__ = [
     "UnknownBackendError",
     "BackendUnavailableError",
     "LayoutError",
+    "DictionaryError",
     "UnverifiedCheckpointWarning",
     "__version__",
 ]

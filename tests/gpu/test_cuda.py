@@ -136,3 +136,33 @@ def test_the_plugin_loads_straight_to_the_device(tmp_path: Path) -> None:
     plugin = FastensorCheckpointIO(map_location="cuda")
     plugin.save_checkpoint({"w": torch.arange(5)}, tmp_path / "x")
     assert plugin.load_checkpoint(tmp_path / "x")["w"].is_cuda
+
+
+@pytest.mark.parametrize("backend", ["auto", *registry.names()])
+def test_stored_tensors_come_back_to_the_device(tmp_path: Path, backend: str) -> None:
+    store = fastensor.TensorStore(tmp_path, backend=backend, mode="write_read")
+    large = torch.randn(8, 16, 256, 256, device="cuda")
+    tensors = [large, large[3], large.bfloat16(), large[:, ::2], large[0, 0].t(), torch.tensor(3, device="cuda"),
+               large.contiguous(memory_format=torch.channels_last), large[0, 0].to_sparse()]  # fmt: skip
+    for tensor in tensors * 2:
+        ref = store.put(tensor)
+        assert ref.device == "cuda"
+        for device in (None, "cuda", "cpu"):
+            found = store.get(ref, device)
+            assert found.device.type == (device or "cuda")
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found.to_dense().cpu(), tensor.to_dense().cpu())
+        store.delete(ref)
+    assert store.get(store.put(large.contiguous(memory_format=torch.channels_last))).stride(1) == 1
+
+
+def test_a_store_waits_for_work_that_is_queued(tmp_path: Path) -> None:
+    tensor = torch.zeros(8 << 20, device="cuda")
+    store = fastensor.TensorStore(tmp_path)
+    for attempt in range(12):
+        torch.cuda._sleep(50_000_000)
+        tensor.fill_(attempt + 1)
+        ref = store.put(tensor)
+        tensor.zero_()
+        assert (store.get(ref, "cpu") == attempt + 1).all()
+        store.delete(ref)

@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
 
 def test_errors_are_fastensor_errors_and_fitting_builtins() -> None:
     errors = [getattr(fastensor, name) for name in fastensor.__all__ if name.endswith("Error")]
-    assert len(errors) == 15
+    assert len(errors) == 16
     for error in errors:
         assert issubclass(error, fastensor.FastensorError)
         fitting = (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError, CancelledError)

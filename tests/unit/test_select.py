@@ -207,6 +207,19 @@ def test_the_three_dictionaries(mode: Any, expected: str) -> None:
     assert selector.explain(MIB, WRITE, ALL, mode).choice == choice
 
 
+def test_what_a_backend_reads_is_in_the_page_cache_or_not_as_it_has_written_it() -> None:
+    writes, reads = fixed(numpy=1.0, direct=0.9), fixed(numpy=0.5, direct=2.0)
+    selector = Selector()
+    for _ in range(MOST_TRIES * 2):
+        choice = selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read")
+        selector.record(MIB, WRITE, choice.backend, writes(choice.backend))
+        context = Context("read", warm=choice.backend == "numpy")
+        selector.record(MIB, context, choice.backend, reads(choice.backend))
+    selector.record(MIB, READ, "numpy", 9.0)
+    assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write").backend == "direct"
+    assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read").backend == "numpy"
+
+
 def test_until_reads_are_known_writes_decide() -> None:
     selector = Selector()
     assert run(selector, FAR, 20)[-1] == "numpy"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from fastensor.stitch.source import Source
 
@@ -54,6 +54,7 @@ class Reader(Protocol):
         """Stop reading ahead and give back memory. The file stays open. Calling it again does nothing."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """A way of moving images. Stateless between calls; every method may be called from several threads at once."""
 

@@ -88,6 +88,18 @@ def sync_file(fd: int) -> None:
     os.fsync(fd)
 
 
+def sync_directory(path: str) -> None:
+    """``fsync`` a directory: names that were created, replaced or removed in it are on stable storage."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync_file(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems sync names at once
+            raise
+    finally:
+        os.close(fd)
+
+
 def preallocate(fd: int, nbytes: int) -> bool:
     """Reserve space for ``nbytes`` bytes; False if the filesystem cannot.
 

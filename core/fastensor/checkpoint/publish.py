@@ -166,7 +166,7 @@ def publish(temporary: Temporary, *, durable: bool) -> None:
         os.rename(temporary.name, target.path)
         temporary.published = True
         if durable:
-            sync_directory(target.directory)
+            posix.sync_directory(target.directory)
 
 
 def replace_link(target: str, link: str) -> None:
@@ -182,7 +182,7 @@ def replace_link(target: str, link: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-    sync_directory(directory)
+    posix.sync_directory(directory)
 
 
 def wait_for_writers(path: str, seconds: float) -> bool:
@@ -255,18 +255,6 @@ def wait_for_space() -> None:
             _freeing.popleft().join()
 
 
-def sync_directory(path: str) -> None:
-    """``fsync`` a directory: names that were created, replaced or removed in it are on stable storage."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        posix.sync_file(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some network filesystems sync names at once
-            raise
-    finally:
-        os.close(fd)
-
-
 def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
     """Create a directory and its missing parents."""
     missing = []
@@ -277,7 +265,7 @@ def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
     for directory in reversed(missing):
         os.makedirs(directory, exist_ok=True)
         if durable:
-            sync_directory(os.path.dirname(directory))
+            posix.sync_directory(os.path.dirname(directory))
 
 
 def _stem(target: Target) -> str:

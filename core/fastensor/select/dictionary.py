@@ -12,6 +12,7 @@ from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple, Self
 
+from fastensor.errors import FastensorError
 from fastensor.select.context import Context
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
@@ -25,7 +26,7 @@ VERSION = 1
 _FORMAT = "fastensor dictionary"
 
 
-class DictionaryError(ValueError):
+class DictionaryError(FastensorError, ValueError):
     """What was given as a dictionary is none, or one of another version."""
 
 

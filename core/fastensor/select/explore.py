@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fastensor.select.context import STAGED, Context
-from fastensor.select.dictionary import Dictionary, Entry, Key
+from fastensor.select.dictionary import Dictionary, Entry, Key, Timing
 from fastensor.select.sizes import size_of
 
 PAPER_ORDER = ("gds", "numpy", "torch", "direct")
@@ -72,8 +72,15 @@ def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[dict[str, float],
 
 
 def seconds_to_read(dictionary: Dictionary, key: Key) -> dict[str, float]:
-    """How long each backend takes to read what is written now: in the page cache or not, whichever is usual."""
+    """How long each backend takes to read what is written now: in the page cache or not, whichever is usual for it.
+
+    That is not the same for all of them: what one has written around the page cache is not in it when it is read.
+    """
     device = "cpu" if key.context.device == STAGED else key.context.device
-    entries = [dictionary.at(Key(Context("read", device, warm), key.bucket)) for warm in (False, True)]
-    usual = max(entries, key=lambda entry: sum(timing.count for timing in entry.timings.values()))
-    return {name: timing.seconds for name, timing in usual.timings.items() if name not in usual.excluded}
+    usual: dict[str, Timing] = {}
+    for warm in (False, True):
+        entry = dictionary.at(Key(Context("read", device, warm), key.bucket))
+        for name, timing in entry.timings.items():
+            if name not in entry.excluded and (name not in usual or timing.count > usual[name].count):
+                usual[name] = timing
+    return {name: timing.seconds for name, timing in usual.items()}

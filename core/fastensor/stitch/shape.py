@@ -21,3 +21,39 @@ def is_shape(sizes: Sequence[int]) -> bool:
         if numel > MAX_SIZE:
             return False
     return True
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor.
+
+    >>> row_major([2, 3, 4]), row_major([2, 0, 4])
+    ((12, 4, 1), (4, 4, 1))
+    """
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(strides[::-1]) if shape else ()
+
+
+def is_same_layout(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether elements lie in the same places: strides of dimensions that are not walked along mean nothing.
+
+    >>> is_same_layout([1, 3], [3, 1], [99, 1]), is_same_layout([2, 3], [3, 1], [1, 2])
+    (True, False)
+    """
+    return 0 in shape or all(size == 1 or one == two for size, one, two in zip(shape, stride, other, strict=True))
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements that lie so fill their memory, without gaps or overlaps. There must be some.
+
+    >>> is_dense([2, 3], [1, 2]), is_dense([2, 3], [4, 1]), is_dense([2, 3], [0, 1])
+    (True, False, False)
+    """
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True

@@ -14,9 +14,9 @@ from unittest import mock
 from fastensor.backends import posix
 
 OS_CALLS = (
-    *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "listdir", "statvfs", "mkdir", "readlink"),
+    *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "mkdir", "readlink"),
     *("pwrite", "preadv", "fsync", "ftruncate", "posix_fadvise"),
-    *("rename", "unlink", "symlink", "fchmod", "fchown"),
+    *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
 )
 """Attributes of ``os``."""
 FCNTL_CALLS = ("fcntl", "flock")

@@ -1,0 +1,195 @@
+"""The ``.npy`` container of one tensor: planning a file, and reading its header (NumPy's format, versions 1.0 and 2.0).
+
+A file is a magic string, a version, the length of the header, the header (a Python dict as text, padded with spaces),
+and the tensor's bytes. What is planned here is what ``numpy.save`` writes for the same values, but for more padding:
+the data begin at 4096, where direct I/O can get at them.
+
+NumPy has fewer dtypes than torch. Tensors of the others, such as bfloat16 and 8-bit floats, are stored as unsigned
+integers of the same width; which dtype they are of has to be kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.stitch.image import Header, Image, Payload
+from fastensor.stitch.shape import is_same_layout, is_shape, row_major
+from fastensor.stitch.source import Plan
+
+DATA_BEGIN = 4096
+"""Where the data of planned files begin."""
+PREFIX_NBYTES = 12
+"""How much of a file tells how long its header is."""
+_MAGIC = b"\x93NUMPY"
+_LENGTHS = {(1, 0): struct.Struct("<H"), (2, 0): struct.Struct("<I")}
+"""How the header's length is written, by version; it stands behind magic string and version."""
+_MAX_HEADER_NBYTES = 1 << 16
+_MOST_DIMENSIONS = 32
+"""What every NumPy can read; since 2.0 it takes 64."""
+_ORDER = "<" if sys.byteorder == "little" else ">"
+_KINDS = {
+    torch.bool: "b", torch.uint8: "u", torch.uint16: "u", torch.uint32: "u", torch.uint64: "u",
+    torch.int8: "i", torch.int16: "i", torch.int32: "i", torch.int64: "i",
+    torch.float16: "f", torch.float32: "f", torch.float64: "f", torch.complex64: "c", torch.complex128: "c",
+}  # fmt: skip
+"""NumPy's letters for the dtypes that it shares with torch."""
+_WIDTHS = (1, 2, 4, 8)
+_HEADER = re.compile(
+    rb"\{'descr': '([|<>=]\w{1,4})', 'fortran_order': (False|True), "
+    rb"'shape': \((|\d{1,19},|\d{1,19}(?:, \d{1,19}){1,63})\), \} *\n"
+)
+"""As ``numpy.save`` writes it. Nothing is evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class NpyHeader:
+    """What the header of a file says."""
+
+    descr: str
+    """The dtype as NumPy writes it, such as ``<f4``."""
+    fortran_order: bool
+    """Whether the first index changes fastest."""
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> NpyHeader:
+        """The header of a tensor whose elements stand in memory as ``stride`` says, None meaning row by row."""
+        stride = row_major(shape) if stride is None else stride
+        return cls(descr_of(dtype), not _is_by_rows(shape, stride) and _is_by_columns(shape, stride), tuple(shape))
+
+    def encode(self) -> bytes:
+        """Everything that stands in front of the data."""
+        text = f"{{'descr': '{self.descr}', 'fortran_order': {self.fortran_order}, 'shape': {self.shape}, }}"
+        prefix = _MAGIC + bytes((1, 0)) + _LENGTHS[1, 0].pack(DATA_BEGIN - len(_MAGIC) - 4)
+        return (prefix + text.encode()).ljust(DATA_BEGIN - 1) + b"\n"
+
+
+def descr_of(dtype: torch.dtype) -> str:
+    """NumPy's name for a dtype, or for integers of the same width.
+
+    >>> descr_of(torch.float32)[1:], descr_of(torch.bool), descr_of(torch.bfloat16)[1:]
+    ('f4', '|b1', 'u2')
+    """
+    kind = _KINDS.get(dtype, "u")
+    return f"{'|' if dtype.itemsize == 1 else _ORDER}{kind}{dtype.itemsize}"
+
+
+_ITEM_NBYTES = {descr_of(dtype): dtype.itemsize for dtype in _KINDS}
+
+
+def reason_to_refuse(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be stored, as the end of a sentence that begins with "it"; empty if it can."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "is not dense"
+    if tensor.is_quantized:
+        return "is quantized"
+    if tensor.dtype not in _KINDS and tensor.dtype.itemsize not in _WIDTHS:
+        return f"is of {tensor.dtype}"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values"
+    if tensor.dim() > _MOST_DIMENSIONS:
+        return f"has {tensor.dim()} dimensions, and NumPy takes {_MOST_DIMENSIONS}"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazy conjugate or negative"
+    if not (_is_by_rows(tensor.shape, tensor.stride()) or _is_by_columns(tensor.shape, tensor.stride())):
+        return "is not contiguous"
+    return ""
+
+
+def plan(tensor: torch.Tensor) -> Plan:
+    """Lay out the file of one tensor.
+
+    Args:
+        tensor: dense, and contiguous, or contiguous when transposed. It is borrowed.
+
+    Raises:
+        UnsupportedContentError: the container cannot hold it.
+    """
+    if reason := reason_to_refuse(tensor):
+        raise UnsupportedContentError(f"a .npy file cannot hold a tensor that {reason}")
+    header = NpyHeader.of(tensor.dtype, tensor.shape, tensor.stride())
+    segments: list[Header | Payload] = [Header(0, header.encode())]
+    storage = tensor.untyped_storage()
+    if tensor.nbytes:
+        before = int(tensor.storage_offset()) * tensor.itemsize
+        behind = storage.nbytes() - before - tensor.nbytes
+        segments.append(Payload(DATA_BEGIN, tensor.nbytes, 0, before=before, behind=behind))
+    return Plan(Image(segments), (storage,))
+
+
+def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
+    """Where the data begin.
+
+    Args:
+        start: the first 12 bytes of the file, or all of a shorter one.
+        nbytes: size of the file.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpointError: the file is no such file, or ends before that.
+    """
+    at = len(_MAGIC) + 2
+    version = (start[at - 2], start[at - 1]) if len(start) >= at else (0, 0)
+    if not start.startswith(_MAGIC) or version not in _LENGTHS:
+        raise CorruptCheckpointError(
+            f"{where}: found {start[:at]!r} at offset 0, expected {_MAGIC!r} and version 1.0 or 2.0: not a .npy file"
+        )
+    length = _LENGTHS[version]
+    if len(start) < at + length.size:
+        raise CorruptCheckpointError(f"{where}: {nbytes} bytes, too few for a .npy file; it was cut off")
+    (claimed,) = length.unpack_from(start, at)
+    begin = at + length.size + int(claimed)
+    if begin > min(nbytes, _MAX_HEADER_NBYTES):
+        raise CorruptCheckpointError(
+            f"{where}: the length at offset {at} claims a header of {claimed} bytes, but the file has {nbytes}, and "
+            f"headers have less than {_MAX_HEADER_NBYTES}; the file is damaged or was cut off"
+        )
+    return begin
+
+
+def parse_header(data: bytes, nbytes: int, *, where: str) -> NpyHeader:
+    """Read and check a header.
+
+    Args:
+        data: the first :func:`header_nbytes` bytes of the file.
+        nbytes: size of the file.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpointError: the header is not one, or contradicts the file's size.
+        UnsupportedContentError: it is of a dtype that torch does not have: objects, texts, the other byte order.
+    """
+    at = len(_MAGIC) + 2
+    at += _LENGTHS[data[at - 2], data[at - 1]].size
+    found = _HEADER.fullmatch(data, at)
+    if found is None:
+        raise CorruptCheckpointError(
+            f"{where}: the header at offset {at} is not as numpy.save writes it ({data[at : at + 60]!r})"
+        )
+    descr, order, sizes = (group.decode() for group in found.groups())
+    shape = tuple(int(size) for size in sizes.split(",") if size)
+    if descr not in _ITEM_NBYTES:
+        raise UnsupportedContentError(f"{where}: the header at offset {at} says dtype {descr}, which torch lacks")
+    data_nbytes = math.prod(shape) * _ITEM_NBYTES[descr]
+    if not is_shape(shape) or len(data) + data_nbytes != nbytes:
+        raise CorruptCheckpointError(
+            f"{where}: the header at offset {at} says shape {shape} of {descr}, {data_nbytes} bytes, but "
+            f"{nbytes - len(data)} stand behind it; the file is damaged or was cut off"
+        )
+    return NpyHeader(descr, order == "True", shape)
+
+
+def _is_by_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return is_same_layout(shape, stride, row_major(shape))
+
+
+def _is_by_columns(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return is_same_layout(shape, stride, row_major(shape[::-1])[::-1])

@@ -1,0 +1,163 @@
+"""What of a tensor is stored, and how a tensor is made of that again. No files."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastensor.errors import UnsupportedContentError
+from fastensor.stitch import npy, torch_zip
+from fastensor.stitch.shape import is_dense, is_same_layout, row_major
+from fastensor.stitch.source import Plan
+from fastensor.store.ref import Format, TensorRef
+
+_PROTOCOL = 2
+"""The pickle protocol that ``torch.save`` uses."""
+_PLAIN = {Tensor: "Tensor", torch.nn.Parameter: "Parameter"}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By width: dtypes that torch copies bit by bit, whatever the bits mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor that can be stored. Borrows its memory."""
+
+    values: Tensor
+    """What the file is to hold; dense tensors are contiguous, or contiguous when transposed."""
+    kind: str
+    """As in :class:`TensorRef`."""
+    stride: tuple[int, ...] | None
+    """As in :class:`TensorRef`."""
+    requires_grad: bool
+    nbytes: int
+    not_for_npy: str = ""
+    """Why NumPy's container cannot hold it; empty if it can. torch's can hold everything."""
+    planned: torch_zip.TorchZip | None = None
+    """The file, if it is not dense."""
+
+    def plan(self, container: Format) -> Plan:
+        """Lay out the file."""
+        if container == "npy":
+            return npy.plan(self.values)
+        return self.planned or _plan_for_torch(_alone(self.values))
+
+    def ref(self, file: str, container: Format, backend: str, crc32: int | None) -> TensorRef:
+        """What brings it back, once it is in that file."""
+        return TensorRef(
+            file, container, self.kind, _name_of(self.values.dtype), tuple(self.values.shape), self.stride,
+            self.values.device.type, self.requires_grad, self.nbytes, crc32, backend,
+        )  # fmt: skip
+
+
+def pack(tensor: Tensor) -> Packed:
+    """Find out what to store.
+
+    Dense tensors that are neither contiguous nor that when transposed are copied; lazy conjugates are resolved.
+
+    Raises:
+        UnsupportedContentError: it has no values, or none of its own.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a tensor, found {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise UnsupportedContentError("a nested tensor cannot be stored: store its .values() and .offsets()")
+    if tensor.device.type == "meta":
+        raise UnsupportedContentError("a tensor on the meta device has no values that could be stored")
+    if tensor.layout == torch.strided and not tensor.is_quantized and type(tensor) in _PLAIN:
+        return _pack_dense(tensor)
+    kind = _kind_of(tensor)
+    reason = npy.reason_to_refuse(tensor) or f"is a {kind}"
+    planned = _plan_for_torch(tensor)
+    return Packed(tensor, kind, None, tensor.requires_grad, sum(planned.recording.structure.sizes), reason, planned)
+
+
+def _pack_dense(tensor: Tensor) -> Packed:
+    if not tensor.numel():
+        values, stride = torch.empty_like(tensor, memory_format=torch.contiguous_format).detach(), None
+    else:
+        _check_storage(tensor)
+        values = tensor.detach().resolve_conj().resolve_neg()
+        kept = is_dense(values.shape, values.stride()) and values.stride() != row_major(values.shape)
+        stride = values.stride() if kept else None
+        if npy.reason_to_refuse(values):
+            values = as_integers(values).contiguous().view(values.dtype)
+    reason = npy.reason_to_refuse(values)
+    return Packed(values, _PLAIN[type(tensor)], stride, tensor.requires_grad, values.nbytes, reason)
+
+
+def _check_storage(tensor: Tensor) -> None:
+    """Sharded training frees storages of tensors that live on."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * tensor.itemsize:
+        raise UnsupportedContentError("a tensor whose storage has been freed cannot be stored")
+
+
+def unpack(values: Tensor, ref: TensorRef) -> Tensor:
+    """The tensor, of its elements on the right device.
+
+    Args:
+        values: what the file holds; the result may share its memory.
+        ref: what else there is to it.
+    """
+    if ref.stride is not None:
+        values = _with_strides(values, ref.stride)
+    if ref.kind == "Parameter":
+        return torch.nn.Parameter(values, ref.requires_grad)
+    return values if values.requires_grad == ref.requires_grad else values.requires_grad_(ref.requires_grad)
+
+
+def elements(data: Tensor, header: npy.NpyHeader, dtype: torch.dtype) -> Tensor:
+    """Bytes as the tensor that they are the elements of.
+
+    Args:
+        data: of uint8, one-dimensional.
+        header: what the file says.
+        dtype: of the same width as the one in the header.
+    """
+    values = data.view(dtype)
+    if header.fortran_order:
+        return values.reshape(header.shape[::-1]).permute(tuple(reversed(range(len(header.shape)))))
+    return values.reshape(header.shape)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same memory, as a dtype that can be copied bit by bit."""
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def _with_strides(values: Tensor, stride: Sequence[int]) -> Tensor:
+    if is_same_layout(values.shape, values.stride(), stride):
+        return values.as_strided(values.shape, stride)
+    result = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+    as_integers(result).copy_(as_integers(values))
+    return result
+
+
+def _plan_for_torch(values: Tensor) -> torch_zip.TorchZip:
+    return torch_zip.plan(values, pickle_module=pickle, pickle_protocol=_PROTOCOL)
+
+
+def _alone(values: Tensor) -> Tensor:
+    """The same tensor, as one that has its storage for itself: torch stores storages whole."""
+    storage = values.untyped_storage()
+    begin = int(values.storage_offset()) * values.itemsize
+    if storage.nbytes() == values.nbytes:
+        return values
+    own = storage[begin : begin + values.nbytes]
+    return values.new_empty(0).set_(own, 0, values.shape, values.stride())
+
+
+def _kind_of(tensor: Tensor) -> str:
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return _name_of(tensor.layout)
+    return type(tensor).__name__
+
+
+def _name_of(constant: torch.dtype | torch.layout) -> str:
+    return str(constant).removeprefix("torch.")

@@ -1,0 +1,134 @@
+"""Reading a stored tensor: ``.npy`` files by any backend but torch's, ``.pt`` files by ``torch.load``."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from torch import Tensor
+
+from fastensor.backends.base import Backend, Extent
+from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
+from fastensor.stitch import npy
+from fastensor.stitch.torch_records import Checks, payload_records
+from fastensor.stitch.zip_directory import LOCAL_HEADER, ZipDirectory, parse_directory
+from fastensor.store.files import StoredFile, read_exactly
+from fastensor.store.packing import elements
+from fastensor.store.ref import TensorRef
+
+
+def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.device, *, verify: bool) -> Tensor:
+    """The elements of a tensor, on the device.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged, or another one than the ref is of.
+        BackendUnavailableError: the backend cannot read this file.
+        OSError: it cannot be read.
+    """
+    dtype = ref.torch_dtype()
+    with closing(backend.open_reader(file.fd, file.nbytes, [Extent(0, file.nbytes)])) as reader:
+        start = bytearray(min(npy.DATA_BEGIN, file.nbytes))
+        if start:
+            reader.readinto(0, memoryview(start), checksum=False)
+        header = _checked_header(bytes(start), file, npy.NpyHeader.of(dtype, ref.shape, ref.stride))
+        data = torch.empty(ref.nbytes, dtype=torch.uint8, device="cpu")
+        if ref.nbytes:
+            crc32 = reader.readinto(npy.DATA_BEGIN, data.numpy().data, checksum=verify)
+            if verify:
+                _compare(crc32, ref, file.path)
+    return elements(data.to(device), header, dtype)
+
+
+def _checked_header(start: bytes, file: StoredFile, expected: npy.NpyHeader) -> npy.NpyHeader:
+    begin = npy.header_nbytes(start[: npy.PREFIX_NBYTES], file.nbytes, file.path)
+    if begin != npy.DATA_BEGIN:
+        raise CorruptCheckpointError(f"{file.path}: the data begin at {begin}, expected {npy.DATA_BEGIN}")
+    found = npy.parse_header(start, file.nbytes, where=file.path)
+    if found != expected:
+        raise CorruptCheckpointError(f"{file.path}: found a tensor with {found}, expected {expected}")
+    return found
+
+
+def read_pt(file: StoredFile, ref: TensorRef, device: torch.device, *, verify: bool) -> Tensor:
+    """The tensor that ``torch.load(weights_only=True)`` finds in a file, on the device.
+
+    Raises:
+        CorruptCheckpointError: the file is damaged, or another one than the ref is of.
+        UnsafeCheckpointError: the tensor is of a class that torch does not allow.
+        OSError: it cannot be read.
+    """
+    if verify:
+        _check_pickle(file)
+    crc32 = 0
+
+    def keep_on_host(storage: Any, location: str) -> Any:
+        nonlocal crc32
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy().data
+        crc32 = isal_zlib.crc32(memory, crc32) if verify else 0
+        return storage
+
+    found = _load(file, ref, keep_on_host)
+    if verify:
+        _compare(crc32, ref, file.path)
+    if not isinstance(found, Tensor) or (found.dtype, found.shape) != (ref.torch_dtype(), ref.shape):
+        shown = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise CorruptCheckpointError(f"{file.path}: found {shown}, expected {ref.dtype} of shape {ref.shape}")
+    return found.to(device)
+
+
+def _load(file: StoredFile, ref: TensorRef, place: Callable[[Any, str], Any]) -> object:
+    try:
+        with open(file.fd, "rb", closefd=False) as opened:
+            return torch.load(opened, place, weights_only=True)
+    except (FastensorError, OSError, MemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpointError(
+            f"{file.path}: torch.load(weights_only=True) does not allow what this tensor needs ({ref.kind}). If you "
+            f"trust it, allow the class by torch.serialization.add_safe_globals before you get it"
+        ) from error
+    except Exception as error:
+        raise CorruptCheckpointError(f"{file.path}: torch cannot read it ({error!r}); it was damaged") from error
+
+
+def stored_crc32(fd: int, nbytes: int, where: str) -> int:
+    """The CRC32 of all storages in a ``.pt`` file, one behind the other, as its directory says."""
+    crc32 = 0
+    for record in payload_records(_directory(fd, nbytes, where)):
+        crc32 = isal_zlib.crc32_combine(crc32, record.crc32, record.nbytes)
+    return crc32
+
+
+def _check_pickle(file: StoredFile) -> None:
+    """What stands beside the elements, such as the scale of a quantized tensor, is in the pickle."""
+    archive = _directory(file.fd, file.nbytes, file.path)
+    records = [record for record in archive.records if record.name.split("/", 1)[1:] == ["data.pkl"]]
+    if len(records) != 1 or records[0].compressed:
+        raise CorruptCheckpointError(f"{file.path}: no archive with one data.pkl that is not compressed")
+    (record,) = records
+    header = read_exactly(file.fd, record.header_offset, LOCAL_HEADER.size)
+    begin = Checks(archive, enabled=True).open_known_record(record, header, file.path).begin
+    found = zlib.crc32(read_exactly(file.fd, begin, record.nbytes))
+    if found != record.crc32:
+        raise CorruptCheckpointError(
+            f"{file.path}: the pickle at offset {begin} has CRC32 {found:08x}, expected {record.crc32:08x}: the file "
+            f"was damaged after it was written"
+        )
+
+
+def _directory(fd: int, nbytes: int, where: str) -> ZipDirectory:
+    return parse_directory(partial(read_exactly, fd), nbytes, where=where)
+
+
+def _compare(found: int, ref: TensorRef, where: str) -> None:
+    if ref.crc32 is not None and found != ref.crc32:
+        raise CorruptCheckpointError(
+            f"{where}: the tensor ({ref.nbytes} bytes) has CRC32 {found:08x}, expected {ref.crc32:08x}: the file was "
+            f"damaged after it was written; a store with verify=False brings the damaged values"
+        )

@@ -1,0 +1,98 @@
+"""What is needed to bring a stored tensor back."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.shape import is_dense, is_shape
+
+Format: TypeAlias = Literal["npy", "pt"]
+"""The containers of a store: NumPy's, and torch's."""
+PLAIN_KINDS = ("Tensor", "Parameter")
+"""Kinds of tensors that are their elements and nothing else."""
+_NAME = re.compile(r"[0-9a-f]{32}\.(npy|pt)")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where a :class:`TensorStore` keeps a tensor, and what the file does not say about it.
+
+    Holds in every process and for every store of the same directory, until the tensor is deleted. It can be pickled,
+    and is made of plain values:
+
+    >>> import json
+    >>> from dataclasses import asdict
+    >>> ref = TensorRef(f"{7:032x}.npy", "npy", "Tensor", "bfloat16", (2, 3), None, "cpu", False, 12, 0x1234, "direct")
+    >>> TensorRef(**json.loads(json.dumps(asdict(ref)))) == ref
+    True
+
+    Raises:
+        ValueError: the values contradict each other, or the file is not one of a store.
+        UnsupportedContentError: this torch does not have the dtype.
+    """
+
+    file: str
+    """Name of the file in the store's directory."""
+    format: Format
+    kind: str
+    """``Tensor``, ``Parameter``; or what else it is, such as ``sparse_coo``, ``quantized``, the name of a subclass."""
+    dtype: str
+    """As torch names it, such as ``bfloat16``."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """In elements, with which it comes back; None means contiguous."""
+    device: str
+    """Kind of the device that it came from, such as ``cuda``."""
+    requires_grad: bool
+    nbytes: int
+    """Of its elements."""
+    crc32: int | None
+    """Of its elements, as they stand in the file; None if nobody has computed it."""
+    backend: str
+    """Which one wrote it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
+        object.__setattr__(self, "stride", None if self.stride is None else tuple(self.stride))
+        if reason := _contradiction(self):
+            raise ValueError(f"not a ref of a tensor: {reason}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the tensor is its elements and nothing else."""
+        return self.kind in PLAIN_KINDS
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise UnsupportedContentError(f"dtype {self.dtype!r}, which torch {torch.__version__} does not have")
+        return found
+
+
+def _contradiction(ref: TensorRef) -> str:
+    name = _NAME.fullmatch(ref.file)
+    if name is None or name[1] != ref.format:
+        return f"file {ref.file!r}, format {ref.format!r}"
+    if not all(type(size) is int and size >= 0 for size in ref.shape) or not is_shape(ref.shape):
+        return f"shape {ref.shape}"
+    if ref.stride is not None and not _are_strides(ref.stride, ref.shape):
+        return f"strides {ref.stride} with shape {ref.shape}"
+    itemsize = ref.torch_dtype().itemsize
+    if ref.plain and ref.nbytes != math.prod(ref.shape) * itemsize:
+        return f"{ref.nbytes} bytes for shape {ref.shape} of {ref.dtype}"
+    return ""
+
+
+def _are_strides(stride: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return (
+        len(stride) == len(shape)
+        and all(type(step) is int and step >= 0 for step in stride)
+        and is_dense(shape, stride)
+    )

@@ -1,0 +1,263 @@
+"""The store: tensors in, tensors out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Self, get_args
+
+import torch
+from torch import Tensor
+
+from fastensor.backends import posix, registry, stream
+from fastensor.backends.base import Backend
+from fastensor.errors import (
+    BackendUnavailableError,
+    CheckpointReadError,
+    CheckpointWriteError,
+    LayoutError,
+    PlacementError,
+)
+from fastensor.select.context import Context
+from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
+from fastensor.select.selector import Mode, Selector
+from fastensor.stitch.torch_zip import TorchZip
+from fastensor.store.files import NewFile, StoredFile, new_name, read_errors, remove, write_errors
+from fastensor.store.packing import Packed, pack, unpack
+from fastensor.store.reading import read_npy, read_pt, stored_crc32
+from fastensor.store.ref import Format, TensorRef
+from fastensor.store.tools import StoreStatistics, Tools, container_of, ways_to_read, ways_to_write
+
+
+class TensorStore:
+    """A directory of tensors, one file each, written and read by whichever backend is the fastest at it.
+
+    Files are plain ``.npy``, or ``.pt`` as ``torch.save`` writes them, and hold one tensor without the rest of the
+    storage that it may be a view of. ``np.load`` and ``torch.load`` read them; dtypes that NumPy does not have
+    (bfloat16, 8-bit floats) stand in a ``.npy`` as unsigned integers. Tensors that are more than their elements
+    (sparse, quantized, subclasses) are always ``.pt``; classes that torch does not know have to be allowed by
+    ``torch.serialization.add_safe_globals`` before they are read.
+
+    What comes back is equal bit by bit, with dtype, shape and ``requires_grad``, a ``Parameter`` if it was one, and in
+    memory of its own. Strides are kept where the elements fill their memory without gaps (a transposed or
+    ``channels_last`` tensor), which costs a copy at both ends unless it is transposed as a whole; other tensors come
+    back contiguous. Attributes, hooks and the graph of a dense tensor are not stored.
+
+    Every method may be called from several threads, and several processes may use one directory. Nothing is shared but
+    the files, whose names are random.
+
+    Args:
+        directory: where the files are; created if it is missing. Closing the store removes nothing.
+        selector: what chooses backends, and learns from every transfer; None makes one that knows nothing yet. One
+            made with ``explore=False`` keeps to its dictionary.
+        backend: ``"auto"``, or the name of the backend to use, here or in the paper (``cpy``, ``npy``, ``pt``): then
+            the selector is neither asked nor told. Where it cannot, another one is used, which is logged.
+        mode: what the choice is to make fast: ``"write"``, ``"read"`` or ``"write_read"``, by the paper's WDic, RDic or
+            WRDic. With the latter two, a tensor is read by the backend that wrote it; with ``"write"``, by the
+            fastest that reads its container.
+        durable: sync file and directory, so that a tensor that has been put survives a power failure. Without, it is
+            still whole or not there for every process on this machine.
+        verify: compare what is read with the CRC32 in its ref.
+
+    Raises:
+        CheckpointWriteError: the directory cannot be created.
+        UnknownBackendError: no backend has that name.
+
+    >>> import tempfile, torch, fastensor
+    >>> with fastensor.TensorStore(tempfile.mkdtemp()) as store:
+    ...     ref = store.put(torch.arange(6, dtype=torch.bfloat16).reshape(2, 3))
+    ...     print(store.get(ref))
+    ...     store.delete(ref)
+    tensor([[0., 1., 2.],
+            [3., 4., 5.]], dtype=torch.bfloat16)
+    >>> ref.dtype, ref.shape, ref.nbytes
+    ('bfloat16', (2, 3), 12)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        selector: Selector | None = None,
+        backend: str = registry.AUTO,
+        mode: Mode = "write",
+        durable: bool = False,
+        verify: bool = True,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode is one of {get_args(Mode)}, found {mode!r}")
+        self._directory = os.path.abspath(directory)
+        self._tools = Tools(backend, Selector() if selector is None else selector, mode)
+        self._durable = durable
+        self._verify = verify
+        self._closed = False
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+        except OSError as error:
+            reason = f"cannot make a directory for tensors ({error.strerror})"
+            raise CheckpointWriteError(error.errno, reason, self._directory) from error
+
+    @property
+    def directory(self) -> str:
+        """Where the files are: an absolute path."""
+        return self._directory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Accept no more calls; what has begun is finished. The files stay, and refs hold for the next store."""
+        self._closed = True
+
+    def put(self, tensor: Tensor) -> TensorRef:
+        """Store a tensor, which is borrowed: it must not change until this returns.
+
+        CUDA work that was queued on the current streams is waited for. Extra memory is what the backend holds, and a
+        copy of the tensor, on its device, if it is not contiguous.
+
+        Raises:
+            CheckpointWriteError: the operating system refused something, ``errno`` says what; nothing is left behind.
+            UnsupportedContentError: it has no values: it is on the meta device, or its storage was freed; or it is
+                nested.
+            StateChangedError: its storage was resized meanwhile.
+        """
+        return self.put_many([tensor])[0]
+
+    def put_many(self, tensors: Iterable[Tensor]) -> list[TensorRef]:
+        """Store tensors, one after the other; all of them, or, if one of them fails, none. See :meth:`put`."""
+        self._check_open()
+        refs: list[TensorRef] = []
+        try:
+            for tensor in tensors:
+                refs.append(self._put(tensor))
+            if self._durable and refs:
+                with write_errors(self._directory):
+                    posix.sync_directory(self._directory)
+        except BaseException:
+            for ref in refs:
+                with contextlib.suppress(OSError):
+                    remove(self._path(ref))
+            raise
+        return refs
+
+    def get(self, ref: TensorRef, device: torch.device | str | int | None = None) -> Tensor:
+        """Bring a tensor back. It belongs to the caller.
+
+        Args:
+            ref: what :meth:`put` returned, here or in another process.
+            device: where to; None means the kind of device that it came from, and there the current one.
+
+        Raises:
+            FileNotFoundError: it has been deleted, or was put into another directory.
+            CorruptCheckpointError: its file is damaged, or was replaced by another one.
+            CheckpointReadError: the operating system failed to deliver the bytes.
+            PlacementError: there is no such device.
+            UnsafeCheckpointError: it is of a class that ``torch.load(weights_only=True)`` does not allow.
+            UnsupportedContentError: this torch does not have its dtype.
+        """
+        self._check_open()
+        target = _checked_device(ref.device if device is None else device)
+        path = self._path(ref)
+        with read_errors(path), StoredFile(path) as file:
+            resident = posix.resident_fraction(file.fd, file.nbytes)
+            context = Context("read", target.type, warm=resident >= RESIDENT_FRACTION)
+            tools = self._tools
+            ways = ways_to_read(tools.tool, tools.available, ref.format, ref.backend, tools.mode, plain=ref.plain)
+            read = partial(self._read, file, ref, target)
+            try:
+                return tools.use(ways, context, ref.nbytes, choose_reader(ref.nbytes, resident), read)
+            except BackendUnavailableError as error:
+                raise CheckpointReadError(errno.EINVAL, f"cannot read a stored tensor: {error}", path) from error
+
+    def get_many(self, refs: Iterable[TensorRef], device: torch.device | str | int | None = None) -> list[Tensor]:
+        """Bring tensors back, one after the other. See :meth:`get`."""
+        return [self.get(ref, device) for ref in refs]
+
+    def delete(self, ref: TensorRef) -> None:
+        """Remove a tensor. Whoever is reading it gets it whole.
+
+        Not synced: a power failure may bring the file back, which nobody refers to any more.
+
+        Raises:
+            FileNotFoundError: it has been deleted before, or was put into another directory.
+            CheckpointWriteError: the filesystem refused.
+        """
+        self._check_open()
+        remove(self._path(ref))
+        self._tools.count_delete()
+
+    def delete_many(self, refs: Iterable[TensorRef]) -> None:
+        """Remove tensors: all that can be; then the first error is raised, if there was one. See :meth:`delete`."""
+        failure: OSError | None = None
+        for ref in refs:
+            try:
+                self.delete(ref)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def statistics(self) -> StoreStatistics:
+        """What has been done so far."""
+        return self._tools.statistics()
+
+    def _put(self, tensor: Tensor) -> TensorRef:
+        packed = pack(tensor)
+        context = Context("write", packed.values.device.type, warm=not self._durable)
+        containers: list[Format] = ["pt"] if packed.not_for_npy else ["npy", "pt"]
+        tools = self._tools
+        ways = ways_to_write(tools.tool, tools.available, containers)
+        if tools.tool not in (registry.AUTO, *ways.names):
+            tools.note_fallback(tools.tool, f"a .npy file cannot hold a tensor that {packed.not_for_npy}")
+        write = partial(self._write, packed)
+        try:
+            return tools.use(ways, context, packed.nbytes, choose_writer(packed.nbytes), write)
+        except BackendUnavailableError as error:
+            raise CheckpointWriteError(errno.EINVAL, f"cannot store a tensor: {error}", self._directory) from error
+
+    def _write(self, packed: Packed, backend: Backend) -> TensorRef:
+        container = container_of(backend.name)
+        try:
+            plan = packed.plan(container)
+        except (LayoutError, KeyError) as error:  # KeyError: torch cannot save dtypes that it only has names for
+            raise BackendUnavailableError(f"torch.save does not take it ({error})") from error
+        name = new_name(container)
+        path = os.path.join(self._directory, name)
+        with write_errors(path), NewFile(self._directory) as new:
+            posix.preallocate(new.fd, -(-plan.nbytes // posix.ASSUMED_ALIGNMENT) * posix.ASSUMED_ALIGNMENT)
+            checksums = backend.write(plan, new.fd)
+            if isinstance(plan, TorchZip):
+                crc32: int | None = stored_crc32(new.fd, plan.nbytes, path)
+            elif checksums or self._verify:  # a backend need not have any
+                (crc32,) = checksums or stream.checksums_of(plan)
+            else:
+                crc32 = None
+            if self._durable:
+                posix.sync_file(new.fd)
+            new.publish(path)
+        return packed.ref(name, container, backend.name, crc32)
+
+    def _read(self, file: StoredFile, ref: TensorRef, device: torch.device, backend: Backend) -> Tensor:
+        if ref.format == "npy":
+            return unpack(read_npy(backend, file, ref, device, verify=self._verify), ref)
+        return unpack(read_pt(file, ref, device, verify=self._verify), ref)
+
+    def _path(self, ref: TensorRef) -> str:
+        return os.path.join(self._directory, ref.file)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the store of {self._directory} has been closed")
+
+
+def _checked_device(device: torch.device | str | int) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except Exception as error:
+        raise PlacementError(f"no tensor can be brought to {device} ({error}); device='cpu' always works") from error

@@ -1,0 +1,208 @@
+"""Which backend moves a tensor (the Fastensor paper, section 4, Algorithms 1 and 2), and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastensor.backends import registry
+from fastensor.backends.base import Backend
+from fastensor.errors import BackendUnavailableError
+from fastensor.select.context import Context, Operation
+from fastensor.select.selector import Mode, Selector, SelectorStatistics
+from fastensor.store.ref import Format
+
+T = TypeVar("T")
+clock: Callable[[], float] = time.perf_counter
+_FALLBACKS = ("numpy", "torch")
+"""What is used where a named backend cannot."""
+_logger = logging.getLogger("fastensor")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """What a :class:`TensorStore` has done."""
+
+    puts: int
+    gets: int
+    deletes: int
+    written_nbytes: int
+    """Of tensors, without what else is in their files."""
+    read_nbytes: int
+    written_by: Mapping[str, int]
+    """How many tensors, by backend."""
+    read_by: Mapping[str, int]
+    fallbacks: Mapping[str, str]
+    """Backends that were chosen or asked for, and could not do it; and why, the last time."""
+    selector: SelectorStatistics
+    """Of everything that the selector has decided on, for others, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Backends that can do something."""
+
+    names: tuple[str, ...]
+    choose: bool
+    """Whether the selector chooses among them; if not, they are tried in this order."""
+    learn: bool
+    """Whether the selector is to hear how long it took."""
+
+
+def container_of(backend: str) -> Format:
+    """What a backend writes and reads.
+
+    >>> container_of("torch"), container_of("direct")
+    ('pt', 'npy')
+    """
+    return "pt" if backend == "torch" else "npy"
+
+
+def ways_to_write(tool: str, available: Iterable[str], containers: Sequence[Format]) -> Ways:
+    """How a tensor may be written.
+
+    Args:
+        tool: the backend that was asked for, or ``auto``.
+        available: those that can work here.
+        containers: those that can hold it.
+
+    >>> ways_to_write("auto", ["direct", "numpy", "torch"], ["npy", "pt"]).names
+    ('direct', 'numpy', 'torch')
+    >>> ways_to_write("direct", [], ["npy", "pt"]).names, ways_to_write("direct", [], ["pt"]).names
+    (('direct', 'numpy', 'torch'), ('torch',))
+    """
+    wanted = tuple(available) if tool == registry.AUTO else tuple(dict.fromkeys((tool, *_FALLBACKS)))
+    names = tuple(name for name in wanted if container_of(name) in containers)
+    competing = tool == registry.AUTO and len(containers) > 1
+    return Ways(names, choose=competing, learn=competing)
+
+
+def ways_to_read(
+    tool: str, available: Iterable[str], container: Format, written_by: str, mode: Mode, *, plain: bool
+) -> Ways:
+    """How a stored tensor may be read: by what wrote it where that is to be compared with others (Algorithm 2), else
+    by whatever reads its container fastest.
+
+    >>> ways_to_read("auto", ["direct", "numpy", "torch"], "npy", "numpy", "write_read", plain=True)
+    Ways(names=('numpy', 'direct'), choose=False, learn=True)
+    >>> ways_to_read("auto", ["direct", "numpy", "torch"], "npy", "numpy", "write", plain=True)
+    Ways(names=('direct', 'numpy'), choose=True, learn=True)
+    """
+    automatic = tool == registry.AUTO
+    possible = [name for name in (available if automatic else (tool, *_FALLBACKS)) if container_of(name) == container]
+    if automatic and mode != "write" and written_by in possible:
+        possible.insert(0, written_by)
+    return Ways(tuple(dict.fromkeys(possible)), choose=automatic and mode == "write", learn=automatic and plain)
+
+
+class Tools:
+    """Does things with backends, and counts. Every method may be called from several threads.
+
+    Args:
+        tool: the name of a backend, in the paper or here; or ``auto``.
+        selector: what chooses; asked and told only if that is ``auto``.
+        mode: what tensors are written for.
+
+    Raises:
+        UnknownBackendError: no backend has that name.
+    """
+
+    def __init__(self, tool: str, selector: Selector, mode: Mode) -> None:
+        self.tool = tool if tool == registry.AUTO else registry.get(tool).name
+        self.mode = mode
+        self.available = _all_available() if self.tool == registry.AUTO else ()
+        """What the selector chooses among."""
+        self._selector = selector
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._used: dict[Operation, Counter[str]] = {"write": Counter(), "read": Counter()}
+        self._fallbacks: dict[str, str] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    def use(self, ways: Ways, context: Context, nbytes: int, rule: str, act: Callable[[Backend], T]) -> T:
+        """Do something with the best backend that can.
+
+        Args:
+            ways: those that might.
+            context: in which circumstances.
+            nbytes: of the tensor.
+            rule: the backend for sizes of which nothing is known.
+            act: what to do.
+
+        Raises:
+            BackendUnavailableError: none could.
+            Exception: whatever else ``act`` raises.
+        """
+        left = list(ways.names)
+        while left:
+            name = self._choose(ways, left, context, nbytes, rule)
+            started = clock()
+            try:
+                result = act(_available(name))
+            except BackendUnavailableError as error:
+                left.remove(name)
+                self.note_fallback(name, str(error))
+                if ways.learn:
+                    self._selector.failed(nbytes, context, name, str(error))
+                continue
+            if ways.learn:
+                self._selector.record(nbytes, context, name, clock() - started)
+            self._count(context.operation, name, nbytes)
+            return result
+        raise BackendUnavailableError(f"none of the backends {', '.join(ways.names)} could do it")
+
+    def note_fallback(self, name: str, reason: str) -> None:
+        """A backend is not used. Logged if that is news."""
+        with self._lock:
+            known = (name, reason) in self._told
+            self._told.add((name, reason))
+            self._fallbacks[name] = reason
+        if not known:
+            _logger.warning("%s is not used: %s", name, reason)
+
+    def count_delete(self) -> None:
+        with self._lock:
+            self._counts["deletes"] += 1
+
+    def statistics(self) -> StoreStatistics:
+        with self._lock:
+            written, read = self._used["write"], self._used["read"]
+            return StoreStatistics(
+                puts=written.total(),
+                gets=read.total(),
+                deletes=self._counts["deletes"],
+                written_nbytes=self._counts["write"],
+                read_nbytes=self._counts["read"],
+                written_by=dict(written),
+                read_by=dict(read),
+                fallbacks=dict(self._fallbacks),
+                selector=self._selector.statistics(),
+            )
+
+    def _choose(self, ways: Ways, left: Sequence[str], context: Context, nbytes: int, rule: str) -> str:
+        if not ways.choose:
+            return left[0]
+        mode = self.mode if context.operation == "write" else "write"
+        return self._selector.choose(nbytes, context, left, mode, rule if rule in left else None).backend
+
+    def _count(self, operation: Operation, name: str, nbytes: int) -> None:
+        with self._lock:
+            self._used[operation][name] += 1
+            self._counts[operation] += nbytes
+
+
+def _all_available() -> tuple[str, ...]:
+    return tuple(name for name in registry.names() if registry.get(name).availability().available)
+
+
+def _available(name: str) -> Backend:
+    backend = registry.get(name)
+    availability = backend.availability()
+    if not availability.available:
+        raise BackendUnavailableError(availability.reason)
+    return backend
