@@ -33,6 +33,7 @@ bench: $(STAMP)
 	benchmarks/install-fio.sh
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/async_checkpoint.py
+	$(BIN)/python benchmarks/tensor_io.py
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -rs

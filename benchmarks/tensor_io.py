@@ -140,18 +140,24 @@ def measure_mix(
         for way in random.Random(number).sample(list(stores), len(stores)):
             say(f"{name}, iteration {number + 1}, {way}")
             settle()
-            explored = selector.statistics().explored
-            taken = pass_through(stores[way], tensors)
-            exploring = way == AUTO and selector.statistics().explored > explored
-            table = f"mix {name}, exploring" if exploring else f"mix {name}"
-            found += [
-                Transfer(table, "write and read", tensor.nbytes, way, used, number, seconds, cpu)
-                for tensor, (used, seconds, cpu) in zip(tensors, taken, strict=True)
-            ]
+            for tensor, taken in zip(tensors, pass_through(stores[way], tensors, selector), strict=True):
+                table = f"mix {name}, exploring" if taken.exploring else f"mix {name}"
+                found.append(
+                    Transfer(
+                        table,
+                        "write and read",
+                        tensor.nbytes,
+                        way,
+                        taken.used,
+                        number,
+                        taken.seconds,
+                        taken.cpu_seconds,
+                    )
+                )
     first = selector.statistics()
     second = Selector(Dictionary.from_json(selector.dictionary.to_json()))
     for _ in range(3):
-        pass_through(TensorStore(folder, selector=second, mode="write_read"), tensors)
+        pass_through(TensorStore(folder, selector=second, mode="write_read"), tensors, second)
     return found, {
         "explored": first.explored,
         "exploited": first.exploited,
@@ -160,16 +166,37 @@ def measure_mix(
     }
 
 
-def pass_through(store: TensorStore, tensors: Sequence[torch.Tensor]) -> list[tuple[str, float, float]]:
-    """Write all, read all, delete all; for each tensor which backend did it, and its seconds and CPU seconds."""
-    written = [timed(lambda: store.put(tensor)) for tensor in tensors]  # noqa: B023
-    read = [timed(lambda: store.get(ref)) for ref, _, _ in reversed(written)]  # noqa: B023
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One tensor, written and read back."""
+
+    used: str
+    """The backend that wrote it."""
+    exploring: bool
+    """Whether one was tried on the way."""
+    seconds: float
+    cpu_seconds: float
+
+
+def pass_through(store: TensorStore, tensors: Sequence[torch.Tensor], selector: Selector) -> list[Pass]:
+    """Write all, read all in the reverse order, delete all."""
+
+    def explored() -> int:
+        return selector.statistics().explored
+
+    written = []
+    for tensor in tensors:
+        before = explored()
+        ref, *taken = timed(lambda: store.put(tensor))  # noqa: B023
+        written.append((ref, taken, explored() > before))
+    passes = []
+    for ref, put, tried in reversed(written):
+        before = explored()
+        _, *got = timed(lambda: store.get(ref))  # noqa: B023
+        passes.append(Pass(ref.backend, tried or explored() > before, put[0] + got[0], put[1] + got[1]))
     for ref, _, _ in written:
         store.delete(ref)
-    return [
-        (ref.backend, put + get, put_cpu + get_cpu)
-        for (ref, put, put_cpu), (_, get, get_cpu) in zip(written, reversed(read), strict=True)
-    ]
+    return passes[::-1]
 
 
 def say(text: str) -> None:
@@ -247,12 +274,13 @@ def evaluate_mix(name: str, found: Sequence[Transfer], backends: Sequence[str]) 
         if tied(figure(nbytes, way), figure(nbytes, best[nbytes]))
     )
     total = sum(sum(used.values()) for used in chosen.values())
+    sizes = [nbytes for nbytes in sizes if (f"mix {name}", "write and read", nbytes, AUTO) in by]
     seconds = {way: sum(figure(nbytes, way).seconds for nbytes in sizes) for way in (AUTO, *backends)}
     seconds[HINDSIGHT] = sum(figure(nbytes, best[nbytes]).seconds for nbytes in sizes)
     fastest: dict[int, Counter[str]] = {nbytes: Counter() for nbytes in sizes}
     rounds: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for one in own:
-        if one.way != AUTO:
+        if one.way != AUTO and one.nbytes in fastest:
             rounds[one.nbytes, one.round].append(one)
     for (nbytes, _), group in rounds.items():
         fastest[nbytes][min(group, key=lambda one: one.seconds).way] += 1
@@ -269,6 +297,8 @@ def judge(found: Sequence[Transfer], mixes: Sequence[Mix], runs: dict[str, dict[
         verdicts.append({"promise": f"{what} {sign} {bound:g}", "measured": round(measured, 3), "holds": holds})
 
     for mix in mixes:
+        if not mix.chosen:
+            continue  # too few iterations: everything was explored
         promise(f"{mix.name}: share of choices that were the best", mix.hits, ENOUGH_HITS, at_least=True)
         promise(f"{mix.name}: time / hindsight", mix.seconds[AUTO] / mix.seconds[HINDSIGHT], 1.05)
         fixed = min((way for way in mix.seconds if way not in (AUTO, HINDSIGHT)), key=mix.seconds.__getitem__)

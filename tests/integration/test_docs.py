@@ -75,6 +75,17 @@ def test_the_benchmark_of_asynchronous_saves_measures_every_contender(tmp_path: 
     assert not os.listdir(tmp_path / "files")
 
 
+def test_the_benchmark_of_single_tensors_measures_every_backend(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "tensor_io.py")
+    tiny = ["--sizes", "0.01", "--rounds", "1", "--models", "tiny", "--mixes", "BERT", "--iterations", "14"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
+    for word in ("durable write", "warm read", "Table 9", "the sizes of BERT", "in hindsight", "in a second run"):
+        assert word in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md", "out.png"]
+    assert not os.listdir(tmp_path / "files")
+
+
 def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "checkpoint.py")
     options = [

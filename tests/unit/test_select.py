@@ -245,6 +245,17 @@ def test_what_is_explained_is_what_is_chosen_when_nothing_is_known() -> None:
     assert explained.backend == "direct"
 
 
+def test_what_nobody_had_to_choose_is_explored_by_as_many_measurements() -> None:
+    """A file is read by the kind of tool that wrote it: nobody asks which."""
+    selector = Selector()
+    for _ in range(10):
+        selector.record(MIB, READ, "numpy", 1.0)
+    assert (selector.statistics().explored, selector.statistics().exploited) == (MOST_TRIES, 10 - MOST_TRIES)
+    second = Selector(selector.dictionary)
+    second.record(MIB, READ, "numpy", 1.0)
+    assert second.statistics().explored == 0
+
+
 def test_explaining_changes_nothing() -> None:
     selector = Selector()
     run(selector, FAR, 2)

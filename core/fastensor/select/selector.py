@@ -158,7 +158,7 @@ class Selector:
         key = Key(context, bucket_of(nbytes))
         with self._lock:
             course = self._courses.get(key) or self._begin(key)
-            exploring = self.explore and course.choice is None
+            exploring = self.explore and course.choice is None and course.tries[backend] < MOST_TRIES
             self._counts["explored" if exploring else "exploited"] += 1
             if not self.explore:
                 return
@@ -166,7 +166,7 @@ class Selector:
                 self._say_if_slow(key, nbytes, backend, seconds)
             self._learn(Change(context, nbytes, backend, seconds))
             course.tries[backend] += 1
-            if not exploring:
+            if course.choice is not None:
                 self._watch(key, course, backend, scaled(seconds, nbytes))
 
     def failed(self, nbytes: int, context: Context, backend: str, reason: str) -> None:
