@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_models import fit
-
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 
 
 def main(package: str, folder: Path) -> None:
+    from lightning_models import fit  # beside this program, which pytest only looks at
+
     pl = importlib.import_module(package)
 
     class Preempted(pl.Callback):  # type: ignore[misc]

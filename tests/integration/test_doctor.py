@@ -82,7 +82,7 @@ def test_the_tables(capsys: Any, here: Path) -> None:
     assert [row[:3] for row in rows if row[1:3] in (["8.0", "KiB"], ["1.0", "MiB"])] == [
         [name, *size] for size in (["8.0", "KiB"], ["1.0", "MiB"]) for name in ("direct", "numpy", "torch")
     ]
-    assert ["write", "cpu", "durable", "8.0", "KiB", "numpy", "nothing"] in [row[:7] for row in rows]
+    assert ["write", "cpu", "durable", "8.0", "KiB", "numpy", "by"] in [row[:7] for row in rows]
     assert os.listdir(here) == []
 
 
