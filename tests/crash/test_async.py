@@ -186,9 +186,11 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
 
 GROWTH = """
 import os, sys, torch, fastensor
+from fastensor.checkpoint.publish import wait_for_space
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def descriptors():
+    wait_for_space()  # replaced files are open until their blocks are free
     return len(os.listdir("/proc/self/fd"))
 state = {"w": torch.zeros(1 << 20), "list": list(range(1000))}
 writer = fastensor.AsyncWriter()
@@ -209,5 +211,4 @@ def test_memory_and_descriptors_stay_flat(tmp_path: Path) -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     grown, descriptors, durable = map(int, done.stdout.split())
     assert grown < 8 << 20
-    assert descriptors <= 0  # one may have been about to be closed when they were first counted
-    assert durable == 500
+    assert (descriptors, durable) == (0, 500)
