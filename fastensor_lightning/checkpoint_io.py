@@ -225,7 +225,8 @@ class FastensorCheckpointIO(CheckpointIO):
         if not isinstance(locate(link), str):
             _logger.warning("%s is not made: remote filesystems have no links", link)
             return
-        if os.path.abspath(target) == os.path.abspath(link):
+        target, link = os.path.abspath(target), os.path.abspath(link)  # whoever does it may be elsewhere by then
+        if target == link:
             return
         place = next(ordering.places_behind(link))
         temporary = open_temporary(Target(place, None))

@@ -222,6 +222,22 @@ def test_a_link_that_leads_to_itself_is_not_made(pl: Any, tmp_path: Path) -> Non
     assert step_of(tmp_path / "c" / "last.ckpt") == 8
 
 
+def test_a_process_that_goes_elsewhere_links_what_it_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, sync = threading.Event(), posix.sync_file
+    monkeypatch.setattr(posix, "sync_file", lambda fd: (gone.wait(60), sync(fd)))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    plugin.save_checkpoint({"w": torch.ones(3)}, "x.ckpt")
+    plugin.link("x.ckpt", "last.ckpt")
+    monkeypatch.chdir(tmp_path / "b")
+    gone.set()
+    plugin.teardown()
+    assert os.readlink(tmp_path / "a" / "last.ckpt") == "x.ckpt"
+    assert os.listdir(tmp_path / "b") == []
+
+
 def test_there_are_no_remote_links(caplog: pytest.LogCaptureFixture) -> None:
     FastensorCheckpointIO(asynchronous=True).link("memory://run/x.ckpt", "memory://run/last.ckpt")
     assert "memory://run/last.ckpt is not made: remote filesystems have no links" in caplog.text
