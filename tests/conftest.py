@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fastensor.backends.fallback import announce
+
 os.environ["FASTENSOR_EXPLORE"] = "0"  # backends are chosen by size, in every run alike
 
 settings.register_profile(
@@ -27,6 +29,12 @@ def folder_of_dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("dictionaries")
     with mock.patch.dict(os.environ, FASTENSOR_DICTIONARIES=str(folder)):
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_announced() -> None:
+    """Fallbacks are logged once per process: here, once per test."""
+    announce.cache_clear()
 
 
 _TALLY = pytest.StashKey[Counter[str]]()

@@ -1,5 +1,6 @@
 """Fastensor: PyTorch checkpoints at the speed of the disk, atomic, durable and verified, in standard files."""
 
+from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
 from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
 from fastensor.checkpoint.asynchronous.writer import AsyncWriter
@@ -8,7 +9,7 @@ from fastensor.checkpoint.convert import convert
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.lazy import LazyCheckpoint, open
 from fastensor.checkpoint.load import load, load_with_report
-from fastensor.checkpoint.report import Fallback, LoadReport, SaveReport
+from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
 from fastensor.checkpoint.verify import Damage, DamagedCheckpointError, VerifyReport, verify
 from fastensor.errors import (

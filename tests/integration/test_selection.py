@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from fastensor.backends.base import Availability
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.backends.torch import TorchBackend
-from fastensor.checkpoint import choosing
 from fastensor.errors import BackendUnavailableError
+from fastensor.select.files import file_for
 
 STATE = {"w": torch.arange(200_000), "b": torch.ones(3)}
 NBYTES = 1_603_000
@@ -128,7 +129,7 @@ def test_a_backend_that_cannot_is_excluded_and_the_file_is_written_all_the_same(
 
     monkeypatch.setattr(DirectBackend, "write", refuse)
     ticks = iter(range(10_000))
-    monkeypatch.setattr(choosing.time, "perf_counter", lambda: float(next(ticks)))  # nothing drifts
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # nothing drifts
     reports = [fastensor.save(STATE, tmp_path / "x") for _ in range(9)]
     assert {report.backend for report in reports} <= {"numpy", "torch"}
     assert excluded(selector, WRITE) == {"direct": "not on this disk"}
@@ -143,7 +144,7 @@ def test_a_slow_backend_is_left_alone_and_said_to_be_slow(
     """Time is injected: each backend's write takes what is said here."""
     now = 0.0
     taken = {"numpy": 3.0, "torch": 9.0, "direct": 1.0}
-    monkeypatch.setattr(choosing.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
 
     def slowly(name: str, original: Any) -> Any:
         def writing(self: Any, source: Any, fd: int) -> Any:
@@ -213,34 +214,40 @@ def test_selectors_are_copied_with_what_they_know() -> None:
 
 
 PROGRAM = """
-import itertools, sys, torch, fastensor
-from fastensor.checkpoint import choosing
-choosing.time.perf_counter = itertools.count().__next__  # every transfer takes equally long: nothing drifts
+import itertools, sys, time, torch, fastensor
+time.perf_counter = itertools.count().__next__  # every transfer takes equally long: nothing drifts
+path, uses, tensors = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "tensors"
 state = {"w": torch.arange(200_000)}
-for _ in range(int(sys.argv[2])):
-    fastensor.save(state, sys.argv[1])
-    fastensor.load(sys.argv[1])
-statistics = fastensor.current_selector(sys.argv[1]).statistics()
+store = fastensor.TensorStore(path + ".tensors")
+for _ in range(uses):
+    if tensors:
+        store.get(store.put(state["w"]))
+    else:
+        fastensor.save(state, path)
+        fastensor.load(path)
+statistics = fastensor.current_selector(path, tensors=tensors).statistics()
 print(statistics.explored, statistics.exploited)
 """
 
 
-def run(folder: Path, uses: int, **variables: str) -> list[int]:
+def run(folder: Path, uses: int, what: str, **variables: str) -> list[int]:
     environment = {**os.environ, "FASTENSOR_DICTIONARIES": str(folder / "dictionaries"), **variables}
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder / "x.ckpt"), str(uses)],
+        [sys.executable, "-c", PROGRAM, str(folder / "x.ckpt"), str(uses), what],
         env=environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     return [int(word) for word in process.stdout.split()]
 
 
-def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path) -> None:
-    explored, exploited = run(tmp_path, 12, FASTENSOR_EXPLORE="1")
+@pytest.mark.parametrize("what", ["files", "tensors"])
+def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path, what: str) -> None:
+    explored, exploited = run(tmp_path, 12, what, FASTENSOR_EXPLORE="1")
     assert explored > 4
     assert explored + exploited == 24
     (file,) = (tmp_path / "dictionaries").glob("*.json")
+    assert file.name == file_for(tmp_path, tensors=what == "tensors").path.name
     Dictionary.from_json(file.read_text())
-    assert run(tmp_path, 2, FASTENSOR_EXPLORE="1")[0] == 0
+    assert run(tmp_path, 2, what, FASTENSOR_EXPLORE="1")[0] == 0
     before = file.read_bytes()
-    assert run(tmp_path, 3, FASTENSOR_EXPLORE="0")[0] == 0
+    assert run(tmp_path, 3, what, FASTENSOR_EXPLORE="0")[0] == 0
     assert file.read_bytes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from fastensor.backends.base import Availability
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.select.explore import MOST_TRIES
-from fastensor.store import tools
 
 pytestmark = pytest.mark.usefixtures("direct_io")
 TENSOR = torch.arange(1000, dtype=torch.float32)
@@ -39,7 +39,7 @@ class Script:
         self.now = 0.0
         self.used: list[str] = []
         """By which backend tensors were moved."""
-        monkeypatch.setattr(tools, "clock", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         for method, seconds in (("_write", write), ("_read", read)):
             monkeypatch.setattr(TensorStore, method, self._slowed(getattr(TensorStore, method), seconds))
 
@@ -78,7 +78,7 @@ def test_writers_are_tried_in_the_papers_order_and_then_the_fastest_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = Script(monkeypatch, {"numpy": 1.0, "torch": 1.2, "direct": 0.9}, same(1.0))
-    store = TensorStore(tmp_path)
+    store = TensorStore(tmp_path, selector=Selector())
     refs = [store.put(TENSOR) for _ in range(14)]
     assert script.take() == list(ALL) * MOST_TRIES + ["direct"] * 5
     assert [ref.backend for ref in refs[-5:]] == ["direct"] * 5
@@ -106,7 +106,7 @@ def test_aware_of_the_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode
         {"numpy": 1.0, "torch": 1.9, "direct": 1.2},
         {"numpy": 3.0, "torch": 1.0, "direct": 1.2},
     )
-    store = TensorStore(tmp_path, mode=mode)
+    store = TensorStore(tmp_path, selector=Selector(), mode=mode)
     cycle(store, 12)
     script.take()
     ref = store.put(TENSOR)
@@ -120,7 +120,7 @@ def test_aware_of_the_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode
 def test_what_wrote_a_tensor_reads_it_where_tools_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(monkeypatch, same(1.0), same(1.0))
     for mode in ("read", "write_read"):
-        cycle(TensorStore(tmp_path, mode=mode), 12)  # type: ignore[arg-type]
+        cycle(TensorStore(tmp_path, selector=Selector(), mode=mode), 12)  # type: ignore[arg-type]
         used = script.take()
         assert used[::2] == used[1::2]
         assert set(used) == set(ALL)
@@ -253,13 +253,34 @@ def _as_dict(ref: TensorRef) -> dict[str, Any]:
     return {name: getattr(ref, name) for name in TensorRef.__slots__}
 
 
+@pytest.mark.parametrize("answer", ["no", "an exception"])
+def test_a_backend_that_cannot_write_such_a_file_is_not_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    class OnlyCheckpoints(NumpyBackend):
+        name = "only-checkpoints"
+
+        def can_write(self, source: Any) -> bool:
+            assert answer == "no", "not written for this"
+            return False
+
+        def write(self, source: Any, fd: int) -> Any:
+            pytest.fail("it was asked")
+
+    monkeypatch.setattr(registry, "_backends", {**registry._backends, "only-checkpoints": OnlyCheckpoints()})
+    store = TensorStore(tmp_path, selector=Selector())
+    cycle(store, 20)
+    assert "only-checkpoints" in store.statistics().fallbacks
+    assert TensorStore(tmp_path, backend="only-checkpoints").put(TENSOR).backend == "numpy"
+
+
 def test_nothing_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = TensorStore(tmp_path, backend="numpy").put(TENSOR)
     monkeypatch.setattr(registry, "_backends", {"refusing": Refusing()})
     store = TensorStore(tmp_path)
-    with pytest.raises(fastensor.CheckpointWriteError, match="none of the backends refusing could do it"):
+    with pytest.raises(fastensor.CheckpointWriteError, match="no backend can do it"):
         store.put(TENSOR)
-    with pytest.raises(fastensor.CheckpointReadError, match="none of the backends refusing could do it"):
+    with pytest.raises(fastensor.CheckpointReadError, match="no backend can do it"):
         store.get(ref)
 
 

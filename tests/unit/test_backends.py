@@ -101,7 +101,6 @@ def test_a_name_is_registered_once() -> None:
 
 
 def test_tmpfs_falls_back_with_the_reason(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fastensor.checkpoint.report.announce.cache_clear()
     path = tmpfs / f"fastensor-{os.getpid()}.ckpt"
     try:
         with caplog.at_level(logging.WARNING, "fastensor"):

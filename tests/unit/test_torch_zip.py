@@ -168,7 +168,6 @@ def test_a_torch_that_leaves_other_holes_is_noticed() -> None:
 def test_a_save_that_cannot_be_planned_is_torchs_own_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fastensor.checkpoint.report.announce.cache_clear()
     with mock.patch.object(torch_layout, "_ARCHIVE", "other"), caplog.at_level(logging.WARNING, "fastensor"):
         report = fastensor.save(STATE, tmp_path / "x")
     assert report.backend == "torch"

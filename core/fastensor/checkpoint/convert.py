@@ -13,17 +13,19 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.base import Reader
+from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
-from fastensor.checkpoint.choosing import BackendChoice, Wanted
+from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
-from fastensor.checkpoint.report import Fallback, SaveReport, warn_unverified
+from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
+from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.source import Plan
 from fastensor.stitch.torch_pickle import TensorRef

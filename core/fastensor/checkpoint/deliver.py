@@ -12,8 +12,9 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
 from fastensor.backends import posix, registry, stream
+from fastensor.backends.fallback import Fallback, can_write, give_up
 from fastensor.backends.torch import file_for_torch
-from fastensor.checkpoint.choosing import NO_LOCAL_FILE, BackendChoice, Transfer, check_choice
+from fastensor.checkpoint.choosing import NO_LOCAL_FILE
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
@@ -27,10 +28,11 @@ from fastensor.checkpoint.publish import (
     wait_for_space,
 )
 from fastensor.checkpoint.remote import replacing
-from fastensor.checkpoint.report import Fallback, SaveReport, announce
+from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.rule import choose_writer
+from fastensor.select.transfer import BackendChoice, Transfer, check_choice
 from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
@@ -235,16 +237,16 @@ class Delivery:
         fd = temporary.fd
         wait_for_space()
         posix.preallocate(fd, -(-source.nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
-        transfer = Transfer(
-            self._backend,
-            os.path.dirname(temporary.name),
-            source.nbytes,
-            Context("write", source.device, warm=not self._durable),
-            [name for name in registry.names() if _can_write(name, source)],
-            choose_writer(source.nbytes),
-        )
         try:
-            checksums = transfer.run(lambda backend: backend.write(source, fd), self._fallbacks)
+            transfer = Transfer.of_file(
+                self._backend,
+                os.path.dirname(temporary.name),
+                source.nbytes,
+                Context("write", source.device, warm=not self._durable),
+                [name for name in registry.names() if can_write(name, source)],
+                choose_writer(source.nbytes),
+            )
+            checksums = transfer.run(lambda backend: backend.write(source, fd), partial(give_up, self._fallbacks))
         except BackendUnavailableError as error:
             raise OSError(errno.EINVAL, str(error)) from error
         if source.checksums_first:
@@ -260,14 +262,6 @@ class Delivery:
         with file_for_torch(lambda data, offset: counted.write(data)) as own:
             self._let_torch_write(own)
         return counted.nbytes
-
-
-def _can_write(name: str, source: Source) -> bool:
-    try:
-        return registry.get(name).can_write(source)
-    except Exception as error:  # noqa: BLE001  # a backend of another package is no reason to lose a checkpoint
-        announce(name, f"it raised {error!r} when asked whether it can write a file")
-        return False
 
 
 def _refuse(file: BinaryIO) -> None:

@@ -13,13 +13,14 @@ from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
 from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
-from fastensor.checkpoint.choosing import BackendChoice, Wanted, check_choice
+from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.checkpoint.safetensors_file import host_storage, memory_of
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.select.transfer import BackendChoice, check_choice
 
 _LARGE_NBYTES = 8 << 20
 Index: TypeAlias = Any

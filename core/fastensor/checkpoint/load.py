@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from fastensor.backends import registry
-from fastensor.checkpoint.choosing import BackendChoice, check_choice
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation
@@ -21,6 +20,7 @@ from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
+from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 
 

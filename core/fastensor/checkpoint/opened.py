@@ -9,18 +9,20 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent, Reader
-from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Transfer, Wanted
+from fastensor.backends.fallback import Fallback, give_up
+from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.remote import RemoteFile
-from fastensor.checkpoint.report import Fallback
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
+from fastensor.select.transfer import Transfer
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
@@ -69,8 +71,10 @@ class LocalFile:
         nbytes = sum(extent.end - extent.begin for extent in order)
         context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         default = choose_reader(nbytes, self.resident_fraction)
-        transfer = Transfer(wanted.backend, self.path, nbytes, context, registry.names(), default)
-        reader = transfer.run(lambda backend: backend.open_reader(self._fd, self.nbytes, order), fallbacks)
+        transfer = Transfer.of_file(wanted.backend, self.path, nbytes, context, registry.names(), default)
+        reader = transfer.run(
+            lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(give_up, fallbacks)
+        )
         if wanted.learn and order:
             reader = _Measured(reader, transfer, order[-1].begin)
         return OpenedReader(transfer.used, transfer.reason, reader)

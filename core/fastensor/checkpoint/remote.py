@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
+from fastensor.backends.fallback import Fallback, give_up
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
-from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
-from fastensor.checkpoint.report import Fallback
 from fastensor.errors import BackendUnavailableError, FastensorError
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ class RemoteFile:
             ring = RingReader(read, 1, order, elsewhere=plain, resources=ExitStack())
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, ring)
         except BackendUnavailableError as error:  # no thread can be started any more
-            give_up("reading in parallel", str(error), fallbacks)
+            give_up(fallbacks, "reading in parallel", str(error))
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
 
     def _open(self, **options: Any) -> _Handle:

@@ -1,23 +1,12 @@
-"""What a save or a load tells about itself, and how fallbacks are announced."""
+"""What a save or a load tells about itself."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from dataclasses import dataclass
-from functools import cache
 
+from fastensor.backends.fallback import Fallback
 from fastensor.errors import UnverifiedCheckpointWarning
-
-logger = logging.getLogger("fastensor")
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """A way that was tried or chosen first, and why another one was taken."""
-
-    backend: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +76,3 @@ def warn_unverified(where: str, *, stacklevel: int) -> None:
         UnverifiedCheckpointWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-@cache
-def announce(backend: str, reason: str) -> None:
-    """Log a fallback, once per process for the same backend and reason."""
-    logger.warning("%s is not used: %s", backend, reason)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastensor.checkpoint.choosing import BackendChoice, Wanted
+from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.placement import MapLocation, kind_of_device
-from fastensor.checkpoint.report import Fallback
+from fastensor.select.transfer import BackendChoice
 
 MAPPED = "the file is mapped"
 

@@ -10,12 +10,12 @@ from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
 import torch
 
 from fastensor.backends import registry
-from fastensor.checkpoint.choosing import BackendChoice
+from fastensor.backends.fallback import Fallback, give_up
 from fastensor.checkpoint.deliver import Delivery, Planner
-from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.report import Fallback, SaveReport
+from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import LayoutError
+from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.containers import is_safetensors_name
 from fastensor.stitch.source import Plan
@@ -135,7 +135,7 @@ class SaveSettings:
             try:
                 return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
             except LayoutError as error:
-                give_up("stitching", str(error), fallbacks)
+                give_up(fallbacks, "stitching", str(error))
                 return None
 
         def let_torch_write(file: BinaryIO) -> None:

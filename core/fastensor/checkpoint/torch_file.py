@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import torch
 
 from fastensor.backends.base import Extent, Reader
+from fastensor.backends.fallback import announce, give_up
 from fastensor.checkpoint.archive import (
     find_pickle,
     is_of_other_byte_order,
@@ -20,11 +21,9 @@ from fastensor.checkpoint.archive import (
     verify_compressed,
 )
 from fastensor.checkpoint.checked_file import CheckedFile
-from fastensor.checkpoint.fallback import give_up
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained
 from fastensor.checkpoint.placement import MapLocation, place
-from fastensor.checkpoint.report import announce
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.torch_errors import explain
 from fastensor.errors import CorruptCheckpointError, FastensorError
@@ -36,7 +35,7 @@ from fastensor.stitch.zip_directory import ZipDirectory
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load what is not a zip archive: torch wrote such files before 1.6. They carry no checksums."""
     reason = "the file is not a zip archive (torch wrote such files before 1.6)"
-    give_up("the verifying reader", reason, request.fallbacks)
+    give_up(request.fallbacks, "the verifying reader", reason)
     return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
 
 
@@ -47,7 +46,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     if request.mmap or reason:
         verified = request.checked and verify_compressed(file, archive)
         if reason:
-            give_up("the verifying reader", reason, request.fallbacks)
+            give_up(request.fallbacks, "the verifying reader", reason)
         result = _chosen(_load_with_torch(file, request, is_zip=True), request, file)
         return Loaded(result, "torch", reason or MAPPED, verified)
     find_pickle(archive, file.where)
@@ -60,7 +59,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
             raise
         except Exception as error:  # noqa: BLE001  # it is raised again if it was not for the want of values
             give_up(
-                "partial reading", f"torch cannot rebuild the rest without its values ({error!r})", request.fallbacks
+                request.fallbacks, "partial reading", f"torch cannot rebuild the rest without its values ({error!r})"
             )
     loaded = _load_archive(file, archive, request, frozenset())
     return replace(loaded, result=_chosen(loaded.result, request, file))
@@ -84,7 +83,7 @@ def _find_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) ->
     try:
         structure = read_structure(data, where=file.where)
     except CorruptCheckpointError as error:  # torch's own unpickler may know what to make of it
-        give_up("partial reading", str(error), request.fallbacks)
+        give_up(request.fallbacks, "partial reading", str(error))
         return None
     names = _names_of(structure, request.keys, file.where)
     needed = {storage.key for storage in storages_in(choose(structure, names.__contains__))}

@@ -19,11 +19,12 @@ from fastensor.checkpoint.archive import (
     verify_compressed,
 )
 from fastensor.checkpoint.checksums import Checked
-from fastensor.checkpoint.choosing import BackendChoice, Wanted, check_choice
+from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, explained, opened
 from fastensor.checkpoint.safetensors_file import checked_entry, read_header
 from fastensor.errors import CorruptCheckpointError
+from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry
 from fastensor.stitch.torch_records import Checks, record_ends

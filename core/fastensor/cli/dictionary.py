@@ -26,8 +26,8 @@ def add_to(commands: Any) -> None:
         "dictionary",
         help="what was learned about how fast each backend is here",
         description="Show and move what Fastensor has learned, by size and context, about how long each backend takes. "
-        "There is one dictionary for each machine and kind of filesystem; the environment variable "
-        "FASTENSOR_DICTIONARIES names the folder where they are.",
+        "There is one dictionary for each machine and kind of filesystem, and another one for single tensors; the "
+        "environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
@@ -70,6 +70,9 @@ def add_to(commands: Any) -> None:
 
 def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument(
+        "--tensors", action="store_true", help="the dictionary of single tensors that a TensorStore has"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -83,6 +86,10 @@ def _add_path(parser: Any) -> Any:
         help="the dictionary is that for files here; default: this folder",
     )
     return parser
+
+
+def _file(options: argparse.Namespace) -> DictionaryFile:
+    return file_for(options.path, tensors=options.tensors)
 
 
 def _context(text: str) -> Context:
@@ -106,7 +113,7 @@ def _known(file: DictionaryFile) -> Dictionary:
 def _show(options: argparse.Namespace) -> int:
     if options.all:
         return _show_all(options)
-    file = file_for(options.path)
+    file = _file(options)
     dictionary = _known(file)
     if options.json:
         print_json(_as_json(file.path, dictionary, file.machine))
@@ -204,7 +211,7 @@ def _facts(machine: dict[str, str]) -> str:
 
 
 def _export(options: argparse.Namespace) -> int:
-    file = file_for(options.path)
+    file = _file(options)
     dictionary = _known(file)
     if options.csv:
         text = to_csv(dictionary, options.csv, options.device, unsynced=options.unsynced, resident=options.resident)
@@ -220,7 +227,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    file = file_for(options.path)
+    file = _file(options)
     source = Path(options.file)
     if options.context is None:
         dictionary, machine = _read_json(source)
@@ -249,9 +256,7 @@ def _read_csv(source: Path, context: Context) -> Dictionary:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    files = (
-        [DictionaryFile(path, {}) for path in files_in(default_folder())] if options.all else [file_for(options.path)]
-    )
+    files = [DictionaryFile(path, {}) for path in files_in(default_folder())] if options.all else [_file(options)]
     removed = [path for file in files for path in file.remove()]
     for path in removed:
         print(printable(f"removed {path}"))
@@ -261,7 +266,7 @@ def _clear(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    file = file_for(options.path)
+    file = _file(options)
     plot(_known(file), _facts(file.machine), Path(options.output))
     print(printable(f"{options.output}: drawn from {file.path}"))
     return OK

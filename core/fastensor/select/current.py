@@ -1,4 +1,6 @@
-"""The selectors that ``backend="auto"`` asks: one for each filesystem, with what is known of this machine."""
+"""The selectors that ``backend="auto"`` asks, with what is known of this machine.
+
+For each filesystem there is one of whole files, and one of single tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import atexit
 import os
 import threading
 import time
-from pathlib import Path
 
 from fastensor.select.dictionary import Change
 from fastensor.select.files import DictionaryFile, file_for
+from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
 
 EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
@@ -39,7 +41,8 @@ class _Keeper:
 
 
 _lock = threading.RLock()
-_by_filesystem: dict[int, tuple[Selector, _Keeper]] = {}
+_made: dict[tuple[int, bool], tuple[Selector, _Keeper]] = {}
+"""By device, and whether they are of single tensors."""
 _for_all: Selector | None = None
 
 
@@ -53,19 +56,22 @@ def use_selector(selector: Selector | None) -> None:
     _for_all = selector
 
 
-def current_selector(path: str | os.PathLike[str]) -> Selector:
+def current_selector(path: str | os.PathLike[str], *, tensors: bool = False) -> Selector:
     """The selector for files at a path, which need not exist.
 
     It knows what earlier processes have learned about this machine and the path's filesystem, and adds to it.
+
+    Args:
+        path: of a file or folder.
+        tensors: the one that a :class:`fastensor.TensorStore` there asks.
     """
     if _for_all is not None:
         return _for_all
-    device = os.stat(_existing(Path(path))).st_dev
-    found = _by_filesystem.get(device)
+    key = (nearest(path)[1], tensors)
+    found = _made.get(key)
     if found is None:
         with _lock:
-            found = _by_filesystem.get(device) or _make(Path(path))
-            _by_filesystem[device] = found
+            found = _made[key] = _made.get(key) or _make(file_for(path, tensors=tensors))
     selector, keeper = found
     keeper.flush_if_due()
     return selector
@@ -73,27 +79,20 @@ def current_selector(path: str | os.PathLike[str]) -> Selector:
 
 def flush() -> None:
     """Put everything that was learned into its files."""
-    for _, keeper in tuple(_by_filesystem.values()):
+    for _, keeper in tuple(_made.values()):
         keeper.flush()
 
 
-def _make(path: Path) -> tuple[Selector, _Keeper]:
-    file = file_for(path)
+def _make(file: DictionaryFile) -> tuple[Selector, _Keeper]:
     keeper = _Keeper(file)
     return Selector(file.load(), explore=os.environ.get(EXPLORE_VARIABLE) != "0", on_change=keeper.note), keeper
-
-
-def _existing(path: Path) -> Path:
-    """The path, or its nearest ancestor that exists."""
-    path = Path(os.path.abspath(path)) if not path.is_absolute() else path
-    return next(one for one in (path, *path.parents) if os.path.exists(one))
 
 
 def _begin_anew() -> None:
     """In a forked child: what was learned is the parent's to keep, and locks may be held by nobody who lives."""
     global _lock
     _lock = threading.RLock()
-    _by_filesystem.clear()
+    _made.clear()
 
 
 atexit.register(flush)

@@ -160,14 +160,16 @@ def default_folder() -> Path:
     return Path(os.devnull) / "dictionaries"  # cannot be written, and that is said
 
 
-def file_for(path: str | os.PathLike[str], folder: Path | None = None) -> DictionaryFile:
+def file_for(path: str | os.PathLike[str], folder: Path | None = None, *, tensors: bool = False) -> DictionaryFile:
     """The dictionary of the filesystem that a path is on.
 
     Args:
         path: of a file or folder, which need not exist.
         folder: of the dictionaries; None means the default one.
+        tensors: the one of single tensors in files of their own. Theirs takes another time than a checkpoint of the
+            same size, above all if that is small.
     """
-    machine = identity(path)
+    machine = identity(path) | ({"of": "single tensors"} if tensors else {})
     return DictionaryFile((default_folder() if folder is None else folder) / f"{digest(machine)}.json", machine)
 
 

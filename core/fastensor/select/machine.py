@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -35,7 +34,7 @@ def identity(path: str | os.PathLike[str], root: Path = Path("/")) -> dict[str, 
         path: of a file or folder. If it does not exist, the nearest folder above that does counts.
         root: where ``/proc``, ``/sys`` and ``/dev`` are.
     """
-    found = {**_hardware(root), **_storage(*_nearest_folder(path), root), **_versions()}
+    found = {**_hardware(root), **_storage(*nearest(os.path.realpath(path)), root), **_versions()}
     return {name: text for name, text in found.items() if text}
 
 
@@ -167,15 +166,15 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _nearest_folder(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """A path itself, or what is above it, and the number of its device."""
-    real = Path(os.path.realpath(path))
-    for folder in (real, *real.parents):
+def nearest(path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """A path itself, or the nearest folder above it that exists, and the number of its device. Links are followed."""
+    name = os.path.abspath(path)
+    while True:
         with contextlib.suppress(OSError):
-            found = os.stat(folder)
-            if stat.S_ISDIR(found.st_mode):
-                return folder, found.st_dev
-    return real, 0
+            return Path(name), os.stat(name).st_dev
+        if name == os.path.dirname(name):
+            return Path(path), 0
+        name = os.path.dirname(name)
 
 
 def _fields(text: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Backend
+from fastensor.backends.fallback import can_write
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,
@@ -22,6 +23,7 @@ from fastensor.errors import (
     PlacementError,
 )
 from fastensor.select.context import Context
+from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
 from fastensor.select.selector import Mode, Selector
 from fastensor.stitch.torch_zip import TorchZip
@@ -51,8 +53,9 @@ class TensorStore:
 
     Args:
         directory: where the files are; created if it is missing. Closing the store removes nothing.
-        selector: what chooses backends, and learns from every transfer; None makes one that knows nothing yet. One
-            made with ``explore=False`` keeps to its dictionary.
+        selector: what chooses backends, and learns from every transfer; None is the one that knows this machine and
+            filesystem (``fastensor.current_selector(directory, tensors=True)``). One made with ``explore=False`` keeps
+            to its dictionary.
         backend: ``"auto"``, or the name of the backend to use, here or in the paper (``cpy``, ``npy``, ``pt``): then
             the selector is neither asked nor told. Where it cannot, another one is used, which is logged.
         mode: what the choice is to make fast: ``"write"``, ``"read"`` or ``"write_read"``, by the paper's WDic, RDic or
@@ -90,7 +93,8 @@ class TensorStore:
         if mode not in get_args(Mode):
             raise ValueError(f"mode is one of {get_args(Mode)}, found {mode!r}")
         self._directory = os.path.abspath(directory)
-        self._tools = Tools(backend, Selector() if selector is None else selector, mode)
+        current = partial(current_selector, self._directory, tensors=True)
+        self._tools = Tools(backend, current if selector is None else lambda: selector, mode)
         self._durable = durable
         self._verify = verify
         self._closed = False
@@ -227,6 +231,8 @@ class TensorStore:
             plan = packed.plan(container)
         except (LayoutError, KeyError) as error:  # KeyError: torch cannot save dtypes that it only has names for
             raise BackendUnavailableError(f"torch.save does not take it ({error})") from error
+        if not can_write(backend.name, plan):
+            raise BackendUnavailableError(f"it cannot write a tensor as .{container}")
         name = new_name(container)
         path = os.path.join(self._directory, name)
         with write_errors(path), NewFile(self._directory) as new:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +10,13 @@ from typing import TypeVar
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
-from fastensor.errors import BackendUnavailableError
+from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.select.context import Context, Operation
 from fastensor.select.selector import Mode, Selector, SelectorStatistics
+from fastensor.select.transfer import LAST_RESORTS, Transfer
 from fastensor.store.ref import Format
 
 T = TypeVar("T")
-clock: Callable[[], float] = time.perf_counter
-_FALLBACKS = ("numpy", "torch")
-"""What is used where a named backend cannot."""
-_logger = logging.getLogger("fastensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Ways:
     choose: bool
     """Whether the selector chooses among them; if not, they are tried in this order."""
     learn: bool
-    """Whether the selector is to hear how long it took."""
+    """Whether the selector is to hear how long it took; it always is if it chooses."""
 
 
 def container_of(backend: str) -> Format:
@@ -76,7 +71,7 @@ def ways_to_write(tool: str, available: Iterable[str], containers: Sequence[Form
     >>> ways_to_write("direct", [], ["npy", "pt"]).names, ways_to_write("direct", [], ["pt"]).names
     (('direct', 'numpy', 'torch'), ('torch',))
     """
-    wanted = tuple(available) if tool == registry.AUTO else tuple(dict.fromkeys((tool, *_FALLBACKS)))
+    wanted = tuple(available) if tool == registry.AUTO else tuple(dict.fromkeys((tool, *LAST_RESORTS)))
     names = tuple(name for name in wanted if container_of(name) in containers)
     competing = tool == registry.AUTO and len(containers) > 1
     return Ways(names, choose=competing, learn=competing)
@@ -94,10 +89,11 @@ def ways_to_read(
     Ways(names=('direct', 'numpy'), choose=True, learn=True)
     """
     automatic = tool == registry.AUTO
-    possible = [name for name in (available if automatic else (tool, *_FALLBACKS)) if container_of(name) == container]
+    possible = [name for name in (available if automatic else (tool, *LAST_RESORTS)) if container_of(name) == container]
     if automatic and mode != "write" and written_by in possible:
         possible.insert(0, written_by)
-    return Ways(tuple(dict.fromkeys(possible)), choose=automatic and mode == "write", learn=automatic and plain)
+    learn = automatic and plain
+    return Ways(tuple(dict.fromkeys(possible)), choose=learn and mode == "write", learn=learn)
 
 
 class Tools:
@@ -105,24 +101,24 @@ class Tools:
 
     Args:
         tool: the name of a backend, in the paper or here; or ``auto``.
-        selector: what chooses; asked and told only if that is ``auto``.
+        selector: gives the one that chooses; asked and told only if the tool is ``auto``.
         mode: what tensors are written for.
 
     Raises:
         UnknownBackendError: no backend has that name.
     """
 
-    def __init__(self, tool: str, selector: Selector, mode: Mode) -> None:
+    def __init__(self, tool: str, selector: Callable[[], Selector], mode: Mode) -> None:
         self.tool = tool if tool == registry.AUTO else registry.get(tool).name
         self.mode = mode
-        self.available = _all_available() if self.tool == registry.AUTO else ()
+        automatic = self.tool == registry.AUTO
+        self.available = tuple(name for name in registry.names() if not why_unavailable(name)) if automatic else ()
         """What the selector chooses among."""
         self._selector = selector
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._used: dict[Operation, Counter[str]] = {"write": Counter(), "read": Counter()}
         self._fallbacks: dict[str, str] = {}
-        self._told: set[tuple[str, str]] = set()
 
     def use(self, ways: Ways, context: Context, nbytes: int, rule: str, act: Callable[[Backend], T]) -> T:
         """Do something with the best backend that can.
@@ -138,32 +134,28 @@ class Tools:
             BackendUnavailableError: none could.
             Exception: whatever else ``act`` raises.
         """
-        left = list(ways.names)
-        while left:
-            name = self._choose(ways, left, context, nbytes, rule)
-            started = clock()
-            try:
-                result = act(_available(name))
-            except BackendUnavailableError as error:
-                left.remove(name)
-                self.note_fallback(name, str(error))
-                if ways.learn:
-                    self._selector.failed(nbytes, context, name, str(error))
-                continue
-            if ways.learn:
-                self._selector.record(nbytes, context, name, clock() - started)
-            self._count(context.operation, name, nbytes)
-            return result
-        raise BackendUnavailableError(f"none of the backends {', '.join(ways.names)} could do it")
+        transfer = Transfer(
+            ways.names,
+            nbytes,
+            context,
+            self._selector() if ways.learn else None,
+            choose=ways.choose,
+            mode=self.mode if context.operation == "write" else "write",
+            default=rule,
+        )
+        result = transfer.run(act, self.note_fallback)
+        if ways.learn:
+            transfer.done()
+        with self._lock:
+            self._used[context.operation][transfer.used] += 1
+            self._counts[context.operation] += nbytes
+        return result
 
     def note_fallback(self, name: str, reason: str) -> None:
-        """A backend is not used. Logged if that is news."""
+        """A backend is not used. Logged if that is news to this process."""
+        announce(name, reason)
         with self._lock:
-            known = (name, reason) in self._told
-            self._told.add((name, reason))
             self._fallbacks[name] = reason
-        if not known:
-            _logger.warning("%s is not used: %s", name, reason)
 
     def count_delete(self) -> None:
         with self._lock:
@@ -181,28 +173,5 @@ class Tools:
                 written_by=dict(written),
                 read_by=dict(read),
                 fallbacks=dict(self._fallbacks),
-                selector=self._selector.statistics(),
+                selector=self._selector().statistics(),
             )
-
-    def _choose(self, ways: Ways, left: Sequence[str], context: Context, nbytes: int, rule: str) -> str:
-        if not ways.choose:
-            return left[0]
-        mode = self.mode if context.operation == "write" else "write"
-        return self._selector.choose(nbytes, context, left, mode, rule if rule in left else None).backend
-
-    def _count(self, operation: Operation, name: str, nbytes: int) -> None:
-        with self._lock:
-            self._used[operation][name] += 1
-            self._counts[operation] += nbytes
-
-
-def _all_available() -> tuple[str, ...]:
-    return tuple(name for name in registry.names() if registry.get(name).availability().available)
-
-
-def _available(name: str) -> Backend:
-    backend = registry.get(name)
-    availability = backend.availability()
-    if not availability.available:
-        raise BackendUnavailableError(availability.reason)
-    return backend

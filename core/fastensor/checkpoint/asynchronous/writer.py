@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 
 from fastensor.backends import stream
 from fastensor.backends.arena import Arena
+from fastensor.backends.fallback import announce
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
@@ -28,7 +29,6 @@ from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
 from fastensor.checkpoint.deliver import Planner
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.publish import Target
-from fastensor.checkpoint.report import announce
 from fastensor.checkpoint.save import SaveOptions, SaveSettings
 from fastensor.stitch.source import Plan
 

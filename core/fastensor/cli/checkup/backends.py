@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from fastensor.backends import registry
-from fastensor.checkpoint.fallback import why_unavailable
+from fastensor.backends.fallback import why_unavailable
 from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.publish import wait_for_space
 from fastensor.checkpoint.report import LoadReport, SaveReport

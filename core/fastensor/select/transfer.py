@@ -1,0 +1,140 @@
+"""One transfer: its backend is chosen, others follow where that cannot, and the selector hears how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Self, TypeAlias, TypeVar
+
+from fastensor.backends import registry
+from fastensor.backends.base import Backend
+from fastensor.backends.fallback import why_unavailable
+from fastensor.errors import BackendUnavailableError
+from fastensor.select.context import Context
+from fastensor.select.current import current_selector
+from fastensor.select.selector import Choice, Mode, Selector
+
+T = TypeVar("T")
+LAST_RESORTS = ("numpy", "torch")
+"""What is used where a named backend cannot."""
+BackendChoice: TypeAlias = str | Selector
+"""The name of a backend; ``"auto"`` for the one that measurements recommend; or what decides instead."""
+
+
+def check_choice(choice: BackendChoice) -> None:
+    """
+    Raises:
+        UnknownBackendError: no backend has that name.
+        TypeError: it is neither a name nor a selector.
+    """
+    if isinstance(choice, str):
+        if choice != registry.AUTO:
+            registry.get(choice)
+    elif not isinstance(choice, Selector):
+        raise TypeError(f"backend is a name or a fastensor.Selector, found {type(choice).__name__}")
+
+
+class Transfer:
+    """One transfer. Used by one thread at a time.
+
+    Args:
+        candidates: names of the backends that might do it; the first one is preferred if nobody chooses.
+        nbytes: how much is moved.
+        context: in which circumstances.
+        selector: what chooses, and learns; None if a backend was asked for by its name.
+        choose: whether the selector chooses; if not, it only learns.
+        mode: what is written is for that.
+        default: which of the candidates if nothing is known and nothing may be tried.
+
+    Raises:
+        BackendUnavailableError: there are no candidates.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[str],
+        nbytes: int,
+        context: Context,
+        selector: Selector | None = None,
+        *,
+        choose: bool = True,
+        mode: Mode = "write",
+        default: str | None = None,
+    ) -> None:
+        self._left = list(dict.fromkeys(candidates))
+        self._failed: dict[str, str] = {}
+        self._nbytes = nbytes
+        self._context = context
+        self._selector = selector
+        self._chooses = choose
+        self._mode: Mode = mode
+        self._default = default
+        self.choice = self._choose()
+        """The first one."""
+        self.used = self.choice.backend
+        self.started = 0.0
+        """When the backend that does it was asked: ``time.perf_counter()``."""
+
+    @classmethod
+    def of_file(
+        cls, choice: BackendChoice, path: str, nbytes: int, context: Context, candidates: Iterable[str], default: str
+    ) -> Self:
+        """One of a file's bytes, by whatever the user wants to decide about it.
+
+        Args:
+            choice: what that is.
+            path: of the file, or of another one on its filesystem.
+            candidates: the backends that could do it if they are available.
+            default: which of them if nothing is known and nothing may be tried.
+        """
+        if isinstance(choice, str) and choice != registry.AUTO:
+            return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
+        selector = choice if isinstance(choice, Selector) else current_selector(path)
+        available = [name for name in candidates if not why_unavailable(name)]
+        return cls(available, nbytes, context, selector, default=default)
+
+    @property
+    def reason(self) -> str:
+        """Why it was done by that backend."""
+        return self.choice.reason if self.used == self.choice.backend else f"{self.choice.backend} could not do it"
+
+    def run(self, attempt: Callable[[Backend], T], give_up: Callable[[str, str], None]) -> T:
+        """Have it done, or begun, by the chosen backend, or else by the next one that can.
+
+        Args:
+            attempt: what is to be done.
+            give_up: told which backend could not do it, and why.
+
+        Raises:
+            BackendUnavailableError: none could.
+            Exception: whatever else ``attempt`` raises.
+        """
+        while True:
+            name = self.used
+            self.started = time.perf_counter()
+            try:
+                if reason := why_unavailable(name):
+                    raise BackendUnavailableError(reason)
+                return attempt(registry.get(name))
+            except BackendUnavailableError as error:
+                self._failed[name] = str(error)
+                give_up(name, str(error))
+                if self._selector is not None:
+                    self._selector.failed(self._nbytes, self._context, name, str(error))
+                self._left.remove(name)
+            self.used = self._choose().backend
+
+    def done(self, seconds: float | None = None) -> None:
+        """It has taken so long; None means since the backend that did it was asked."""
+        if self._selector is not None:
+            taken = time.perf_counter() - self.started if seconds is None else seconds
+            self._selector.record(self._nbytes, self._context, self.used, taken)
+
+    def _choose(self) -> Choice:
+        if not self._left:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._failed.items())
+            raise BackendUnavailableError(f"no backend can do it ({reasons or 'none is available'})")
+        if self._selector is None or not self._chooses:
+            return Choice(self._left[0], "asked for")
+        default = self._default if self._default in self._left else None
+        return self._selector.choose(self._nbytes, self._context, self._left, self._mode, default)
