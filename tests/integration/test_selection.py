@@ -18,9 +18,8 @@ import torch
 import fastensor
 from fastensor import AsyncWriter, Context, Dictionary, Selector
 from fastensor.backends import posix, registry
-from fastensor.backends.base import Availability
 from fastensor.backends.direct import DirectBackend
-from fastensor.backends.numpy import NumpyBackend
+from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.select.files import file_for
@@ -42,8 +41,8 @@ def measured(selector: Selector, context: Context, nbytes: int = NBYTES) -> set[
     return set(selector.explain(nbytes, context, ("numpy",)).timings)
 
 
-def excluded(selector: Selector, context: Context) -> dict[str, str]:
-    return dict(selector.explain(NBYTES, context, ("numpy",)).excluded)
+def failed(selector: Selector, context: Context) -> dict[str, str]:
+    return dict(selector.explain(NBYTES, context, ("numpy",)).failed)
 
 
 def test_saves_explore_and_then_exploit(selector: Selector, tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_loads_explore_and_then_exploit(selector: Selector, tmp_path: Path) -> N
 def test_what_is_tried_can_write_the_container(selector: Selector, tmp_path: Path, container: Any) -> None:
     used = {fastensor.save(STATE, tmp_path / "x", container=container).backend for _ in range(9)}
     assert used == {"numpy", "direct"} | ({"torch"} if container == "torch" else set())
-    assert not excluded(selector, WRITE)
+    assert not failed(selector, WRITE)
 
 
 def test_asynchronous_saves_have_a_context_of_their_own(selector: Selector, tmp_path: Path) -> None:
@@ -98,13 +97,16 @@ def test_unsynced_saves_too(selector: Selector, tmp_path: Path) -> None:
 def test_what_waits_for_something_else_is_not_measured(selector: Selector, tmp_path: Path) -> None:
     large = {"w": torch.zeros(3 << 20)}
     with AsyncWriter(staging_bytes=4 << 20) as writer:
-        writer.save(large, tmp_path / "streams").result()
+        for _ in range(3):  # nothing is tried: the size decides
+            assert writer.save(large, tmp_path / "streams").result().backend == "direct"
     with AsyncWriter(max_bytes_per_second=1e12) as writer:
-        writer.save(STATE, tmp_path / "paced").result()
+        for _ in range(3):
+            assert writer.save(large, tmp_path / "paced").result().backend == "direct"
     fastensor.save(STATE, tmp_path / "x", backend="numpy")
     fastensor.convert(tmp_path / "x", tmp_path / "x.safetensors")
     fastensor.verify(tmp_path / "x")
-    fastensor.load(tmp_path / "x", verify=False)
+    _, report = fastensor.load_with_report(tmp_path / "x", verify=False)
+    assert report.reason.startswith("by size")
     with fastensor.open(tmp_path / "x") as opened:
         assert torch.equal(opened["w"], STATE["w"])
     assert selector.statistics().explored == 0
@@ -132,7 +134,7 @@ def test_a_backend_that_cannot_is_excluded_and_the_file_is_written_all_the_same(
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))  # nothing drifts
     reports = [fastensor.save(STATE, tmp_path / "x") for _ in range(9)]
     assert {report.backend for report in reports} <= {"numpy", "torch"}
-    assert excluded(selector, WRITE) == {"direct": "not on this disk"}
+    assert failed(selector, WRITE) == {"direct": "not on this disk"}
     assert [report.fallbacks for report in reports if report.fallbacks] == [reports[2].fallbacks]
     assert reports[2].reason == "direct could not do it"
     assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
@@ -157,7 +159,7 @@ def test_a_slow_backend_is_left_alone_and_said_to_be_slow(
     for backend in (DirectBackend, NumpyBackend, TorchBackend):
         monkeypatch.setattr(backend, "write", slowly(backend.name, backend.write))
     used = [fastensor.save(STATE, tmp_path / "x").backend for _ in range(8)]
-    assert used == ["numpy", "torch", "direct", "direct", "direct", "direct", "direct", "direct"]
+    assert used == ["numpy", "torch", "direct"] * 2 + ["direct"] * 2
     assert "torch was tried for 1.56 MiB (write cpu durable), and took 9 s, 3.0 × as long as numpy" in caplog.text
 
 
@@ -171,31 +173,79 @@ def test_a_dictionary_of_the_user_decides(tmp_path: Path) -> None:
     assert fastensor.save({"w": torch.zeros(1)}, tmp_path / "x", backend=mine).backend == "numpy"  # by the rule
 
 
-class Broken:
+class BrokenReader(BufferedReader):
+    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        raise KeyError("of somebody else")
+
+
+class Broken(NumpyBackend):
     """A backend of another package, in a bad state."""
 
     name = "broken"
 
-    def __init__(self, raises_in: str) -> None:
+    def __init__(self, raises_in: str, error: Exception) -> None:
         self._raises_in = raises_in
+        self._error = error
 
-    def __getattr__(self, name: str) -> Any:
-        def method(*arguments: Any) -> Any:
-            if name == self._raises_in:
-                raise KeyError("of somebody else")
-            return Availability(True) if name == "availability" else True
-
-        return method
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "_raises_in"):
+            raise object.__getattribute__(self, "_error")
+        return object.__getattribute__(self, name)
 
 
-@pytest.mark.parametrize("raises_in", ["availability", "can_write"])
+@pytest.mark.parametrize("error", [KeyError("of somebody else"), OSError(errno.EINVAL, "not so")])
+@pytest.mark.parametrize("raises_in", ["availability", "can_write", "write", "open_reader"])
 def test_a_backend_that_raises_loses_no_checkpoint(
-    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_in: str
+    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_in: str, error: Exception
 ) -> None:
-    monkeypatch.setitem(registry._backends, "broken", Broken(raises_in))
-    for _ in range(5):
-        assert fastensor.save(STATE, tmp_path / "x").backend != "broken"
-    assert torch.equal(fastensor.load(tmp_path / "x", backend="numpy")["w"], STATE["w"])
+    monkeypatch.setitem(registry._backends, "broken", Broken(raises_in, error))
+    writes = raises_in != "open_reader"
+    for _ in range(15):
+        assert not writes or fastensor.save(STATE, tmp_path / "x").backend != "broken"
+        assert writes or fastensor.save(STATE, tmp_path / "x", backend="broken").backend == "broken"
+        found, report = fastensor.load_with_report(tmp_path / "x")
+        assert torch.equal(found["w"], STATE["w"])
+        assert writes or report.backend != "broken"
+    if raises_in in ("write", "open_reader"):
+        assert selector.statistics().failed == 1
+        asked = fastensor.save(STATE, tmp_path / "x", backend="broken")
+        assert asked.backend == ("numpy" if writes else "broken")
+        assert len(asked.fallbacks) == writes
+    with AsyncWriter() as writer:
+        for _ in range(9):
+            assert writer.save(STATE, tmp_path / "x").result().backend != "broken" or not writes
+
+
+def test_a_backend_that_raises_while_it_reads_is_used_once(
+    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken("", KeyError())
+    monkeypatch.setattr(broken, "open_reader", lambda fd, nbytes, order: BrokenReader(fd))
+    monkeypatch.setitem(registry._backends, "broken", broken)
+    fastensor.save(STATE, tmp_path / "x", backend="numpy")
+    failures = []
+    for _ in range(15):
+        try:
+            fastensor.load(tmp_path / "x")
+        except fastensor.CheckpointReadError as error:
+            failures.append(str(error))
+    (message,) = failures
+    assert "the backend broken has raised KeyError('of somebody else')" in message
+    assert str(tmp_path / "x") in message
+
+
+def test_what_all_backends_raise_is_raised(selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the state that is to blame, or the machine."""
+
+    def fail(*arguments: Any) -> Any:
+        raise ZeroDivisionError("in the device's driver")
+
+    for backend in (DirectBackend, NumpyBackend, TorchBackend):
+        monkeypatch.setattr(backend, "write", fail)
+    for backend in ("auto", "numpy"):
+        with pytest.raises(ZeroDivisionError, match="the device's driver"):
+            fastensor.save(STATE, tmp_path / "x", backend=backend)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_neither_a_name_nor_a_selector(tmp_path: Path) -> None:
@@ -205,9 +255,10 @@ def test_neither_a_name_nor_a_selector(tmp_path: Path) -> None:
 
 
 def test_selectors_are_copied_with_what_they_know() -> None:
-    learned = Selector(explore=True, refresh_every=7)
+    learned = Selector(explore=True, mode="read", refresh_every=7)
     learned.record(NBYTES, WRITE, "torch", 1.0)
     copy = pickle.loads(pickle.dumps(learned))
+    assert (copy.mode, copy.refresh_every) == ("read", 7)
     assert copy.dictionary.to_json() == learned.dictionary.to_json()
     copy.record(NBYTES, WRITE, "numpy", 1.0)
     assert copy.dictionary.to_json() != learned.dictionary.to_json()

@@ -203,12 +203,13 @@ class Delivery:
             if self._durable:
                 with self._at("sync"):
                     posix.sync_file(temporary.fd)
-            if transfer is not None and source is not None and not source.held_up:
-                transfer.done()
+            taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             self.before_publishing()
             with self._at("publish"):
                 publish(temporary, durable=self._durable)
             self.close()
+        if transfer is not None:
+            transfer.done(taken)
         if transfer is None:
             return _Written(path, nbytes, "torch", _ONLY_TORCH, self._durable)
         return _Written(path, nbytes, transfer.used, transfer.reason, self._durable)
@@ -245,6 +246,7 @@ class Delivery:
                 Context("write", source.device, warm=not self._durable),
                 [name for name in registry.names() if can_write(name, source)],
                 choose_writer(source.nbytes),
+                learn=not source.held_up,
             )
             checksums = transfer.run(lambda backend: backend.write(source, fd), partial(give_up, self._fallbacks))
         except BackendUnavailableError as error:

@@ -66,8 +66,8 @@ def load(
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
 
-    Memory beyond the object: a ring of 32 MiB, and one tensor on the host when loading to a device. The page cache is
-    used if most of the file is in it, else left alone.
+    Memory beyond the object: a ring of 32 MiB, and one tensor on the host when loading to a device. The backend
+    ``direct`` leaves the page cache alone; the others fill it.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")

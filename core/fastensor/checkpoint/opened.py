@@ -22,7 +22,7 @@ from fastensor.checkpoint.remote import RemoteFile
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
-from fastensor.select.transfer import Transfer
+from fastensor.select.transfer import Transfer, is_to_blame
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
@@ -71,30 +71,44 @@ class LocalFile:
         nbytes = sum(extent.end - extent.begin for extent in order)
         context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         default = choose_reader(nbytes, self.resident_fraction)
-        transfer = Transfer.of_file(wanted.backend, self.path, nbytes, context, registry.names(), default)
+        transfer = Transfer.of_file(
+            wanted.backend, self.path, nbytes, context, registry.names(), default, learn=wanted.learn and bool(order)
+        )
         reader = transfer.run(
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(give_up, fallbacks)
         )
-        if wanted.learn and order:
-            reader = _Measured(reader, transfer, order[-1].begin)
-        return OpenedReader(transfer.used, transfer.reason, reader)
+        measured = _MeasuredReader(reader, transfer, order[-1].begin if order else 0, self.where)
+        return OpenedReader(transfer.used, transfer.reason, measured)
 
 
-class _Measured:
-    """Tells how long whoever reads has waited, if everything was read and verified."""
+class _MeasuredReader:
+    """Tells how long whoever reads has waited, if everything was read and verified; or that the backend cannot do it.
 
-    def __init__(self, reader: Reader, transfer: Transfer, last: int) -> None:
+    Args:
+        last: where the last part begins that was announced.
+        where: the file's name, for messages.
+    """
+
+    def __init__(self, reader: Reader, transfer: Transfer, last: int, where: str) -> None:
         self._reader = reader
         self._transfer = transfer
         self._last = last
-        """Where the last part begins that was announced."""
+        self._where = where
         self._seconds = time.perf_counter() - transfer.started
         self._complete = False
         self._verified = False
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         started = time.perf_counter()
-        found = self._reader.readinto(offset, buffer, checksum=checksum)
+        try:
+            found = self._reader.readinto(offset, buffer, checksum=checksum)
+        except Exception as error:
+            if is_to_blame(error):
+                self._transfer.failed(f"it raised {error!r}")
+            if isinstance(error, OSError | FastensorError | MemoryError):
+                raise
+            reason = f"the backend {self._transfer.used} has raised {error!r}; backend='numpy' always works"
+            raise CheckpointReadError(errno.EIO, reason, self._where) from error
         self._seconds += time.perf_counter() - started
         self._verified |= checksum
         self._complete |= offset >= self._last

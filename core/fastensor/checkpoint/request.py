@@ -31,7 +31,7 @@ class LoadRequest:
     @property
     def wanted(self) -> Wanted:
         """How the file is to be read."""
-        return Wanted(self.backend, kind_of_device(self.map_location), learn=True)
+        return Wanted(self.backend, kind_of_device(self.map_location), learn=self.checked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,25 +133,16 @@ def _as_json(path: Path, dictionary: Dictionary, machine: dict[str, str]) -> dic
 
 
 def _print(dictionary: Dictionary) -> None:
-    names = in_order(sorted({name for _, entry in dictionary for name in {*entry.timings, *entry.excluded}}))
+    names = in_order(sorted({name for _, entry in dictionary for name in entry.timings}))
     rows = [
         [str(key.context), human_size(size_of(key.bucket)), *(_cell(entry, name) for name in names)]
         for key, entry in dictionary
     ]
     print_table(["context", "up to", *names], rows, right=range(1, len(names) + 2))
     print("\n* the fastest; in brackets, how often it was measured")
-    reasons = {
-        f"{name} is not possible for {key.context}: {reason}": None
-        for key, entry in dictionary
-        for name, reason in entry.excluded.items()
-    }
-    for reason in reasons:
-        print(printable(reason))
 
 
 def _cell(entry: Entry, name: str) -> str:
-    if name in entry.excluded:
-        return "not possible"
     if name not in entry.timings:
         return "–"
     timing = entry.timings[name]

@@ -6,7 +6,7 @@ The paper's three dictionaries are views of this one: WDic is its writes, RDic i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
@@ -19,10 +19,11 @@ from fastensor.select.sizes import bucket_of, scaled, size_of
 MOST_SAMPLES = 5
 """The latest timings are kept: enough for a median that an outlier does not move."""
 MOST_NBYTES = 64 << 10
-"""Of a dictionary as JSON. What was measured least often is left out."""
+"""Of a dictionary as JSON. What was learned the longest ago is left out."""
 MOST_SIZE = 1 << 63
 """No file is larger."""
 VERSION = 1
+_MOST_SERIAL = 1 << 53
 _FORMAT = "fastensor dictionary"
 
 
@@ -38,11 +39,11 @@ class Timing:
     """How often it was measured."""
     samples: tuple[float, ...]
     """The latest of that, in seconds, scaled to the bucket's largest size."""
+    seconds: float = field(init=False)
+    """Their median."""
 
-    @property
-    def seconds(self) -> float:
-        """Their median."""
-        return median(self.samples)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", median(self.samples))
 
     @property
     def spread(self) -> float:
@@ -64,25 +65,22 @@ class Entry:
 
     timings: dict[str, Timing] = field(default_factory=dict)
     """By backend."""
-    excluded: dict[str, str] = field(default_factory=dict)
-    """Backends that could not do it, and why."""
+    serial: int = 0
+    """The larger, the later something was learned."""
 
     @property
     def best(self) -> str | None:
-        """The fastest backend that could."""
-        found = [name for name in self.timings if name not in self.excluded]
-        return min(found, key=lambda name: self.timings[name].seconds, default=None)
+        """The fastest backend."""
+        return min(self.timings, key=lambda name: self.timings[name].seconds, default=None)
 
 
 class Change(NamedTuple):
-    """Something that was learned: how long a backend took; or, without that, that it cannot, and why; or, without a
-    reason, that what was known is out of date."""
+    """Something that was learned: how long a backend took; or, without that, that what was known is out of date."""
 
     context: Context
     nbytes: int
     backend: str
     seconds: float | None = None
-    reason: str = ""
 
 
 class Dictionary:
@@ -97,6 +95,7 @@ class Dictionary:
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
+        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -118,17 +117,15 @@ class Dictionary:
         key = Key(change.context, bucket_of(change.nbytes))
         entry = self._entries.setdefault(key, Entry())
         if change.seconds is not None:
-            old = entry.timings.get(change.backend, Timing(0, ()))
+            old = entry.timings.get(change.backend)
+            count, samples = (old.count, old.samples) if old else (0, ())
             sample = _rounded(scaled(change.seconds, change.nbytes))
-            entry.timings[change.backend] = Timing(old.count + 1, (*old.samples, sample)[-MOST_SAMPLES:])
-            entry.excluded.pop(change.backend, None)
-        elif change.reason:
-            entry.excluded[change.backend] = change.reason
+            entry.timings[change.backend] = Timing(count + 1, (*samples, sample)[-MOST_SAMPLES:])
         else:
             entry.timings.pop(change.backend, None)
-            entry.excluded.pop(change.backend, None)
-            if not (entry.timings or entry.excluded):
+            if not entry.timings:
                 del self._entries[key]
+        self._serial = entry.serial = self._serial + 1
 
     def to_json(self, machine: Mapping[str, Any] | None = None) -> str:
         """As text that people can read, one line for each size; at most ``MOST_NBYTES`` long.
@@ -136,12 +133,15 @@ class Dictionary:
         Args:
             machine: what it was measured on.
         """
-        entries = list(self)
-        while True:
-            text = _to_json(entries, machine or {})
-            if len(text.encode()) <= MOST_NBYTES or not entries:
-                return text
-            entries.remove(min(entries, key=lambda item: sum(timing.count for timing in item[1].timings.values())))
+        lines = [_Line(key, entry.serial, _line(key, entry)) for key, entry in self]
+        left = MOST_NBYTES - len(_to_json([], machine or {}).encode())
+        kept = set()
+        for line in sorted(lines, key=lambda line: -line.serial):
+            left -= line.most_nbytes
+            if left < 0:
+                break
+            kept.add(line.key)
+        return _to_json([line for line in lines if line.key in kept], machine or {})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -159,7 +159,9 @@ class Dictionary:
             result = cls()
             for context, sizes in found["entries"].items():
                 for size, entry in sizes.items():
-                    result._entries[Key(Context.parse(context), bucket_of(_parse_size(size)))] = _parse_entry(entry)
+                    parsed = _parse_entry(entry)
+                    result._entries[Key(Context.parse(context), bucket_of(_parse_size(size)))] = parsed
+                    result._serial = max(result._serial, parsed.serial)
         except DictionaryError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -176,16 +178,28 @@ def replacing(dictionary: Dictionary) -> Iterator[Change]:
             yield Change(key.context, nbytes, name)
             for seconds in timing.samples:
                 yield Change(key.context, nbytes, name, seconds)
-        for name, reason in entry.excluded.items():
-            yield Change(key.context, nbytes, name, reason=reason)
 
 
-def _to_json(entries: list[tuple[Key, Entry]], machine: Mapping[str, Any]) -> str:
+class _Line(NamedTuple):
+    key: Key
+    serial: int
+    text: str
+
+    @property
+    def most_nbytes(self) -> int:
+        """What it adds to the file: it may be the first one of its context."""
+        return len(self.text.encode()) + len(str(self.key.context)) + 16
+
+
+def _line(key: Key, entry: Entry) -> str:
+    return f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}'
+
+
+def _to_json(lines: Sequence[_Line], machine: Mapping[str, Any]) -> str:
     by_context: dict[str, list[str]] = {}
-    for key, entry in entries:
-        line = f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}'
-        by_context.setdefault(str(key.context), []).append(line)
-    blocks = [f"  {json.dumps(context)}: {{\n" + ",\n".join(lines) + "\n  }" for context, lines in by_context.items()]
+    for line in lines:
+        by_context.setdefault(str(line.key.context), []).append(line.text)
+    blocks = [f"  {json.dumps(context)}: {{\n" + ",\n".join(texts) + "\n  }" for context, texts in by_context.items()]
     head = f'{{\n "format": "{_FORMAT}",\n "version": {VERSION},\n "machine": {json.dumps(machine)},\n'
     return head + ' "entries": {\n' + ",\n".join(blocks) + "\n }\n}\n"
 
@@ -200,7 +214,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
         }
         for name, timing in entry.timings.items()
     }
-    return {"best": entry.best, "timings": timings} | ({"excluded": entry.excluded} if entry.excluded else {})
+    return {"best": entry.best, "serial": entry.serial, "timings": timings}
 
 
 def _rounded(seconds: float) -> float:
@@ -215,13 +229,13 @@ def _parse_size(found: str) -> int:
 
 
 def _parse_entry(found: Mapping[str, Any]) -> Entry:
-    entry = Entry()
+    entry = Entry(serial=int(found.get("serial", 0)))
+    if not 0 <= entry.serial <= _MOST_SERIAL:
+        raise DictionaryError(f"damaged: a serial number of {entry.serial}")
     for name, timing in found["timings"].items():
         samples = tuple(float(sample) for sample in timing["samples"])
         count = int(timing["count"])
         if not 1 <= len(samples) <= min(count, MOST_SAMPLES) or not all(isfinite(one) and one >= 0 for one in samples):
             raise DictionaryError(f"damaged: {count} measurements, of which {samples} s are kept")
         entry.timings[str(name)] = Timing(count, samples)
-    for name, reason in found.get("excluded", {}).items():
-        entry.excluded[str(name)] = str(reason)
     return entry

@@ -1,12 +1,13 @@
-"""Which backend is to be tried next, and which is the best: Algorithms 1 and 2 of the Fastensor paper. Pure.
+"""Which backend is to be tried next: Algorithms 1 and 2 of the Fastensor paper. Pure.
 
-What the paper leaves out: trying has bounds. A backend that is clearly slower, here or at neighbouring sizes, is not
-tried again.
+What the paper leaves out: trying has bounds. A backend that is clearly slower, here or at neighbouring sizes, is tried
+less often, or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from fastensor.select.context import STAGED, Context
 from fastensor.select.dictionary import Dictionary, Entry, Key, Timing
@@ -17,9 +18,11 @@ PAPER_ORDER = ("gds", "numpy", "torch", "direct")
 MOST_TRIES = 3
 """How often a backend is tried for one size and context, at most."""
 HOPELESS = 2.0
-"""A backend that takes so many times as long as the best one is not tried again."""
+"""A backend that takes so many times as long as the best one at a neighbouring size is not tried here."""
+_ENOUGH_TRIES = 2
+"""The first use of a backend may take longer than later ones (section 3.4), so one timing rules nothing out."""
 _CONTENDER = 1.5
-"""One that takes less may yet turn out to be the best one, and is tried as often as is allowed."""
+"""One whose best timing is below that may yet turn out to be the best, and is tried as often as is allowed."""
 _NEIGHBOURS = 4
 """So many buckets away timings still say something: a factor of four in size."""
 
@@ -30,44 +33,57 @@ def in_order(candidates: Iterable[str]) -> tuple[str, ...]:
     >>> in_order(["mine", "direct", "numpy"])
     ('numpy', 'direct', 'mine')
     """
+    return _in_order(tuple(candidates))
+
+
+@lru_cache(256)
+def _in_order(candidates: tuple[str, ...]) -> tuple[str, ...]:
     ranks = {name: rank for rank, name in enumerate(PAPER_ORDER)}
     return tuple(sorted(candidates, key=lambda name: ranks.get(name, len(ranks))))
 
 
 def next_to_try(
-    entry: Entry, tries: Mapping[str, int], slowness: Mapping[str, float], candidates: Sequence[str]
+    entry: Entry, tries: Mapping[str, int], slowness: Mapping[str, float], candidates: Sequence[str], *, spare: bool
 ) -> str | None:
     """The backend to be tried next; None if it is known which is the best.
 
     Args:
         entry: what was measured at this size.
         tries: how often each was tried.
-        slowness: how many times as long as the best each takes at a neighbouring size.
+        slowness: how many times as long as the best each takes, as far as that is known from elsewhere.
         candidates: in the order in which they are tried.
+        spare: whether those that are hopeless elsewhere are left out.
     """
-    possible = [name for name in candidates if name not in entry.excluded]
-    seconds = {name: timing.seconds for name in possible if (timing := entry.timings.get(name)) is not None}
-    if not seconds and slowness:  # what is best at the neighbour's is likely to be best here
-        possible.sort(key=lambda name: slowness.get(name, 1.0))
-    fastest = min(seconds.values(), default=0.0)
+    fastest = min((entry.timings[name].seconds for name in candidates if name in entry.timings), default=None)
 
     def is_worth_it(name: str) -> bool:
-        times = seconds[name] / fastest if name in seconds and fastest else slowness.get(name, 1.0)
-        tried = tries.get(name, 0)
-        return tried < MOST_TRIES and times <= (HOPELESS if tried < 2 else _CONTENDER)
+        tried, timing = tries.get(name, 0), entry.timings.get(name)
+        if not tried:
+            return not (spare and slowness.get(name, 1.0) > HOPELESS)
+        if tried < _ENOUGH_TRIES or timing is None or fastest is None:
+            return tried < MOST_TRIES
+        return tried < MOST_TRIES and min(timing.samples) <= _CONTENDER * fastest
 
-    return min(filter(is_worth_it, possible), key=lambda name: tries.get(name, 0), default=None)
+    worth = [name for name in candidates if is_worth_it(name)]
+    if fastest is None:  # what is best elsewhere is likely to be best here
+        worth.sort(key=lambda name: slowness.get(name, 1.0))
+    return min(worth, key=lambda name: tries.get(name, 0), default=None)
+
+
+def slowness_of(entry: Entry) -> dict[str, float]:
+    """How many times as long as the best each backend takes, of those that were measured often enough to tell."""
+    seconds = {name: timing.seconds for name, timing in entry.timings.items() if timing.count >= _ENOUGH_TRIES}
+    fastest = min(seconds.values(), default=0.0)
+    return {name: taken / fastest for name, taken in seconds.items()} if fastest else {}
 
 
 def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[dict[str, float], int]:
-    """How many times as long as the best each backend takes at the nearest size where several were measured, and that
-    size; nothing if there is none near."""
+    """:func:`slowness_of` the nearest size where several were measured, and that size; nothing if none is near."""
     for distance in range(1, _NEIGHBOURS + 1):
         for bucket in (key.bucket - distance, key.bucket + distance):
-            timings = dictionary.at(Key(key.context, bucket)).timings
-            if len(timings) > 1:
-                fastest = min(timing.seconds for timing in timings.values())
-                return {name: timing.seconds / fastest for name, timing in timings.items() if fastest}, size_of(bucket)
+            slowness = slowness_of(dictionary.at(Key(key.context, bucket)))
+            if len(slowness) > 1:
+                return slowness, size_of(bucket)
     return {}, 0
 
 
@@ -79,8 +95,7 @@ def seconds_to_read(dictionary: Dictionary, key: Key) -> dict[str, float]:
     device = "cpu" if key.context.device == STAGED else key.context.device
     usual: dict[str, Timing] = {}
     for warm in (False, True):
-        entry = dictionary.at(Key(Context("read", device, warm), key.bucket))
-        for name, timing in entry.timings.items():
-            if name not in entry.excluded and (name not in usual or timing.count > usual[name].count):
+        for name, timing in dictionary.at(Key(Context("read", device, warm), key.bucket)).timings.items():
+            if name not in usual or timing.count > usual[name].count:
                 usual[name] = timing
     return {name: timing.seconds for name, timing in usual.items()}

@@ -83,7 +83,7 @@ class _Method(NamedTuple):
 
 def _sums(entries: list[Entry]) -> dict[str, float]:
     """Of the backends that every entry knows, in the order in which they are tried."""
-    common = set.intersection(*({*entry.timings} - {*entry.excluded} for entry in entries))
+    common = set.intersection(*(set(entry.timings) for entry in entries))
     return {name: sum(entry.timings[name].seconds for entry in entries) for name in in_order(sorted(common))}
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any, Literal, TypeAlias, get_args
 
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, Key, Timing
-from fastensor.select.explore import HOPELESS, MOST_TRIES, in_order, next_to_try, seconds_to_read, slowness_nearby
+from fastensor.select.explore import (
+    HOPELESS,
+    MOST_TRIES,
+    in_order,
+    next_to_try,
+    seconds_to_read,
+    slowness_nearby,
+    slowness_of,
+)
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
 Mode: TypeAlias = Literal["write", "read", "write_read"]
@@ -23,7 +33,7 @@ _TIE = 1.03
 """Differences below that do not count: the choice stays as it is."""
 _DRIFT = 1.5
 """Having become so many times slower, or faster, is more than noise."""
-_DRIFT_SAMPLES = 3
+_DRIFT_SAMPLES = 5
 _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
@@ -55,39 +65,57 @@ class SelectorStatistics:
 
 
 @dataclass(slots=True)
+class _Watch:
+    """Whether a backend still takes what it took."""
+
+    expected: float
+    """What that is, in scaled seconds."""
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_DRIFT_SAMPLES))
+
+
+@dataclass(slots=True)
 class _Course:
-    """How far one key has been explored. Not kept when the process ends."""
+    """What one key has been used for in this process. Ends with it, or with a refresh."""
 
     tries: Counter[str]
-    choice: Choice | None = None
-    """Once it is known."""
+    """How often each backend was tried, measured or not, now or in an earlier process."""
+    tries_to_read: Counter[str] = field(default_factory=Counter)
+    """How often each was tried to find out how fast it is read what it writes."""
+    begun: Counter[str] = field(default_factory=Counter)
+    """Tries of which nothing has been heard yet."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Backends that could not do it, and why."""
+    chosen: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """The fastest, by candidates."""
+    explored: set[tuple[str, ...]] = field(default_factory=set)
+    """Candidates of which it is known."""
+    watched: dict[str, _Watch] = field(default_factory=dict)
     uses: int = 0
-    """Since then."""
-    expected: float = 0.0
-    """What it took then, in scaled seconds."""
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_DRIFT_SAMPLES))
-    """What it takes now."""
+    """Of what is known."""
+    before: dict[str, float] | None = None
+    """How many times as long as the best each took before a refresh; None if it is the first time."""
 
 
 class Selector:
     """Chooses the backend for a transfer, by what earlier ones took. Every method may be called from several threads.
 
     Whoever moves bytes asks :meth:`choose`, and then tells :meth:`record` how long it took, or :meth:`failed` that it
-    could not be done.
+    could not be done. A choice costs some microseconds.
 
     Args:
         dictionary: what is known already; what is learned is added to it.
         explore: whether backends are tried that nothing is known of. Without, choices depend on the dictionary alone,
             which never changes then: they are deterministic.
+        mode: what files are written for: to be written fast, to be read fast later, or both.
         refresh_every: explore a size and context anew after so many uses; None means only when its timings drift.
         on_change: called with everything that is learned, by the thread that tells.
 
     >>> selector, context = Selector(), Context("write")
-    >>> for seconds in {"numpy": 3.0, "direct": 1.0}.values():
+    >>> for seconds in (3.0, 1.0, 3.1, 1.1, 1.0):  # of numpy, direct, and so on: numpy turns out to be the slower one
     ...     choice = selector.choose(1 << 30, context, ["direct", "numpy"])
     ...     selector.record(1 << 30, context, choice.backend, seconds)
-    >>> selector.choose(1 << 30, context, ["direct", "numpy"]).backend
-    'direct'
+    >>> selector.choose(1 << 30, context, ["direct", "numpy"])
+    Choice(backend='direct', reason='the fastest: 1 s for up to 1.02e+03 MiB', exploring=False)
     """
 
     def __init__(
@@ -95,18 +123,22 @@ class Selector:
         dictionary: Dictionary | None = None,
         *,
         explore: bool = True,
+        mode: Mode = "write",
         refresh_every: int | None = None,
         on_change: Callable[[Change], None] = lambda change: None,
     ) -> None:
-        if refresh_every is not None and refresh_every < 1:
-            raise ValueError(f"refresh_every is at least 1 or None, found {refresh_every}")
         self._dictionary = Dictionary() if dictionary is None else dictionary
         self._explore = explore
-        self._refresh_every = refresh_every
+        self.mode = mode
+        self.refresh_every = refresh_every
         self._on_change = on_change
-        self._lock = threading.RLock()
         self._courses: dict[Key, _Course] = {}
         self._counts: Counter[str] = Counter()
+        self._renew_lock()
+        _selectors.add(self)
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
 
     @property
     def explore(self) -> bool:
@@ -120,83 +152,113 @@ class Selector:
             self._courses.clear()
 
     @property
+    def mode(self) -> Mode:
+        """What files are written for. May be changed at any time."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._mode: Mode = _checked(mode)
+
+    @property
+    def refresh_every(self) -> int | None:
+        """After how many uses a size and context is explored anew. May be changed at any time."""
+        return self._refresh_every
+
+    @refresh_every.setter
+    def refresh_every(self, uses: int | None) -> None:
+        if uses is not None and uses < 1:
+            raise ValueError(f"refresh_every is at least 1 or None, found {uses}")
+        self._refresh_every = uses
+
+    @property
     def dictionary(self) -> Dictionary:
         """A copy of what is known."""
         with self._lock:
             return deepcopy(self._dictionary)
 
     def choose(
-        self, nbytes: int, context: Context, candidates: Iterable[str], mode: Mode = "write", default: str | None = None
+        self,
+        nbytes: int,
+        context: Context,
+        candidates: Iterable[str],
+        mode: Mode | None = None,
+        default: str | None = None,
+        *,
+        learn: bool = True,
     ) -> Choice:
         """Decide which backend moves so many bytes.
 
         Args:
             nbytes: how many.
             context: in which circumstances.
-            candidates: the backends that can.
-            mode: what a file is written for: to be written fast, to be read fast later, or both.
-            default: what to use where nothing is known and nothing is to be tried; None means the first candidate.
+            candidates: the backends that can; at least one.
+            mode: what a file is written for; None means what the selector was made for. Of no account for reads.
+            default: what to use where nothing is known and nothing is to be tried; None means the candidate that is
+                tried first.
+            learn: whether it will be told how long it took. If not, nothing is tried.
         """
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode is one of {get_args(Mode)}, found {mode!r}")
+        mode = _checked(mode or self._mode)
         key = Key(context, bucket_of(nbytes))
+        possible = in_order(candidates)
         with self._lock:
-            course = self._courses.get(key) or self._begin(key)
-            possible = in_order(candidates)
-            if course.choice is not None and course.choice.backend not in possible:
-                course.choice = None
-            if course.choice is None:
-                choice = self._next_try(key, course, possible)
-                if choice is not None:
-                    return choice
-                course.choice = self._best(key, possible, default)
-                course.expected = self._seconds(key, course.choice.backend)
-            return self._for_reading(key, possible, mode) or course.choice
+            course = self._course(key)
+            choice, to_read = self._decide(key, course, possible, mode, default, try_others=self.explore and learn)
+            if choice.exploring:
+                (course.tries_to_read if to_read else course.tries)[choice.backend] += 1
+                course.begun[choice.backend] += 1
+            elif self.explore and learn:
+                course.explored.add(possible)
+                course.chosen[possible] = self._best(key, course, possible, default).backend
+            return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float) -> None:
         """A backend has moved so many bytes in so many seconds."""
         key = Key(context, bucket_of(nbytes))
         with self._lock:
-            course = self._courses.get(key) or self._begin(key)
-            exploring = self.explore and course.choice is None and course.tries[backend] < MOST_TRIES
-            self._counts["explored" if exploring else "exploited"] += 1
+            course = self._course(key)
             if not self.explore:
+                self._counts["exploited"] += 1
                 return
+            exploring = course.begun[backend] > 0
+            if exploring:
+                course.begun[backend] -= 1
+            elif not course.chosen and course.tries[backend] < MOST_TRIES:  # nobody had to choose
+                course.tries[backend] += 1
+                exploring = True
+            self._counts["explored" if exploring else "exploited"] += 1
             if exploring:
                 self._say_if_slow(key, nbytes, backend, seconds)
+            before = self._dictionary.at(key).timings.get(backend)
             self._learn(Change(context, nbytes, backend, seconds))
-            course.tries[backend] += 1
-            if course.choice is not None:
-                self._watch(key, course, backend, scaled(seconds, nbytes))
+            if not exploring:
+                self._watch(key, course, backend, scaled(seconds, nbytes), before)
 
     def failed(self, nbytes: int, context: Context, backend: str, reason: str) -> None:
-        """A backend could not do it: it is not tried again until the next refresh."""
-        key = Key(context, bucket_of(nbytes))
+        """A backend could not do it: it is not used again for that until the next refresh, in this process."""
         with self._lock:
             self._counts["failed"] += 1
-            course = self._courses.get(key) or self._begin(key)
-            course.choice = None
-            if self.explore:
-                self._learn(Change(context, nbytes, backend, reason=reason))
+            course = self._course(Key(context, bucket_of(nbytes)))
+            course.failed[backend] = reason
+            course.begun[backend] = max(course.begun[backend] - 1, 0)
 
     def explain(
-        self, nbytes: int, context: Context, candidates: Iterable[str], mode: Mode = "write", default: str | None = None
+        self,
+        nbytes: int,
+        context: Context,
+        candidates: Iterable[str],
+        mode: Mode | None = None,
+        default: str | None = None,
     ) -> Explanation:
         """What would be chosen, why, and what is known. Changes nothing."""
         key = Key(context, bucket_of(nbytes))
         with self._lock:
-            known = self._courses.get(key)
-            course = self._begin(key) if known is None else replace(known)
-            possible = in_order(candidates)
-            choice = None if mode == "write" else self._for_reading(key, possible, mode)
-            choice = choice or course.choice or (self._next_try(key, course, possible) if self.explore else None)
-            if known is None:
-                del self._courses[key]
-            entry = self._dictionary.at(key)
-            return Explanation(
-                size_of(key.bucket), context, choice or self._best(key, possible, default), dict(entry.timings),
-                dict(entry.excluded),
-            )  # fmt: skip
+            course = self._courses.get(key) or self._new_course(key)
+            choice, _ = self._decide(
+                key, course, in_order(candidates), _checked(mode or self._mode), default, try_others=self.explore
+            )
+            timings = dict(self._dictionary.at(key).timings)
+            return Explanation(size_of(key.bucket), context, choice, timings, dict(course.failed))
 
     def adopt(self, dictionary: Dictionary) -> None:
         """Forget what is known, and take over what somebody else has learned. Nobody is told."""
@@ -211,97 +273,151 @@ class Selector:
 
     def __getstate__(self) -> dict[str, Any]:
         """What is known and how it is used; copies learn by themselves, and tell nobody."""
-        return {"dictionary": self.dictionary, "explore": self.explore, "refresh_every": self._refresh_every}
+        return {
+            "dictionary": self.dictionary,
+            "explore": self.explore,
+            "mode": self.mode,
+            "refresh_every": self.refresh_every,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # a copy begins like any other
 
     # --- inside, with the lock held
 
-    def _begin(self, key: Key) -> _Course:
-        timings = self._dictionary.at(key).timings
-        tries = Counter({name: min(timing.count, MOST_TRIES) for name, timing in timings.items()})
-        course = self._courses[key] = _Course(tries)
+    def _course(self, key: Key) -> _Course:
+        course = self._courses.get(key)
+        if course is None:
+            course = self._courses[key] = self._new_course(key)
         return course
 
-    def _for_reading(self, key: Key, candidates: tuple[str, ...], mode: Mode) -> Choice | None:
-        """By RDic or WRDic, if they are complete (Algorithm 1, lines 9 to 16)."""
-        if mode == "write":
-            return None
-        entry = self._dictionary.at(key)
-        reads = seconds_to_read(self._dictionary, key)
-        writes = {name: timing.seconds for name, timing in entry.timings.items()}
-        possible = [name for name in candidates if name not in entry.excluded and name in writes]
-        if not possible or any(name not in reads for name in possible):
-            return None
-        if mode == "read":
-            best = min(possible, key=lambda name: reads[name])
-            return Choice(best, f"the fastest to read: {_shown(reads[best])} for {_size(key)}")
-        best = min(possible, key=lambda name: writes[name] + reads[name])
-        return Choice(best, f"the fastest to write and read: {_shown(writes[best] + reads[best])} for {_size(key)}")
+    def _new_course(self, key: Key) -> _Course:
+        timings = self._dictionary.at(key).timings
+        return _Course(Counter({name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}))
 
-    def _next_try(self, key: Key, course: _Course, candidates: tuple[str, ...]) -> Choice | None:
-        if not self.explore:
-            return None
-        slowness, size = slowness_nearby(self._dictionary, key)
-        name = next_to_try(self._dictionary.at(key), course.tries, slowness, candidates)
+    def _decide(
+        self,
+        key: Key,
+        course: _Course,
+        candidates: tuple[str, ...],
+        mode: Mode,
+        default: str | None,
+        *,
+        try_others: bool,
+    ) -> tuple[Choice, bool]:
+        """What is chosen, and whether to find out how fast it is read. Changes nothing."""
+        if not candidates:
+            raise ValueError("there is no backend to choose")
+        possible = tuple(name for name in candidates if name not in course.failed) if course.failed else candidates
+        if try_others and candidates not in course.explored:
+            choice = self._next_try(key, course, possible)
+            if choice is not None:
+                return choice, False
+        if mode != "write" and key.context.operation == "write":
+            reads = seconds_to_read(self._dictionary, key)
+            choice = self._next_try_to_read(key, course, possible, reads) if try_others else None
+            if choice is not None:
+                return choice, True
+            choice = self._for_reading(key, possible, mode, reads)
+            if choice is not None:
+                return choice, False
+        return self._best(key, course, candidates, default), False
+
+    def _next_try(self, key: Key, course: _Course, possible: tuple[str, ...]) -> Choice | None:
+        if course.before is None:
+            slowness, size = slowness_nearby(self._dictionary, key)
+            where = f"at {_human(size)}"
+        else:
+            slowness, where = course.before, "before"
+        entry = self._dictionary.at(key)
+        name = next_to_try(entry, course.tries, slowness, possible, spare=course.before is None)
         if name is None:
             return None
+        known = slowness_of(entry)
+        if name in known:
+            slowness, where = known, "so far"
+        times = f"; {slowness[name]:.2f} × the best {where}" if name in slowness else ""
         number = course.tries[name] + 1
-        known = f"; {slowness[name]:.2f} × the best at {_human(size)}" if name in slowness else ""
-        return Choice(name, f"tried for {_size(key)}, {number} of at most {MOST_TRIES}{known}", exploring=True)
+        return Choice(name, f"tried for {_size(key)}, {number} of at most {MOST_TRIES}{times}", exploring=True)
 
-    def _best(self, key: Key, candidates: tuple[str, ...], default: str | None) -> Choice:
-        entry = self._dictionary.at(key)
-        known = [name for name in candidates if name in entry.timings and name not in entry.excluded]
+    def _next_try_to_read(
+        self, key: Key, course: _Course, possible: tuple[str, ...], reads: Mapping[str, float]
+    ) -> Choice | None:
+        """For RDic and WRDic, what a backend writes has to be read some time."""
+        timings, tries = self._dictionary.at(key).timings, course.tries_to_read
+        unknown = [name for name in possible if name in timings and name not in reads and tries[name] < MOST_TRIES]
+        if not unknown:
+            return None
+        name = min(unknown, key=tries.__getitem__)
+        number = f"{tries[name] + 1} of at most {MOST_TRIES}"
+        return Choice(name, f"tried to learn how fast it is read, for {_size(key)}, {number}", exploring=True)
+
+    def _for_reading(
+        self, key: Key, possible: tuple[str, ...], mode: Mode, reads: Mapping[str, float]
+    ) -> Choice | None:
+        """By RDic or WRDic (Algorithm 1, lines 9 to 16)."""
+        timings = self._dictionary.at(key).timings
+        known = [name for name in possible if name in timings and name in reads]
+        if not known:
+            return None
+        if mode == "read":
+            best = min(known, key=reads.__getitem__)
+            return Choice(best, f"the fastest to read: {_shown(reads[best])} for {_size(key)}")
+        best = min(known, key=lambda name: timings[name].seconds + reads[name])
+        both = timings[best].seconds + reads[best]
+        return Choice(best, f"the fastest to write and read: {_shown(both)} for {_size(key)}")
+
+    def _best(self, key: Key, course: _Course, candidates: tuple[str, ...], default: str | None) -> Choice:
+        possible = [name for name in candidates if name not in course.failed]
+        timings = self._dictionary.at(key).timings
+        known = {name: timings[name].seconds for name in possible if name in timings}
         if known:
-            best = min(known, key=lambda name: entry.timings[name].seconds)
-            return Choice(best, f"the fastest: {_shown(entry.timings[best].seconds)} for {_size(key)}")
+            best = min(known, key=known.__getitem__)
+            current = course.chosen.get(candidates)
+            if current in known and known[current] <= _TIE * known[best]:
+                best = current
+            return Choice(best, f"the fastest: {_shown(known[best])} for {_size(key)}")
         slowness, size = slowness_nearby(self._dictionary, key)
-        near = [name for name in candidates if name in slowness and name not in entry.excluded]
+        near = [name for name in possible if name in slowness]
         if near:
             return Choice(min(near, key=slowness.__getitem__), f"the fastest at {_human(size)}")
-        return Choice(default or candidates[0], f"by size: nothing was measured for {_size(key)}")
-
-    def _seconds(self, key: Key, backend: str) -> float:
-        timing = self._dictionary.at(key).timings.get(backend)
-        return 0.0 if timing is None else timing.seconds
+        name = next((name for name in (default, *possible) if name in possible), candidates[0])
+        return Choice(name, f"by size: nothing was measured for {_size(key)}")
 
     def _learn(self, change: Change) -> None:
         self._dictionary.apply(change)
-        self._on_change(change)
+        try:
+            self._on_change(change)
+        except Exception:  # what was moved is moved
+            _logger.exception("on_change of a fastensor.Selector has raised, told of %s", change)
 
-    def _watch(self, key: Key, course: _Course, backend: str, seconds: float) -> None:
-        """Whether the choice still holds."""
-        assert course.choice is not None
+    def _watch(self, key: Key, course: _Course, backend: str, seconds: float, before: Timing | None) -> None:
+        """Whether what is known still holds."""
         course.uses += 1
-        if backend == course.choice.backend:
-            course.latest.append(seconds)
-        if len(course.latest) == _DRIFT_SAMPLES and course.expected:
-            change = median(course.latest) / course.expected
-            if not 1 / _DRIFT <= change <= _DRIFT:
-                self._learn(
-                    Change(key.context, size_of(key.bucket), course.choice.backend)
-                )  # older timings are no more true
-                for latest in course.latest:
-                    self._learn(Change(key.context, size_of(key.bucket), course.choice.backend, latest))
-                return self._refresh(key, f"{course.choice.backend} takes {change:.2f} × as long as before")
-        if self._refresh_every is not None and course.uses >= self._refresh_every:
-            return self._refresh(key, f"it was used {course.uses} times")
-        entry = self._dictionary.at(key)
-        best = entry.best
-        if best is not None and self._seconds(key, course.choice.backend) > _TIE * self._seconds(key, best):
-            course.choice = Choice(best, f"the fastest by now: {_shown(self._seconds(key, best))} for {_size(key)}")
-            course.latest.clear()
-            course.expected = self._seconds(key, best)
-        return None
+        watch = course.watched.get(backend)
+        if watch is None and before is not None:
+            watch = course.watched[backend] = _Watch(before.seconds)
+        if watch is not None:
+            watch.latest.append(seconds)
+            if len(watch.latest) == _DRIFT_SAMPLES and watch.expected:
+                change = median(watch.latest) / watch.expected
+                if not 1 / _DRIFT <= change <= _DRIFT:
+                    self._refresh(key, f"{backend} takes {change:.2f} × as long as before")
+                    self._courses[key].tries[backend] = MOST_TRIES
+                    for one in watch.latest:
+                        self._learn(Change(key.context, size_of(key.bucket), backend, one))
+                    return
+        if self.refresh_every is not None and course.uses >= self.refresh_every:
+            self._refresh(key, f"it was used {course.uses} times")
 
     def _refresh(self, key: Key, why: str) -> None:
+        """Forget what was measured."""
         _logger.info("exploring %s, %s anew: %s", key.context, _size(key), why)
         self._counts["refreshed"] += 1
-        for name in tuple(self._dictionary.at(key).excluded):
+        entry = self._dictionary.at(key)
+        self._courses[key] = _Course(Counter(), before=slowness_of(entry))
+        for name in tuple(entry.timings):
             self._learn(Change(key.context, size_of(key.bucket), name))
-        self._courses[key] = _Course(Counter())
 
     def _say_if_slow(self, key: Key, nbytes: int, backend: str, seconds: float) -> None:
         entry = self._dictionary.at(key)
@@ -313,9 +429,27 @@ class Selector:
             noticed = seconds > _NOTICED_SECONDS
             _logger.log(
                 logging.WARNING if noticed else logging.INFO,
-                "%s was tried for %s (%s), and took %s, %.1f × as long as %s; it is not tried again at that size",
+                "%s was tried for %s (%s), and took %s, %.1f × as long as %s",
                 backend, _human(nbytes), key.context, _shown(seconds), times, best,
             )  # fmt: skip
+
+
+_selectors: weakref.WeakSet[Selector] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: whoever holds one does not live there."""
+    for selector in _selectors:
+        selector._renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _checked(mode: Mode) -> Mode:
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is one of {get_args(Mode)}, found {mode!r}")
+    return mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,15 +462,15 @@ class Explanation:
     choice: Choice
     timings: Mapping[str, Timing]
     """By backend, for that size."""
-    excluded: Mapping[str, str]
-    """Backends that could not do it, and why."""
+    failed: Mapping[str, str]
+    """Backends that could not do it in this process, and why."""
 
     def __str__(self) -> str:
         lines = [f"{self.context}, up to {_human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
         for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
             shown = f"{_shown(timing.seconds)} ± {_shown(timing.spread)} in {timing.count} measurements"
             lines.append(f"  {name}: {shown}")
-        return "\n".join([*lines, *(f"  {name}: not possible ({reason})" for name, reason in self.excluded.items())])
+        return "\n".join([*lines, *(f"  {name}: not possible ({reason})" for name, reason in self.failed.items())])
 
 
 def _size(key: Key) -> str:

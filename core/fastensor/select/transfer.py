@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable
 from typing import Self, TypeAlias, TypeVar
 
+import torch
+
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import why_unavailable
-from fastensor.errors import BackendUnavailableError
+from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.selector import Choice, Mode, Selector
@@ -17,6 +20,8 @@ from fastensor.select.selector import Choice, Mode, Selector
 T = TypeVar("T")
 LAST_RESORTS = ("numpy", "torch")
 """What is used where a named backend cannot."""
+_REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
+"""How the operating system says that something is not to be had here."""
 BackendChoice: TypeAlias = str | Selector
 """The name of a backend; ``"auto"`` for the one that measurements recommend; or what decides instead."""
 
@@ -43,8 +48,9 @@ class Transfer:
         context: in which circumstances.
         selector: what chooses, and learns; None if a backend was asked for by its name.
         choose: whether the selector chooses; if not, it only learns.
-        mode: what is written is for that.
+        mode: what is written is for that; None means the selector's own.
         default: which of the candidates if nothing is known and nothing may be tried.
+        learn: whether the selector is to hear how long it takes; if not, it tries nothing.
 
     Raises:
         BackendUnavailableError: there are no candidates.
@@ -58,17 +64,21 @@ class Transfer:
         selector: Selector | None = None,
         *,
         choose: bool = True,
-        mode: Mode = "write",
+        mode: Mode | None = None,
         default: str | None = None,
+        learn: bool = True,
     ) -> None:
         self._left = list(dict.fromkeys(candidates))
         self._failed: dict[str, str] = {}
+        self._unexpected: Exception | None = None
+        """The first one that is no refusal."""
         self._nbytes = nbytes
         self._context = context
         self._selector = selector
         self._chooses = choose
-        self._mode: Mode = mode
+        self._mode = mode
         self._default = default
+        self._learn = learn
         self.choice = self._choose()
         """The first one."""
         self.used = self.choice.backend
@@ -77,7 +87,15 @@ class Transfer:
 
     @classmethod
     def of_file(
-        cls, choice: BackendChoice, path: str, nbytes: int, context: Context, candidates: Iterable[str], default: str
+        cls,
+        choice: BackendChoice,
+        path: str,
+        nbytes: int,
+        context: Context,
+        candidates: Iterable[str],
+        default: str,
+        *,
+        learn: bool,
     ) -> Self:
         """One of a file's bytes, by whatever the user wants to decide about it.
 
@@ -86,12 +104,13 @@ class Transfer:
             path: of the file, or of another one on its filesystem.
             candidates: the backends that could do it if they are available.
             default: which of them if nothing is known and nothing may be tried.
+            learn: whether its time will say something.
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
         selector = choice if isinstance(choice, Selector) else current_selector(path)
         available = [name for name in candidates if not why_unavailable(name)]
-        return cls(available, nbytes, context, selector, default=default)
+        return cls(available, nbytes, context, selector, default=default, learn=learn)
 
     @property
     def reason(self) -> str:
@@ -105,36 +124,58 @@ class Transfer:
             attempt: what is to be done.
             give_up: told which backend could not do it, and why.
 
+        A backend that raises something that nobody expects is a backend that cannot do it; what the disk or the state
+        is to blame for is no reason to try another one.
+
         Raises:
             BackendUnavailableError: none could.
             Exception: whatever else ``attempt`` raises.
         """
         while True:
-            name = self.used
             self.started = time.perf_counter()
             try:
-                if reason := why_unavailable(name):
+                if reason := why_unavailable(self.used):
                     raise BackendUnavailableError(reason)
-                return attempt(registry.get(name))
-            except BackendUnavailableError as error:
-                self._failed[name] = str(error)
-                give_up(name, str(error))
-                if self._selector is not None:
-                    self._selector.failed(self._nbytes, self._context, name, str(error))
-                self._left.remove(name)
+                return attempt(registry.get(self.used))
+            except Exception as error:
+                if not is_to_blame(error):
+                    raise
+                reason = str(error)
+                if not isinstance(error, BackendUnavailableError):
+                    self._unexpected = self._unexpected or error
+                    reason = f"it raised {error!r}"
+                self._failed[self.used] = reason
+                give_up(self.used, reason)
+                self.failed(reason)
+                self._left.remove(self.used)
             self.used = self._choose().backend
 
-    def done(self, seconds: float | None = None) -> None:
-        """It has taken so long; None means since the backend that did it was asked."""
+    def done(self, seconds: float) -> None:
+        """It has taken so long."""
+        if self._selector is not None and self._learn:
+            self._selector.record(self._nbytes, self._context, self.used, seconds)
+
+    def failed(self, reason: str) -> None:
+        """The backend cannot do it, or has begun and cannot go on."""
         if self._selector is not None:
-            taken = time.perf_counter() - self.started if seconds is None else seconds
-            self._selector.record(self._nbytes, self._context, self.used, taken)
+            self._selector.failed(self._nbytes, self._context, self.used, reason)
 
     def _choose(self) -> Choice:
         if not self._left:
+            if self._unexpected is not None:
+                raise self._unexpected
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._failed.items())
             raise BackendUnavailableError(f"no backend can do it ({reasons or 'none is available'})")
         if self._selector is None or not self._chooses:
             return Choice(self._left[0], "asked for")
         default = self._default if self._default in self._left else None
-        return self._selector.choose(self._nbytes, self._context, self._left, self._mode, default)
+        return self._selector.choose(self._nbytes, self._context, self._left, self._mode, default, learn=self._learn)
+
+
+def is_to_blame(error: Exception) -> bool:
+    """Whether a backend that raises this is broken, or does not suit the file."""
+    if isinstance(error, OSError):
+        return error.errno in _REFUSALS
+    return isinstance(error, BackendUnavailableError) or not isinstance(
+        error, FastensorError | MemoryError | torch.OutOfMemoryError
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,12 +141,11 @@ class Tools:
             context,
             self._selector() if ways.learn else None,
             choose=ways.choose,
-            mode=self.mode if context.operation == "write" else "write",
+            mode=self.mode,
             default=rule,
         )
         result = transfer.run(act, self.note_fallback)
-        if ways.learn:
-            transfer.done()
+        transfer.done(time.perf_counter() - transfer.started)
         with self._lock:
             self._used[context.operation][transfer.used] += 1
             self._counts[context.operation] += nbytes
