@@ -3,13 +3,15 @@
 Single tensors of 3 MB to 1.5 GB, written durably, read cold and read from the page cache, by each backend alone (Tables
 2 to 5); models saved by each backend alone and by the one that a selector has learned (Table 9); and the sizes of the
 feature maps of BERT and ViT, written and read back over and over (Tables 13 and 14): how often what was chosen was the
-best, and how its time compares with the best in hindsight. Everything is interleaved; figures are medians.
+best, and how its time compares with the best in hindsight. Everything is interleaved; figures are medians. At last,
+what a decision costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import random
 import sys
@@ -27,7 +29,7 @@ from contenders import build_state, model_names
 from measuring import describe_machine, settle
 
 import fastensor
-from fastensor import Dictionary, Selector, TensorStore
+from fastensor import Context, Dictionary, Selector, TensorStore
 from fastensor.backends import registry
 
 AUTO = "auto"
@@ -132,7 +134,7 @@ def measure_mix(
         The measurements, and what the selector did: here, and in a second run that begins with what it has learned.
     """
     found = []
-    selector = Selector(refresh_every=iterations // 2)
+    selector = Selector(refresh_every=max(iterations // 4, 1))
     stores = {way: TensorStore(folder, backend=way) for way in backends}
     stores[AUTO] = TensorStore(folder, selector=selector, mode="write_read")
     tensors = [torch.randn(max(round(mib * 2**20) // 4, 1)) for mib in sizes]
@@ -155,6 +157,9 @@ def measure_mix(
                     )
                 )
     first = selector.statistics()
+    selector.refresh_every = None
+    while any(one.exploring for one in pass_through(stores[AUTO], tensors, selector)):
+        say(f"{name}, the rest")
     second = Selector(Dictionary.from_json(selector.dictionary.to_json()))
     for _ in range(3):
         pass_through(TensorStore(folder, selector=second, mode="write_read"), tensors, second)
@@ -199,6 +204,35 @@ def pass_through(store: TensorStore, tensors: Sequence[torch.Tensor], selector: 
     return passes[::-1]
 
 
+def measure_decisions() -> dict[str, float]:
+    """Microseconds of one decision: medians of many. Timings are told that it makes no difference how long it took."""
+    nbytes, candidates = 1 << 20, ("direct", "gds", "numpy", "torch")
+    write, read = Context("write"), Context("read")
+    selector = Selector()
+    for _ in range(100):
+        for context in (write, read):
+            selector.record(nbytes, context, selector.choose(nbytes, context, candidates).backend, 1.0)
+
+    def microseconds(action: Callable[[], object]) -> float:
+        return median(timed(action)[1] for _ in range(10_000)) * 1e6
+
+    def new_size() -> float:
+        copy = Selector(selector.dictionary)
+        return timed(lambda: copy.choose(2 * nbytes, write, candidates))[1]
+
+    def choose_and_record() -> None:
+        selector.record(nbytes, write, selector.choose(nbytes, write, candidates).backend, 1.0)
+
+    return {
+        "to choose for a write": microseconds(lambda: selector.choose(nbytes, write, candidates)),
+        "to choose for a write and a read": microseconds(
+            lambda: selector.choose(nbytes, write, candidates, "write_read")
+        ),
+        "to choose at a size that is new": median(new_size() for _ in range(1000)) * 1e6,
+        "to choose, and to learn": microseconds(choose_and_record),
+    }
+
+
 def say(text: str) -> None:
     print(text, "...", file=sys.stderr, flush=True)
 
@@ -239,8 +273,10 @@ class Mix:
     """Tables 13 and 14, of one model."""
 
     name: str
+    explored: float
+    """The share of transfers that tried something. They count in no other figure but one."""
     hits: float
-    """The share of transfers whose backend was the best one of its size, or as good."""
+    """The share of the others whose backend was the best one of its size, or as good."""
     seconds: dict[str, float]
     """One iteration: by each way, and by the best for each size in hindsight. Medians of sizes, added."""
     chosen: dict[int, Counter[str]]
@@ -252,10 +288,12 @@ class Mix:
 
 
 HINDSIGHT = "the best for each size, in hindsight"
+ALL_OF_IT = "auto, what it tries included"
 
 
 def evaluate_mix(name: str, found: Sequence[Transfer], backends: Sequence[str]) -> Mix:
     own = [one for one in found if one.table == f"mix {name}"]
+    exploring = [one for one in found if one.table == f"mix {name}, exploring"]
     by = figures(own)
     sizes = sorted({one.nbytes for one in own})
 
@@ -276,6 +314,8 @@ def evaluate_mix(name: str, found: Sequence[Transfer], backends: Sequence[str]) 
     total = sum(sum(used.values()) for used in chosen.values())
     sizes = [nbytes for nbytes in sizes if (f"mix {name}", "write and read", nbytes, AUTO) in by]
     seconds = {way: sum(figure(nbytes, way).seconds for nbytes in sizes) for way in (AUTO, *backends)}
+    everything = [one for one in (*own, *exploring) if one.way == AUTO]
+    seconds[ALL_OF_IT] = sum(one.seconds for one in everything) / len({one.round for one in everything})
     seconds[HINDSIGHT] = sum(figure(nbytes, best[nbytes]).seconds for nbytes in sizes)
     fastest: dict[int, Counter[str]] = {nbytes: Counter() for nbytes in sizes}
     rounds: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -284,31 +324,42 @@ def evaluate_mix(name: str, found: Sequence[Transfer], backends: Sequence[str]) 
             rounds[one.nbytes, one.round].append(one)
     for (nbytes, _), group in rounds.items():
         fastest[nbytes][min(group, key=lambda one: one.seconds).way] += 1
-    return Mix(name, good / total if total else 0.0, seconds, chosen, best, fastest)
+    explored = len(exploring) / len(everything)
+    return Mix(name, explored, good / total if total else 0.0, seconds, chosen, best, fastest)
 
 
-def judge(found: Sequence[Transfer], mixes: Sequence[Mix], runs: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
+
+
+def judge(
+    found: Sequence[Transfer],
+    mixes: Sequence[Mix],
+    runs: dict[str, dict[str, int]],
+    decisions: dict[str, float],
+    backends: Sequence[str],
+) -> list[dict[str, Any]]:
     """The promises, and whether they hold."""
     verdicts: list[dict[str, Any]] = []
 
-    def promise(what: str, measured: float, bound: float, *, at_least: bool = False) -> None:
-        holds = measured >= bound if at_least else measured <= bound
-        sign = "≥" if at_least else "≤"
+    def promise(what: str, measured: float, sign: str, bound: float) -> None:
+        holds = _COMPARISONS[sign](measured, bound)
         verdicts.append({"promise": f"{what} {sign} {bound:g}", "measured": round(measured, 3), "holds": holds})
 
     for mix in mixes:
-        if not mix.chosen:
+        if not mix.seconds[HINDSIGHT]:
             continue  # too few iterations: everything was explored
-        promise(f"{mix.name}: share of choices that were the best", mix.hits, ENOUGH_HITS, at_least=True)
-        promise(f"{mix.name}: time / hindsight", mix.seconds[AUTO] / mix.seconds[HINDSIGHT], 1.05)
-        fixed = min((way for way in mix.seconds if way not in (AUTO, HINDSIGHT)), key=mix.seconds.__getitem__)
-        promise(f"{mix.name}: time / best fixed backend ({fixed})", mix.seconds[AUTO] / mix.seconds[fixed], 1.0)
-        promise(f"{mix.name}: explored in a second run", runs[mix.name]["explored in a second run"], 0)
+        promise(f"{mix.name}: share of choices that were the best", mix.hits, "≥", ENOUGH_HITS)
+        promise(f"{mix.name}: time / hindsight", mix.seconds[AUTO] / mix.seconds[HINDSIGHT], "≤", 1.05)
+        fixed = min(backends, key=mix.seconds.__getitem__)
+        promise(f"{mix.name}: time / best fixed backend ({fixed})", mix.seconds[AUTO] / mix.seconds[fixed], "<", 1.0)
+        promise(f"{mix.name}: explored in a second run", runs[mix.name]["explored in a second run"], "≤", 0)
     by = figures(one for one in found if one.table == "models")
     for model, nbytes in dict.fromkeys((what, nbytes) for _, what, nbytes, _ in by):
         own = {way: figure.seconds for (_, what, _, way), figure in by.items() if what == model}
         fixed = min((way for way in own if way != AUTO), key=own.__getitem__)
-        promise(f"{model} ({nbytes >> 20} MiB): auto / best fixed backend ({fixed})", own[AUTO] / own[fixed], 1.05)
+        promise(f"{model} ({nbytes >> 20} MiB): auto / best fixed backend ({fixed})", own[AUTO] / own[fixed], "≤", 1.05)
+    for what, microseconds in decisions.items():
+        promise(f"{what}, µs", microseconds, "<", 20.0)
     return verdicts
 
 
@@ -318,6 +369,7 @@ def report(
     mixes: Sequence[Mix],
     runs: dict[str, dict[str, int]],
     verdicts: list[dict[str, Any]],
+    decisions: dict[str, float],
     backends: Sequence[str],
 ) -> str:
     """Everything as Markdown."""
@@ -358,6 +410,9 @@ def report(
         lines += ["", "| way | ms an iteration |", "|---|---:|"]
         lines += [f"| {way} | {seconds * 1e3:.1f} |" for way, seconds in mix.seconds.items()]
         lines += ["", f"The selector: {', '.join(f'{what} {count}' for what, count in runs[mix.name].items())}."]
+        lines += [f"{mix.explored:.0%} of the transfers tried something; they are left out but where it is said."]
+    lines += ["", "## what a decision costs, µs", "", "| decision | µs |", "|---|---:|"]
+    lines += [f"| {what} | {microseconds:.1f} |" for what, microseconds in decisions.items()]
     lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
     lines += [f"| {v['promise']} | {v['measured']:.3f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
     return "\n".join(lines) + "\n"
@@ -415,10 +470,17 @@ def main() -> None:
             more, runs[mix] = measure_mix(folder, mix, MIXES_MIB[mix], options.iterations, backends)
             found += more
     mixes = [evaluate_mix(mix, found, backends) for mix in options.mixes]
-    verdicts = judge(found, mixes, runs)
-    text = report(machine, found, mixes, runs, verdicts, backends)
+    decisions = measure_decisions()
+    verdicts = judge(found, mixes, runs, decisions, backends)
+    text = report(machine, found, mixes, runs, verdicts, decisions, backends)
     options.output.with_suffix(".md").write_text(text)
-    result = {"machine": machine, "verdicts": verdicts, "runs": runs, "measurements": [asdict(one) for one in found]}
+    result = {
+        "machine": machine,
+        "verdicts": verdicts,
+        "runs": runs,
+        "decisions": decisions,
+        "measurements": [asdict(one) for one in found],
+    }
     options.output.with_suffix(".json").write_text(json.dumps(result))
     if options.sizes:
         plot(found, backends, options.output.with_suffix(".png"))

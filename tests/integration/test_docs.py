@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -82,6 +83,9 @@ def test_the_benchmark_of_single_tensors_measures_every_backend(tmp_path: Path) 
     out = run(benchmark, *tiny, *folders, cwd=tmp_path)
     for word in ("durable write", "warm read", "Table 9", "the sizes of BERT", "in hindsight", "in a second run"):
         assert word in out
+    verdicts = json.loads((tmp_path / "out.json").read_text())["verdicts"]
+    (again,) = [verdict for verdict in verdicts if "explored in a second run" in verdict["promise"]]
+    assert (again["measured"], again["holds"]) == (0, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md", "out.png"]
     assert not os.listdir(tmp_path / "files")
 

@@ -213,7 +213,7 @@ def test_refreshing() -> None:
     assert choice.reason == "tried for up to 1 MiB, 1 of at most 3; 1.00 × the best before"
     selector.record(MIB, WRITE, choice.backend, 1.0)
     again = [choice.backend, *run(selector, FAR, 9)]
-    assert again[:4] == ["numpy", "gds", "torch", "direct"]
+    assert again[:8] == ["numpy", "gds", "torch", "direct", "gds", "numpy", "direct", "numpy"]  # torch is still slow
     assert selector.statistics().refreshed == 1
     selector.refresh_every = None
     assert run(selector, FAR, 20) == ["numpy"] * 20

@@ -74,6 +74,9 @@ class Entry:
         return min(self.timings, key=lambda name: self.timings[name].seconds, default=None)
 
 
+_NOTHING = Entry()
+
+
 class Change(NamedTuple):
     """Something that was learned: how long a backend took; or, without that, that what was known is out of date."""
 
@@ -109,8 +112,8 @@ class Dictionary:
         return self.at(Key(context, bucket_of(nbytes)))
 
     def at(self, key: Key) -> Entry:
-        """What is known of a key; an empty entry that belongs to nobody if that is nothing."""
-        return self._entries.get(key) or Entry()
+        """What is known of a key, not to be changed."""
+        return self._entries.get(key, _NOTHING)
 
     def apply(self, change: Change) -> None:
         """Learn something."""

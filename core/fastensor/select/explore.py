@@ -47,6 +47,8 @@ def next_to_try(
 ) -> str | None:
     """The backend to be tried next; None if it is known which is the best.
 
+    One timing is enough for a backend that is as slow as was known.
+
     Args:
         entry: what was measured at this size.
         tries: how often each was tried.
@@ -60,8 +62,10 @@ def next_to_try(
         tried, timing = tries.get(name, 0), entry.timings.get(name)
         if not tried:
             return not (spare and slowness.get(name, 1.0) > HOPELESS)
-        if tried < _ENOUGH_TRIES or timing is None or fastest is None:
+        if timing is None or fastest is None:
             return tried < MOST_TRIES
+        if tried < _ENOUGH_TRIES and slowness.get(name, 1.0) <= HOPELESS:
+            return True
         return tried < MOST_TRIES and min(timing.samples) <= _CONTENDER * fastest
 
     worth = [name for name in candidates if is_worth_it(name)]
@@ -81,8 +85,8 @@ def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[dict[str, float],
     """:func:`slowness_of` the nearest size where several were measured, and that size; nothing if none is near."""
     for distance in range(1, _NEIGHBOURS + 1):
         for bucket in (key.bucket - distance, key.bucket + distance):
-            slowness = slowness_of(dictionary.at(Key(key.context, bucket)))
-            if len(slowness) > 1:
+            entry = dictionary.at(Key(key.context, bucket))
+            if len(entry.timings) > 1 and len(slowness := slowness_of(entry)) > 1:
                 return slowness, size_of(bucket)
     return {}, 0
 

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from statistics import median
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,6 +30,7 @@ from fastensor.select.sizes import bucket_of, scaled, size_of
 Mode: TypeAlias = Literal["write", "read", "write_read"]
 """Which of the paper's dictionaries decides what to write with: WDic, RDic or WRDic."""
 
+_MODES = get_args(Mode)
 _TIE = 1.03
 """Differences below that do not count: the choice stays as it is."""
 _DRIFT = 1.5
@@ -203,13 +205,14 @@ class Selector:
         possible = in_order(candidates)
         with self._lock:
             course = self._course(key)
-            choice, to_read = self._decide(key, course, possible, mode, default, try_others=self.explore and learn)
+            choice, why = self._decide(key, course, possible, mode, default, try_others=self.explore and learn)
             if choice.exploring:
-                (course.tries_to_read if to_read else course.tries)[choice.backend] += 1
+                (course.tries if why == "to write" else course.tries_to_read)[choice.backend] += 1
                 course.begun[choice.backend] += 1
             elif self.explore and learn:
                 course.explored.add(possible)
-                course.chosen[possible] = self._best(key, course, possible, default).backend
+                if why == "to write":
+                    course.chosen[possible] = choice.backend
             return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float) -> None:
@@ -223,7 +226,7 @@ class Selector:
             exploring = course.begun[backend] > 0
             if exploring:
                 course.begun[backend] -= 1
-            elif not course.chosen and course.tries[backend] < MOST_TRIES:  # nobody had to choose
+            elif not course.explored and course.tries[backend] < MOST_TRIES:  # nobody had to choose
                 course.tries[backend] += 1
                 exploring = True
             self._counts["explored" if exploring else "exploited"] += 1
@@ -304,24 +307,24 @@ class Selector:
         default: str | None,
         *,
         try_others: bool,
-    ) -> tuple[Choice, bool]:
-        """What is chosen, and whether to find out how fast it is read. Changes nothing."""
+    ) -> tuple[Choice, Literal["to write", "to read"]]:
+        """What is chosen, and by which of its speeds. Changes nothing."""
         if not candidates:
             raise ValueError("there is no backend to choose")
         possible = tuple(name for name in candidates if name not in course.failed) if course.failed else candidates
         if try_others and candidates not in course.explored:
             choice = self._next_try(key, course, possible)
             if choice is not None:
-                return choice, False
+                return choice, "to write"
         if mode != "write" and key.context.operation == "write":
             reads = seconds_to_read(self._dictionary, key)
             choice = self._next_try_to_read(key, course, possible, reads) if try_others else None
             if choice is not None:
-                return choice, True
+                return choice, "to read"
             choice = self._for_reading(key, possible, mode, reads)
             if choice is not None:
-                return choice, False
-        return self._best(key, course, candidates, default), False
+                return choice, "to read"
+        return self._best(key, course, candidates, default), "to write"
 
     def _next_try(self, key: Key, course: _Course, possible: tuple[str, ...]) -> Choice | None:
         if course.before is None:
@@ -368,7 +371,8 @@ class Selector:
         return Choice(best, f"the fastest to write and read: {_shown(both)} for {_size(key)}")
 
     def _best(self, key: Key, course: _Course, candidates: tuple[str, ...], default: str | None) -> Choice:
-        possible = [name for name in candidates if name not in course.failed]
+        failed = course.failed
+        possible = [name for name in candidates if name not in failed] if failed else candidates
         timings = self._dictionary.at(key).timings
         known = {name: timings[name].seconds for name in possible if name in timings}
         if known:
@@ -447,8 +451,8 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _checked(mode: Mode) -> Mode:
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode is one of {get_args(Mode)}, found {mode!r}")
+    if mode not in _MODES:
+        raise ValueError(f"mode is one of {_MODES}, found {mode!r}")
     return mode
 
 
@@ -474,9 +478,15 @@ class Explanation:
 
 
 def _size(key: Key) -> str:
-    return f"up to {_human(size_of(key.bucket))}"
+    return _size_of(key.bucket)
 
 
+@lru_cache(256)
+def _size_of(bucket: int) -> str:
+    return f"up to {_human(size_of(bucket))}"
+
+
+@lru_cache(256)
 def _human(nbytes: int) -> str:
     return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.3g} KiB"
 
