@@ -109,6 +109,13 @@ def test_the_table_for_programs(capsys: Any, file: DictionaryFile) -> None:
     assert found["entries"]["write cpu durable"]["536870912"]["best"] == "direct"
 
 
+def test_names_in_a_file_move_no_cursor(capsys: Any, file: DictionaryFile) -> None:
+    file.update([Change(WRITE, MIB, "mi\x1b[2Jne", 1.0)])
+    _, out, _ = run(capsys, "show")
+    assert r"mi\x1b[2Jne" in out
+    assert "\x1b" not in out
+
+
 def test_all_of_them(capsys: Any, file: DictionaryFile, other: DictionaryFile, folder: Path) -> None:
     (folder / "notes.txt").write_text("no dictionary")
     (folder / f"{8:016x}.json.lock").touch()

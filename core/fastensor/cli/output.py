@@ -47,7 +47,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
         rows: as many texts each.
         right: which columns are aligned to the right.
     """
-    shown = [head, *([printable(text) for text in row] for row in rows)]
+    shown = [[printable(text) for text in row] for row in (head, *rows)]
     widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
     for row in shown:
         cells = [
