@@ -26,7 +26,10 @@ from fastensor.cli.checkup.backends import BackendState, Speed
 from fastensor.cli.checkup.folder import DirectIO, Folder, PageCache, Space
 from fastensor.cli.checkup.software import Gds, Kvikio
 from fastensor.errors import BackendUnavailableError
+from fastensor.select import current
+from fastensor.select.files import file_for
 from fastensor.stitch.source import Source
+from fastensor.testing.calls import Call, intercepted
 
 QUICK = ("--quick",)
 SMALL = ("--sizes", "8K,1M")
@@ -106,6 +109,7 @@ def test_the_object(capsys: Any, here: Path) -> None:
         name for name in ("write cpu durable", "read cpu cold", "read cpu resident") for _ in range(2)
     ]
     assert not found["dictionary"]["exists"]
+    assert found["dictionary"]["error"] == ""
     assert not found["dictionary"]["explores"]
     assert os.listdir(here) == []
 
@@ -131,6 +135,36 @@ def test_nothing_is_learned(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("FASTENSOR_EXPLORE", "1")
     assert examine(capsys, "--sizes", "8K")[0] == 0
     assert not (tmp_path / "dictionaries").exists()
+
+
+def test_dictionaries_that_are_not_accessible(
+    capsys: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Root may look at anything: the refusal that others get is injected."""
+    monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path / "dictionaries"))
+    monkeypatch.setattr(current, "_made", {})
+
+    def refuse(call: Call) -> Any:
+        if call.arguments and str(call.arguments[0]).startswith(str(tmp_path / "dictionaries")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), call.arguments[0])
+        return call.perform()
+
+    with intercepted(refuse):
+        status, found = examine(capsys, *QUICK)
+        _, out, err = run(capsys, *QUICK)
+    assert status == 0
+    assert (found["dictionary"]["exists"], found["dictionary"]["error"]) == (False, "Permission denied")
+    assert f"{found['dictionary']['path']}, but: Permission denied\n" in out
+    assert (err, caplog.records) == ("", []), "it is in the table"
+
+
+def test_a_damaged_dictionary(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path))
+    monkeypatch.setattr(current, "_made", {})
+    file_for(".").path.write_text("{}")
+    status, found = examine(capsys, *QUICK)
+    assert status == 0
+    assert (found["dictionary"]["exists"], found["dictionary"]["error"]) == (True, "not a dictionary of Fastensor's")
 
 
 @pytest.mark.parametrize("sizes", ["", "64X", "1K", "8K,,9K", "5G", "-8K", "8K 9K"])

@@ -29,7 +29,8 @@ from fastensor.cli.checkup.folder import DirectIO, Folder, PageCache, Space, exa
 from fastensor.cli.checkup.software import Cuda, Gds, Kvikio, Software, find_cuda, find_kvikio, find_software
 from fastensor.cli.output import FAILED, OK, human_size, print_json, print_table, printable
 from fastensor.select.current import current_selector
-from fastensor.select.files import file_for
+from fastensor.select.dictionary import DictionaryError
+from fastensor.select.files import file_for, read
 
 VERSION = 1
 _SIZES = (64 << 10, 64 << 20)
@@ -43,8 +44,11 @@ class DictionaryState:
     path: str
     """Of its file."""
     exists: bool
+    """As far as can be seen."""
     explores: bool
     """Whether ``backend="auto"`` tries backends that nothing is known of."""
+    error: str
+    """Why it cannot be read; nothing if it can, or is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,8 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
     possible = sizes if folder.space is None else fitting(sizes, folder.space.free_nbytes)
     speeds: tuple[Speed, ...] = ()
     if not (quick or folder.error):
-        with _fallbacks_unlogged(), _leaving_on_sigterm():
+        with _unlogged(), _leaving_on_sigterm():
             speeds = measure(path, possible, names)
-    file = file_for(path).path
     return Checkup(
         version=VERSION,
         software=find_software(),
@@ -134,15 +137,31 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
         folder=folder,
         backends=states,
         speeds=speeds,
-        dictionary=DictionaryState(str(file), file.exists(), current_selector(path).explore),
+        dictionary=_dictionary_state(path),
         choices=choices_for(path, possible or sizes, names),
         advice=advise(folder, kvikio, gds, states, speeds),
     )
 
 
+def _dictionary_state(path: str) -> DictionaryState:
+    file = file_for(path).path
+    exists, error = True, ""
+    try:
+        read(file)
+    except FileNotFoundError:
+        exists = False
+    except OSError as refused:
+        exists, error = False, refused.strerror or str(refused)
+    except DictionaryError as damaged:
+        error = str(damaged).removeprefix(f"{file}: ")
+    with _unlogged():
+        explores = current_selector(path).explore
+    return DictionaryState(str(file), exists, explores, error)
+
+
 @contextmanager
-def _fallbacks_unlogged() -> Iterator[None]:
-    """They are in the table."""
+def _unlogged() -> Iterator[None]:
+    """What would be logged is in the tables."""
     logger = logging.getLogger("fastensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -207,7 +226,7 @@ def _facts(found: Checkup) -> dict[str, str]:
         "free": _describe_space(folder.space),
         "O_DIRECT": _describe_direct(folder.direct),
         "page cache": _describe_page_cache(folder.page_cache),
-        "dictionary": found.dictionary.path + ("" if found.dictionary.exists else " (nothing was learned yet)"),
+        "dictionary": _describe_dictionary(found.dictionary),
     }
 
 
@@ -264,6 +283,11 @@ def _describe_page_cache(cache: PageCache | None) -> str:
         f"cannot be told or changed: {cache.written_fraction:.0%} of a file that was written are seen in it, and "
         f"{cache.evicted_fraction:.0%} when it was evicted"
     )
+
+
+def _describe_dictionary(found: DictionaryState) -> str:
+    unknown = not (found.exists or found.error)
+    return _described(found.path, found.error) + (" (nothing was learned yet)" if unknown else "")
 
 
 def _print_speeds(speeds: Sequence[Speed]) -> None:
