@@ -218,14 +218,18 @@ def test_what_is_damaged_is_said_and_kept(file: DictionaryFile, path: Path, capl
         read(path)
     for _ in range(2):
         assert len(file.load()) == 0
-    assert path.read_bytes() == content  # until there is something to write
+    assert os.listdir(path.parent) == [path.name]  # until there is something to write
+    assert path.read_bytes() == content
+    (said,) = [record.message for record in caplog.records]
+    assert what in said
+    assert said.endswith("; what was learned before is not used")
     file.note(took())
     file.flush()
     assert count(path) == 1
     assert Path(f"{path}.damaged").read_bytes() == content
-    (record,) = caplog.records
-    assert what in record.message
-    assert f"kept as {path}.damaged" in record.message
+    _, said = [record.message for record in caplog.records]
+    assert what in said
+    assert said.endswith(f"; learning begins anew, and the file is kept as {path}.damaged")
 
 
 def test_a_dictionary_without_a_machine_is_read(path: Path) -> None:

@@ -82,7 +82,7 @@ class DictionaryFile:
         except FileNotFoundError:
             pass
         except DictionaryError as error:
-            _say_damaged(self.path, error)
+            _say_once("unread", self.path, f"{error}; what was learned before is not used")
         except OSError as error:
             _say_once("unread", self.path, f"{self.path} cannot be read: {error}; what was learned before is not used")
         return Dictionary()
@@ -230,7 +230,7 @@ def _read_or_set_aside(path: Path) -> Dictionary:
         return Dictionary()
     except DictionaryError as error:
         os.rename(path, f"{path}.damaged")
-        _say_damaged(path, error)
+        _say_once("damaged", path, f"{error}; learning begins anew, and the file is kept as {path}.damaged")
         return Dictionary()
 
 
@@ -289,10 +289,6 @@ def _family(folder: Path, name: str) -> list[Path]:
 
 
 _said: set[tuple[str, Path]] = set()
-
-
-def _say_damaged(path: Path, error: DictionaryError) -> None:
-    _say_once("damaged", path, f"{error}; learning begins anew, and the file is kept as {path}.damaged")
 
 
 def _say_unwritten(path: Path, error: OSError) -> None:
