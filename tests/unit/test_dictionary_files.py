@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import inspect
 import json
 import os
 import stat
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -134,6 +137,47 @@ def test_threads_lose_nothing_of_each_other(file: DictionaryFile, path: Path) ->
     assert count(path) == 80
 
 
+def test_a_signal_handler_may_note_and_flush_at_any_time(tmp_path: Path) -> None:
+    """In the place of signals: the handler is called before each of the instructions of a note and a flush."""
+    methods = {function.__code__ for function in vars(DictionaryFile).values() if inspect.isfunction(function)}
+    left = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if frame.f_code not in methods:
+            return None
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                file.note(took(backend="direct"))
+                file.flush()
+        return trace
+
+    def work() -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            file.note(took())
+            file.flush()
+        finally:
+            sys.settrace(before)
+
+    for number in range(1, 1000):
+        path = tmp_path / f"{number}.json"
+        file, left = DictionaryFile(path, MACHINE), number
+        file.note(took())
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        worker.join(timeout=30)
+        assert not worker.is_alive(), f"it hangs at instruction {number}"
+        file.flush()
+        assert (count(path), count(path, "direct")) == (2, left <= 0)
+        if left > 0:
+            return
+    pytest.fail("it never ends")
+
+
 def test_a_forked_child_begins_with_nothing_noted(file: DictionaryFile, path: Path) -> None:
     file.note(took())
 
@@ -143,7 +187,7 @@ def test_a_forked_child_begins_with_nothing_noted(file: DictionaryFile, path: Pa
         file.note(took(backend="direct"))
         file.flush()
 
-    with file._lock, file._flushing:  # by a thread that the child does not have
+    with file._lock:  # by a thread that the child does not have
         child = in_a_child(work)
         assert succeeded(child)
     assert (count(path), count(path, "direct")) == (0, 1)

@@ -55,7 +55,8 @@ class Stored(NamedTuple):
 
 
 class DictionaryFile:
-    """A dictionary on the disk. Every method may be called from several threads, and by several processes at a time.
+    """A dictionary on the disk. Every method may be called from several threads, and by several processes at a time;
+    also by a signal handler that interrupts one of them.
 
     A forked child begins with nothing noted: that is the parent's to write.
 
@@ -71,9 +72,12 @@ class DictionaryFile:
         _files.add(self)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._flushing = threading.Lock()
+        self._lock = threading.RLock()
+        self._flushing = False
+        """By the thread that holds the lock: a signal handler in it comes between."""
         self._noted: deque[Change] = deque(maxlen=MOST_NOTED)
+        self._unwritten: deque[Change] = deque(maxlen=MOST_NOTED)
+        """What a flush has taken from there."""
 
     def load(self) -> Dictionary:
         """What is on the disk; an empty dictionary if that is nothing, or cannot be used, which is logged."""
@@ -88,23 +92,29 @@ class DictionaryFile:
         return Dictionary()
 
     def note(self, change: Change) -> None:
-        """Remember a change for the next :meth:`flush`."""
-        with self._lock:
-            self._noted.append(change)
+        """Remember a change for the next :meth:`flush`. Waits for nothing."""
+        self._noted.append(change)
 
     def flush(self) -> None:
-        """Write what was noted. If that fails, it is logged, and what was noted is kept for the next time."""
-        with self._flushing:
-            with self._lock:
-                noted, self._noted = self._noted, deque(maxlen=MOST_NOTED)
-            if not noted:
+        """Write what was noted. If that fails, it is logged, and what was noted is kept for the next time; so it is if
+        a signal handler interrupts a flush with another one."""
+        with self._lock:
+            if self._flushing:
                 return
+            self._flushing = True
             try:
-                self.update(noted)
+                self._write()
             except OSError as error:
                 _say_unwritten(self.path, error)
-                with self._lock:
-                    self._noted = deque([*noted, *self._noted], MOST_NOTED)
+            finally:
+                self._flushing = False
+
+    def _write(self) -> None:
+        while self._noted:
+            self._unwritten.append(self._noted.popleft())
+        if self._unwritten:
+            self.update(self._unwritten)
+            self._unwritten.clear()
 
     def update(self, changes: Iterable[Change]) -> None:
         """Add changes to what is on the disk. If that is damaged, it is kept beside, and the file begins anew.
