@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from fastensor.cli.plot import lines
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, replacing
 from fastensor.select.files import DictionaryFile, file_for, read
+from fastensor.testing.calls import Call, intercepted
 
 MIB = 1 << 20
 WRITE, READ = Context("write"), Context("read", warm=True)
@@ -153,6 +156,36 @@ def test_export_and_import(capsys: Any, file: DictionaryFile, tmp_path: Path) ->
     assert dictionary.of(WRITE, MIB).timings["numpy"].samples == (0.0021, 0.0021, 0.0021)
     assert dictionary.of(WRITE, 2 * MIB).timings["numpy"].seconds == 3.0
     assert dictionary.of(Context("write", "cuda"), MIB).best == "gds"
+
+
+def test_an_export_takes_the_place_of_a_file_at_once(capsys: Any, file: DictionaryFile) -> None:
+    file.update([Change(WRITE, MIB, "müde", 1.0)])
+    Path("x.csv").write_text("what was there before")
+    Path("x.csv").chmod(0o600)
+
+    def full(call: Call) -> Any:
+        if call.name == "pwrite":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call.perform()
+
+    export = ("export", "--csv", "WDic", "-o", "x.csv")
+    with intercepted(full):
+        status, _, err = run(capsys, *export)
+    assert status == 1
+    assert os.strerror(errno.ENOSPC) in err
+    assert Path("x.csv").read_text() == "what was there before"
+    assert run(capsys, *export) == (0, "", "")
+    assert "müde" in Path("x.csv").read_bytes().decode("utf-8")
+    assert Path("x.csv").stat().st_mode & 0o777 == 0o600
+    assert os.listdir() == ["x.csv"]
+
+
+def test_text_is_utf_8_whatever_the_locale_says(file: DictionaryFile) -> None:
+    file.update([Change(WRITE, MIB, "müde", 1.0)])
+    command = [sys.executable, "-m", "fastensor", "dictionary", "export", "--csv", "WDic", "-o", "x.csv"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run(command, env=environment, timeout=120, check=True)
+    assert "müde" in Path("x.csv").read_bytes().decode("utf-8")
 
 
 def test_import_from_another_machine(capsys: Any, other: DictionaryFile) -> None:
