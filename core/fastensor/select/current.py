@@ -5,6 +5,7 @@ For each filesystem there is one of whole files, and one of single tensors."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -96,4 +97,7 @@ def _begin_anew() -> None:
 
 
 atexit.register(flush)
+with contextlib.suppress(RuntimeError):  # it is ending already
+    # Processes of multiprocessing know no atexit, but end their threads. After this, writers have nothing pending.
+    getattr(threading, "_register_atexit", atexit.register)(flush)
 os.register_at_fork(after_in_child=_begin_anew)
