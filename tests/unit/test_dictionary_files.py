@@ -386,6 +386,23 @@ def test_a_lock_that_is_held_for_long_stops_nobody(
     assert count(path) == 3
 
 
+def test_a_flush_that_takes_long_stops_no_other_thread(
+    file: DictionaryFile, path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
+    file.note(took())
+    with file._lock:
+        other = threading.Thread(target=file.flush, daemon=True)
+        other.start()
+        other.join(timeout=30)
+        assert not other.is_alive()
+    assert not path.exists()
+    (record,) = caplog.records
+    assert "another thread has been writing it" in record.message
+    file.flush()
+    assert count(path) == 1
+
+
 def test_a_lock_that_was_removed_meanwhile_is_none(file: DictionaryFile, path: Path) -> None:
     locked = []
 

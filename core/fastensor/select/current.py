@@ -22,22 +22,35 @@ _FLUSH_SECONDS = 5.0
 
 
 class _Keeper:
-    """Puts what a selector learns into a file, now and then."""
+    """Puts what a selector learns into a file, now and then, in a thread: disks that do not answer hold up nobody."""
 
     def __init__(self, file: DictionaryFile) -> None:
         self._file = file
-        self._flushed = time.monotonic()
+        self._due = time.monotonic() + _FLUSH_SECONDS
+        self._flushing = threading.Lock()
+        """Held while there is a thread."""
 
     def note(self, change: Change) -> None:
         """Called with the selector's lock held: nothing waits here."""
         self._file.note(change)
 
     def flush_if_due(self) -> None:
-        if time.monotonic() >= self._flushed + _FLUSH_SECONDS:
+        """Waits for nothing."""
+        if not self._file.pending or time.monotonic() < self._due or not self._flushing.acquire(blocking=False):
+            return
+        self._due = time.monotonic() + _FLUSH_SECONDS
+        try:
+            threading.Thread(target=self._flush_and_release, name="fastensor-learn", daemon=True).start()
+        except RuntimeError:  # no thread can be started now, or any more: another time, or when the process ends
+            self._flushing.release()
+
+    def _flush_and_release(self) -> None:
+        try:
             self.flush()
+        finally:
+            self._flushing.release()
 
     def flush(self) -> None:
-        self._flushed = time.monotonic()
         self._file.flush()
 
 
@@ -79,7 +92,7 @@ def current_selector(path: str | os.PathLike[str], *, tensors: bool = False) -> 
 
 
 def flush() -> None:
-    """Put everything that was learned into its files."""
+    """Put everything that was learned into its files, by this thread."""
     for _, keeper in tuple(_made.values()):
         keeper.flush()
 

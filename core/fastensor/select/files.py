@@ -38,7 +38,7 @@ MOST_FILE_NBYTES = 1 << 20
 MOST_NOTED = 10_000
 """So many changes are remembered where they cannot be written, the latest ones."""
 LOCK_SECONDS = 2.0
-"""How long a flush waits for another one."""
+"""How long a flush waits for one of another process, or thread."""
 
 _POLL_SECONDS = 0.005
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -95,26 +95,36 @@ class DictionaryFile:
         """Remember a change for the next :meth:`flush`. Waits for nothing."""
         self._noted.append(change)
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._noted or self._unwritten)
+
     def flush(self) -> None:
         """Write what was noted. If that fails, it is logged, and what was noted is kept for the next time; so it is if
         a signal handler interrupts a flush with another one."""
-        with self._lock:
-            if self._flushing:
-                return
-            self._flushing = True
-            try:
+        lock = self._lock
+        if not lock.acquire(timeout=LOCK_SECONDS):
+            _say_unwritten(self.path, TimeoutError(errno.ETIMEDOUT, "another thread has been writing it for long"))
+            return
+        try:
+            if not self._flushing:
                 self._write()
-            except OSError as error:
-                _say_unwritten(self.path, error)
-            finally:
-                self._flushing = False
+        finally:
+            lock.release()
 
     def _write(self) -> None:
-        while self._noted:
-            self._unwritten.append(self._noted.popleft())
-        if self._unwritten:
-            self.update(self._unwritten)
-            self._unwritten.clear()
+        self._flushing = True
+        try:
+            while self._noted:
+                self._unwritten.append(self._noted.popleft())
+            if self._unwritten:
+                self.update(self._unwritten)
+                self._unwritten.clear()
+        except OSError as error:
+            _say_unwritten(self.path, error)
+        finally:
+            self._flushing = False
 
     def update(self, changes: Iterable[Change]) -> None:
         """Add changes to what is on the disk. If that is damaged, it is kept beside, and the file begins anew.
