@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from fastensor.backends.base import Availability
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.select.explore import MOST_TRIES
+from fastensor.store.tools import Tools
 
 pytestmark = pytest.mark.usefixtures("direct_io")
 TENSOR = torch.arange(1000, dtype=torch.float32)
@@ -238,6 +240,25 @@ def test_a_named_tool_that_cannot_gives_way_to_numpy(tmp_path: Path, unable: Non
     statistics = store.statistics()
     assert statistics.written_by == statistics.read_by == {"numpy": 2}
     assert statistics.fallbacks == {name: reason}
+
+
+def test_who_asks_for_statistics_holds_up_nobody() -> None:
+    def selector() -> Selector:
+        tools.count_delete()  # as another thread might, while a dictionary is read
+        return made
+
+    made = Selector()
+    tools = Tools("auto", selector, "write")
+    asking = threading.Thread(target=tools.statistics, daemon=True)
+    asking.start()
+    asking.join(timeout=30)
+    assert not asking.is_alive()
+    assert tools.statistics().selector == made.statistics()
+
+
+def test_a_named_tool_reads_no_dictionary() -> None:
+    tools = Tools("numpy", lambda: pytest.fail("nobody is to be asked"), "write")
+    assert tools.statistics().selector == Selector().statistics()
 
 
 def test_what_wrote_a_tensor_may_not_be_there_any_more(tmp_path: Path, unable: None) -> None:

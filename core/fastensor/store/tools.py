@@ -36,7 +36,7 @@ class StoreStatistics:
     fallbacks: Mapping[str, str]
     """Backends that were chosen or asked for, and could not do it; and why, the last time."""
     selector: SelectorStatistics
-    """Of everything that the selector has decided on, for others, too."""
+    """Of everything that the selector has decided on, for others, too; zeros if a backend was named: none is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,8 @@ class Tools:
             self._counts["deletes"] += 1
 
     def statistics(self) -> StoreStatistics:
+        selector = self._selector() if self.tool == registry.AUTO else Selector()
+        asked = selector.statistics()
         with self._lock:
             written, read = self._used["write"], self._used["read"]
             return StoreStatistics(
@@ -173,5 +175,5 @@ class Tools:
                 written_by=dict(written),
                 read_by=dict(read),
                 fallbacks=dict(self._fallbacks),
-                selector=self._selector().statistics(),
+                selector=asked,
             )
