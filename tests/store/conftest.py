@@ -36,11 +36,17 @@ def direct_io(tmp_path: Path) -> None:
         os.close(fd)
 
 
+@pytest.fixture
+def only_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filesystem refuses files without names."""
+    monkeypatch.setattr(os, "open", _refusing(os.open))
+
+
 @pytest.fixture(params=["nameless", "named"])
-def temporaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def temporaries(request: pytest.FixtureRequest) -> str:
     """What files are before they are published: the filesystem may refuse those without names."""
     if request.param == "named":
-        monkeypatch.setattr(os, "open", _refusing(os.open))
+        request.getfixturevalue("only_named")
     return str(request.param)
 
 

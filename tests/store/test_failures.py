@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
 from fastensor.backends import registry
 from fastensor.stitch import npy
+from fastensor.store.files import TEMPORARY_SUFFIX, NewFile, _remove_leftovers
 from fastensor.testing import failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
 
@@ -215,6 +217,63 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout.readline() == "writing\n"
         process.send_signal(signal.SIGKILL)
     assert not os.listdir(tmp_path)
+
+
+def leftover(folder: Path, name: str, *, age_seconds: float) -> Path:
+    path = folder / f".{name}{TEMPORARY_SUFFIX}"
+    path.write_text("cut off")
+    os.utime(path, (time.time() - age_seconds,) * 2)
+    return path
+
+
+def test_where_files_have_names_those_of_the_dead_are_removed(tmp_path: Path, temporaries: str) -> None:
+    old = leftover(tmp_path, "0" * 32, age_seconds=4000)
+    kept = [
+        leftover(tmp_path, "1" * 32, age_seconds=3000),  # may be of another machine, whose locks are not seen here
+        leftover(tmp_path, "x.ckpt." + "2" * 12, age_seconds=4000),
+        leftover(tmp_path, "notes", age_seconds=4000),
+    ]
+    with NewFile(str(tmp_path)) as alive:
+        if temporaries == "named":
+            (living,) = set(tmp_path.iterdir()) - {old, *kept}
+            os.utime(living, (0, 0))
+            kept.append(living)
+        _remove_leftovers.cache_clear()
+        ref = TensorStore(tmp_path).put(SMALL)
+        assert set(tmp_path.iterdir()) == {tmp_path / ref.file, *kept, *([old] if temporaries == "nameless" else [])}
+        alive.publish(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("name", ["open", "fstat", "flock", "unlink"])
+@pytest.mark.usefixtures("only_named")
+def test_what_cannot_be_removed_is_left(tmp_path: Path, name: str) -> None:
+    old = leftover(tmp_path, "0" * 32, age_seconds=4000)
+    ours: set[int] = set()
+
+    def refuse(call: Call) -> Any:
+        first = call.arguments[0]
+        if call.name == name and (first in ours or str(first) == str(old)):
+            raise OSError(errno.ENOLCK, "not here")
+        result = call.perform()
+        if call.name == "open" and str(first) == str(old):
+            ours.add(result)
+        return result
+
+    with intercepted(refuse):
+        ref = TensorStore(tmp_path, backend="numpy").put(SMALL)
+    assert set(os.listdir(tmp_path)) == {old.name, ref.file}
+
+
+@pytest.mark.usefixtures("only_named")
+def test_filesystems_with_neither_nameless_files_nor_locks(tmp_path: Path) -> None:
+    def refuse(call: Call) -> Any:
+        if call.name == "flock":
+            raise OSError(errno.ENOLCK, "no locks")
+        return call.perform()
+
+    with intercepted(refuse):
+        ref = TensorStore(tmp_path).put(SMALL)
+    assert os.listdir(tmp_path) == [ref.file]
 
 
 SMALL = torch.arange(40, dtype=torch.int16).reshape(5, 8)

@@ -134,6 +134,21 @@ def reopen_direct(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
 
+def try_lock(fd: int) -> bool:
+    """``flock`` a file, which lasts until all copies of the descriptor are closed; False if somebody else has.
+
+    Filesystems without locks count as locked.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return True
+
+
 def close_read_only(fd: int) -> None:
     """Close a descriptor that nothing was written through: a failure to do so loses nothing, and Linux frees it."""
     with contextlib.suppress(OSError):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Self
 
 from fastensor.backends import posix
@@ -16,6 +20,8 @@ from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptC
 from fastensor.store.ref import Format
 
 TEMPORARY_SUFFIX = ".fastensor-tmp"
+LEFTOVER_SECONDS = 3600.0
+"""What was written to since then may be of another machine, whose locks are not seen on every filesystem."""
 _TOKEN_NBYTES = 16
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 """How filesystems, and kernels, say that they do not have them."""
@@ -30,7 +36,7 @@ class NewFile:
     """An empty file that nobody sees before it is published. Leaving the block without that leaves nothing behind.
 
     It has no name until then, so nothing is left either if the process is killed; where the filesystem does not have
-    such files, it is a hidden one.
+    such files, it is a hidden one, which is locked, so that another process knows it for a leftover.
 
     Raises:
         OSError: the directory does not let files be created.
@@ -44,8 +50,10 @@ class NewFile:
         except OSError as error:
             if error.errno not in _NO_NAMELESS_FILES:
                 raise
+            _remove_leftovers(directory)
             self._names.append(os.path.join(directory, f".{secrets.token_hex(_TOKEN_NBYTES)}{TEMPORARY_SUFFIX}"))
             self.fd = os.open(self._names[0], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._lock()
         self._published = False
 
     def __enter__(self) -> Self:
@@ -74,10 +82,38 @@ class NewFile:
             os.link(f"/proc/self/fd/{self.fd}", path, src_dir_fd=self.fd)
         self._published = True
 
+    def _lock(self) -> None:
+        try:
+            posix.try_lock(self.fd)  # nobody else has: it is too young for a leftover
+        except BaseException:
+            os.close(self.fd)
+            self._remove()
+            raise
+
     def _remove(self) -> None:
         for name in self._names:
             with contextlib.suppress(OSError):  # it is not, or no more, there
                 os.unlink(name)
+
+
+@cache
+def _remove_leftovers(directory: str) -> None:
+    """Remove temporaries of processes that were killed: nobody locks them. Once for each directory and process."""
+    with contextlib.suppress(OSError):  # not ours to look into
+        for name in os.listdir(directory):
+            if re.fullmatch(rf"\.[0-9a-f]{{{2 * _TOKEN_NBYTES}}}{re.escape(TEMPORARY_SUFFIX)}", name):
+                _remove_if_left(os.path.join(directory, name))
+
+
+def _remove_if_left(path: str) -> None:
+    with contextlib.suppress(OSError):  # in use, somebody else's, gone, or on a filesystem without locks
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if os.fstat(fd).st_mtime < time.time() - LEFTOVER_SECONDS:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+        finally:
+            posix.close_read_only(fd)
 
 
 class StoredFile:
