@@ -283,7 +283,7 @@ def _create_temporary(target: Target) -> Temporary:
         name = _stem(target) + secrets.token_hex(_TOKEN_NBYTES) + TEMPORARY_SUFFIX
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
-            if _lock(fd) and os.fstat(fd).st_nlink:
+            if posix.try_lock(fd) and os.fstat(fd).st_nlink:
                 return Temporary(fd, name, target)
         except BaseException:
             os.close(fd)
@@ -292,18 +292,6 @@ def _create_temporary(target: Target) -> Temporary:
         os.close(fd)  # another save took it for a leftover in the instant before it was locked: try another name
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-
-
-def _lock(fd: int) -> bool:
-    """Lock a temporary; False if somebody else has. Filesystems without locks count as locked."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-    return True
 
 
 def _remove_leftovers(target: Target) -> None:
