@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
 
@@ -33,6 +33,7 @@ else:
 
 SaveListener = Callable[[fastensor.SaveReport, int | None], None]
 """Gets the report of a save, and the global step that it is of, if it is a Trainer's."""
+LoadListener = Callable[[fastensor.LoadReport], None]
 
 _logger = logging.getLogger(__name__)
 _STORAGE_OPTIONS = ("backend", "durable", "asynchronous")
@@ -49,6 +50,13 @@ class AsyncOptions(TypedDict, total=False):
     max_bytes_per_second: float | None
     exit_seconds: float
     preemption_seconds: float | None
+
+
+class _Subscription(NamedTuple):
+    saved: SaveListener
+    loaded: LoadListener
+    interrupted: Callable[[], None]
+    """To be called if an exception has ended the run."""
 
 
 class FastensorCheckpointIO(CheckpointIO):
@@ -105,6 +113,8 @@ class FastensorCheckpointIO(CheckpointIO):
         self.asynchronous = asynchronous not in (False, None)
         self.last_save: fastensor.SaveReport | None = None
         """What the latest save in this process did, once it is finished."""
+        self.last_load: fastensor.LoadReport | None = None
+        """What the latest load in this process did."""
         self._writer: fastensor.AsyncWriter | None = None
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
@@ -116,8 +126,7 @@ class FastensorCheckpointIO(CheckpointIO):
         """Whether the latest run that has saved could be seen."""
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
-        self._listeners: list[tuple[SaveListener, Callable[[], None]]] = []
-        """With what is to be called if an exception has ended the run."""
+        self._listeners: list[_Subscription] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -166,9 +175,13 @@ class FastensorCheckpointIO(CheckpointIO):
             map_location = self.map_location
         if self.asynchronous:
             _wait_for_rank_0(path)
-        checkpoint: dict[str, Any] = fastensor.load(
+        checkpoint: dict[str, Any]
+        checkpoint, self.last_load = fastensor.load_with_report(
             path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
         )
+        _logger.debug("loaded %s", self.last_load)
+        for listener in tuple(self._listeners):
+            listener.loaded(self.last_load)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -245,18 +258,25 @@ class FastensorCheckpointIO(CheckpointIO):
         """The latest asynchronous save in this process."""
         return self._latest
 
-    def subscribe(self, listener: SaveListener, interrupted: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def subscribe(
+        self,
+        listener: SaveListener,
+        *,
+        loaded: LoadListener = lambda report: None,
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
         """Call ``listener`` with the report and the step of every save that is finished in this process.
 
         Args:
             listener: called by the thread that has finished the save.
+            loaded: called with the report of every load, by the thread that loads.
             interrupted: called by :meth:`teardown` after an exception, which is when the subscription ends by itself.
 
         Returns:
             How to end it; again does nothing. Listeners stay behind when the plugin is pickled.
         """
         self._torn_down, self._handled_before = False, sys.exc_info()[1]
-        subscription = listener, interrupted
+        subscription = _Subscription(listener, loaded, interrupted)
         self._listeners.append(subscription)
 
         def end() -> None:
@@ -287,8 +307,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _end_subscriptions(self) -> None:
         while self._listeners:
-            _, interrupted = self._listeners.pop()
-            interrupted()
+            self._listeners.pop().interrupted()
 
     def _finished(self, handle: fastensor.SaveHandle, step: int | None) -> None:
         if handle.stage == "durable":
@@ -297,8 +316,8 @@ class FastensorCheckpointIO(CheckpointIO):
     def _tell(self, report: fastensor.SaveReport, step: int | None) -> None:
         _logger.debug("saved %s", report)
         self.last_save = report
-        for listener, _ in tuple(self._listeners):
-            listener(report, step)
+        for listener in tuple(self._listeners):
+            listener.saved(report, step)
 
     def _is_waited_for(self, checkpoint: dict[str, Any]) -> bool:
         """Whether :meth:`teardown` is still to come, so that a save may be left pending.

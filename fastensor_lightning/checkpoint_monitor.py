@@ -42,7 +42,7 @@ class CheckpointMonitor(Callback):
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
-        explain: whether to say in the Trainer's log which backend each file was saved by, and why.
+        explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
         TypeError: in ``setup``, if the Trainer saves with another plugin.
@@ -65,7 +65,11 @@ class CheckpointMonitor(Callback):
         self._plugin = plugin = _find_plugin(trainer)
         self._thread = threading.get_ident()
         self._undo.append(
-            plugin.subscribe(lambda report, step: self._on_save(trainer, report, step), interrupted=self._forget_run)
+            plugin.subscribe(
+                lambda report, step: self._on_save(trainer, report, step),
+                loaded=lambda report: self._on_load(trainer, report),
+                interrupted=self._forget_run,
+            )
         )
         self._sharing = share_choice(plugin, trainer)
         if plugin.asynchronous:
@@ -121,6 +125,10 @@ class CheckpointMonitor(Callback):
         self._to_log.append((trainer.global_step if step is None else step, report))
         if threading.get_ident() == self._thread:
             self._log(trainer)
+
+    def _on_load(self, trainer: Trainer, report: fastensor.LoadReport) -> None:
+        if self._explain and trainer.is_global_zero:
+            _log_of(trainer).info("%s was loaded by %s: %s", report.path, report.backend, report.reason)
 
     def _log(self, trainer: Trainer) -> None:
         while self._to_log:
