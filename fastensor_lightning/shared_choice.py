@@ -12,7 +12,9 @@ from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 
 
 def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
-    """Begin to share the selector for the folder of the checkpoints. Called on all ranks at once.
+    """Begin to share the selector for the folder of the checkpoints. Called on all ranks, once that is decided.
+
+    Rank 0 alone saves. Where others are of another kind, theirs learns from loads only, and needs no more.
 
     Returns:
         What shares it; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
@@ -23,6 +25,7 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     if not isinstance(folder, str):
         return None
     selector = plugin.backend if isinstance(plugin.backend, fastensor.Selector) else fastensor.current_selector(folder)
+    trainer.strategy.barrier()  # whatever came before may have taken other ranks longer than a sync waits
     return Sharing(selector, kind_of(trainer.strategy.root_device, identity(folder)))
 
 
