@@ -30,5 +30,6 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
 
 
 def _is_data_parallel(strategy: Any) -> bool:
-    """Whether it is Lightning's DDP: its ranks hold the same tensors."""
-    return any(base.__name__ == "DDPStrategy" for base in type(strategy).__mro__)
+    """Whether it is Lightning's DDP: its ranks hold the same tensors. Those of what is made of it may hold parts."""
+    names = {base.__name__ for base in type(strategy).__mro__}
+    return "DDPStrategy" in names and names.isdisjoint({"DeepSpeedStrategy", "XLAStrategy"})

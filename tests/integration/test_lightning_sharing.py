@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
 
 import fastensor
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, checkpoint_monitor
+from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, checkpoint_monitor, shared_choice
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -110,3 +111,12 @@ def test_sharing_begins_when_the_folder_is_decided_and_before_loads(
     folder = "c" if given else "lightning_logs/version_7/checkpoints"
     assert events == [str(tmp_path / folder), "loads"]
     assert "setup" not in vars(saver)
+
+
+@pytest.mark.parametrize("brand", BRANDS)
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy", "FSDPStrategy", "SingleDeviceStrategy"])
+def test_other_strategies_share_nothing(brand: str, name: str) -> None:
+    """Their ranks may hold parts, even if they are made of DDP."""
+    strategy = getattr(pytest.importorskip(f"{brand}.strategies"), name)
+    trainer = SimpleNamespace(strategy=object.__new__(strategy))
+    assert shared_choice.share_choice(FastensorCheckpointIO(), trainer) is None
