@@ -83,6 +83,9 @@ class FastensorCheckpointIO(CheckpointIO):
             ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
             name files that were never written, because it takes every save as done.
 
+    With ``backend="auto"`` or a selector, each rank of a DDP job learns by itself which backend is the fastest, unless
+    the Trainer has a :class:`CheckpointMonitor`, which shares it: the plugin is not called on all ranks at once.
+
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
     loads on all ranks. Paths may be URLs of remote filesystems (``s3://...``), as in :func:`fastensor.save`.
@@ -120,6 +123,8 @@ class FastensorCheckpointIO(CheckpointIO):
             self._writer = fastensor.AsyncWriter(**self._options)
         self._latest: fastensor.SaveHandle | None = None
         self._warned = False
+        self._may_be_alone = True
+        """Whether no monitor was seen, and that was not said."""
         self._torn_down = False
         """Whether a run has ended, and none that we know of has begun: then nobody waits for what is pending."""
         self._runs_are_seen = True
@@ -150,6 +155,7 @@ class FastensorCheckpointIO(CheckpointIO):
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
+        self._warn_if_ranks_learn_alone(checkpoint)
         if asynchronous and self._is_waited_for(checkpoint):
             self._warn_without_monitor(checkpoint)
             self._latest = self._open_writer().save(checkpoint, path, **options)
@@ -254,6 +260,11 @@ class FastensorCheckpointIO(CheckpointIO):
         self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
 
     @property
+    def chooses(self) -> bool:
+        """Whether backends are chosen by what was learned."""
+        return not isinstance(self.backend, str) or self.backend == "auto"
+
+    @property
     def latest(self) -> fastensor.SaveHandle | None:
         """The latest asynchronous save in this process."""
         return self._latest
@@ -275,7 +286,7 @@ class FastensorCheckpointIO(CheckpointIO):
         Returns:
             How to end it; again does nothing. Listeners stay behind when the plugin is pickled.
         """
-        self._torn_down, self._handled_before = False, sys.exc_info()[1]
+        self._torn_down, self._may_be_alone, self._handled_before = False, False, sys.exc_info()[1]
         subscription = _Subscription(listener, loaded, interrupted)
         self._listeners.append(subscription)
 
@@ -349,6 +360,16 @@ class FastensorCheckpointIO(CheckpointIO):
                 stacklevel=4,
             )
 
+    def _warn_if_ranks_learn_alone(self, checkpoint: object) -> None:
+        is_trainers = isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
+        if self._may_be_alone and self.chooses and is_trainers and _has_other_ranks():
+            self._may_be_alone = False
+            warnings.warn(
+                "every rank learns by itself which backend is the fastest; with DDP, one learns for all that are like "
+                "it if the Trainer has a CheckpointMonitor: pass callbacks=[fastensor_lightning.CheckpointMonitor()]",
+                stacklevel=4,
+            )
+
     def _save_options(self, overrides: Any | None) -> dict[str, Any]:
         if overrides is None:
             overrides = {}
@@ -358,6 +379,11 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"found {overrides!r}"
             )
         return {"backend": self.backend, "durable": self.durable, "asynchronous": self.asynchronous, **overrides}
+
+
+def _has_other_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_trainer_running() -> bool:

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,3 +121,38 @@ def test_other_strategies_share_nothing(brand: str, name: str) -> None:
     strategy = getattr(pytest.importorskip(f"{brand}.strategies"), name)
     trainer = SimpleNamespace(strategy=object.__new__(strategy))
     assert shared_choice.share_choice(FastensorCheckpointIO(), trainer) is None
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the first of them, for who asks."""
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+
+
+def of_a_trainer() -> dict[str, Any]:
+    return {"pytorch-lightning_version": "2.6", "global_step": 1}
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_without_a_monitor_ranks_learn_by_themselves_and_that_is_said_once(tmp_path: Path) -> None:
+    plugin = FastensorCheckpointIO()
+    with pytest.warns(UserWarning, match=r"callbacks=\[fastensor_lightning.CheckpointMonitor"):
+        plugin.save_checkpoint(of_a_trainer(), tmp_path / "x")
+    with warnings.catch_warnings(action="error"):
+        plugin.save_checkpoint(of_a_trainer(), tmp_path / "x")
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.filterwarnings("error")
+def test_where_nothing_would_be_shared_nothing_is_said(tmp_path: Path) -> None:
+    FastensorCheckpointIO(backend="numpy").save_checkpoint(of_a_trainer(), tmp_path / "x")
+    FastensorCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "x")
+    plugin = FastensorCheckpointIO()
+    plugin.subscribe(lambda report, step: None)()
+    plugin.save_checkpoint(of_a_trainer(), tmp_path / "x")  # the run is over
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_process_has_nobody_to_share_with(tmp_path: Path) -> None:
+    FastensorCheckpointIO().save_checkpoint(of_a_trainer(), tmp_path / "x")
