@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
 
@@ -33,6 +33,7 @@ else:
 
 SaveListener = Callable[[fastensor.SaveReport, int | None], None]
 """Gets the report of a save, and the global step that it is of, if it is a Trainer's."""
+LoadListener = Callable[[fastensor.LoadReport], None]
 
 _logger = logging.getLogger(__name__)
 _STORAGE_OPTIONS = ("backend", "durable", "asynchronous")
@@ -49,6 +50,13 @@ class AsyncOptions(TypedDict, total=False):
     max_bytes_per_second: float | None
     exit_seconds: float
     preemption_seconds: float | None
+
+
+class _Subscription(NamedTuple):
+    saved: SaveListener
+    loaded: LoadListener
+    interrupted: Callable[[], None]
+    """To be called if an exception has ended the run."""
 
 
 class FastensorCheckpointIO(CheckpointIO):
@@ -74,6 +82,9 @@ class FastensorCheckpointIO(CheckpointIO):
             Checkpoints for a requeue by SLURM are saved synchronously. With
             ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
             name files that were never written, because it takes every save as done.
+
+    With ``backend="auto"`` or a selector, each rank of a DDP job learns by itself which backend is the fastest, unless
+    the Trainer has a :class:`CheckpointMonitor`, which shares it: the plugin is not called on all ranks at once.
 
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
@@ -105,19 +116,22 @@ class FastensorCheckpointIO(CheckpointIO):
         self.asynchronous = asynchronous not in (False, None)
         self.last_save: fastensor.SaveReport | None = None
         """What the latest save in this process did, once it is finished."""
+        self.last_load: fastensor.LoadReport | None = None
+        """What the latest load in this process did."""
         self._writer: fastensor.AsyncWriter | None = None
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
         self._latest: fastensor.SaveHandle | None = None
         self._warned = False
+        self._may_be_alone = True
+        """Whether no monitor was seen, and that was not said."""
         self._torn_down = False
         """Whether a run has ended, and none that we know of has begun: then nobody waits for what is pending."""
         self._runs_are_seen = True
         """Whether the latest run that has saved could be seen."""
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
-        self._listeners: list[tuple[SaveListener, Callable[[], None]]] = []
-        """With what is to be called if an exception has ended the run."""
+        self._listeners: list[_Subscription] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -141,6 +155,7 @@ class FastensorCheckpointIO(CheckpointIO):
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
+        self._warn_if_ranks_learn_alone(checkpoint)
         if asynchronous and self._is_waited_for(checkpoint):
             self._warn_without_monitor(checkpoint)
             self._latest = self._open_writer().save(checkpoint, path, **options)
@@ -166,9 +181,13 @@ class FastensorCheckpointIO(CheckpointIO):
             map_location = self.map_location
         if self.asynchronous:
             _wait_for_rank_0(path)
-        checkpoint: dict[str, Any] = fastensor.load(
+        checkpoint: dict[str, Any]
+        checkpoint, self.last_load = fastensor.load_with_report(
             path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
         )
+        _logger.debug("loaded %s", self.last_load)
+        for listener in tuple(self._listeners):
+            listener.loaded(self.last_load)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -241,22 +260,34 @@ class FastensorCheckpointIO(CheckpointIO):
         self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
 
     @property
+    def chooses(self) -> bool:
+        """Whether backends are chosen by what was learned."""
+        return not isinstance(self.backend, str) or self.backend == "auto"
+
+    @property
     def latest(self) -> fastensor.SaveHandle | None:
         """The latest asynchronous save in this process."""
         return self._latest
 
-    def subscribe(self, listener: SaveListener, interrupted: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    def subscribe(
+        self,
+        listener: SaveListener,
+        *,
+        loaded: LoadListener = lambda report: None,
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
         """Call ``listener`` with the report and the step of every save that is finished in this process.
 
         Args:
             listener: called by the thread that has finished the save.
+            loaded: called with the report of every load, by the thread that loads.
             interrupted: called by :meth:`teardown` after an exception, which is when the subscription ends by itself.
 
         Returns:
             How to end it; again does nothing. Listeners stay behind when the plugin is pickled.
         """
-        self._torn_down, self._handled_before = False, sys.exc_info()[1]
-        subscription = listener, interrupted
+        self._torn_down, self._may_be_alone, self._handled_before = False, False, sys.exc_info()[1]
+        subscription = _Subscription(listener, loaded, interrupted)
         self._listeners.append(subscription)
 
         def end() -> None:
@@ -287,8 +318,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _end_subscriptions(self) -> None:
         while self._listeners:
-            _, interrupted = self._listeners.pop()
-            interrupted()
+            self._listeners.pop().interrupted()
 
     def _finished(self, handle: fastensor.SaveHandle, step: int | None) -> None:
         if handle.stage == "durable":
@@ -297,8 +327,8 @@ class FastensorCheckpointIO(CheckpointIO):
     def _tell(self, report: fastensor.SaveReport, step: int | None) -> None:
         _logger.debug("saved %s", report)
         self.last_save = report
-        for listener, _ in tuple(self._listeners):
-            listener(report, step)
+        for listener in tuple(self._listeners):
+            listener.saved(report, step)
 
     def _is_waited_for(self, checkpoint: dict[str, Any]) -> bool:
         """Whether :meth:`teardown` is still to come, so that a save may be left pending.
@@ -330,6 +360,16 @@ class FastensorCheckpointIO(CheckpointIO):
                 stacklevel=4,
             )
 
+    def _warn_if_ranks_learn_alone(self, checkpoint: object) -> None:
+        is_trainers = isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
+        if self._may_be_alone and self.chooses and is_trainers and _has_other_ranks():
+            self._may_be_alone = False
+            warnings.warn(
+                "every rank learns by itself which backend is the fastest; with DDP, one learns for all that are like "
+                "it if the Trainer has a CheckpointMonitor: pass callbacks=[fastensor_lightning.CheckpointMonitor()]",
+                stacklevel=4,
+            )
+
     def _save_options(self, overrides: Any | None) -> dict[str, Any]:
         if overrides is None:
             overrides = {}
@@ -339,6 +379,11 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"found {overrides!r}"
             )
         return {"backend": self.backend, "durable": self.durable, "asynchronous": self.asynchronous, **overrides}
+
+
+def _has_other_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_trainer_running() -> bool:

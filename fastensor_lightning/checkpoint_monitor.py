@@ -13,6 +13,7 @@ from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes
+from fastensor_lightning.methods import call_after
 from fastensor_lightning.shared_choice import share_choice
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class CheckpointMonitor(Callback):
     in the thread that trains once the file is finished, at the end of a batch or of the run.
 
     With DDP, ranks that have the same kind of devices and filesystem choose backends by what the lowest of them has
-    learned: it is sent to the others when a run begins, and at the end of each epoch.
+    learned: it is sent to the others when a run begins, after each save of the Trainer's, and when the run ends. It is
+    what is known of the filesystem of the first ``ModelCheckpoint``'s folder.
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
-        explain: whether to say in the Trainer's log which backend each file was saved by, and why.
+        explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
         TypeError: in ``setup``, if the Trainer saves with another plugin.
@@ -65,9 +67,18 @@ class CheckpointMonitor(Callback):
         self._plugin = plugin = _find_plugin(trainer)
         self._thread = threading.get_ident()
         self._undo.append(
-            plugin.subscribe(lambda report, step: self._on_save(trainer, report, step), interrupted=self._forget_run)
+            plugin.subscribe(
+                lambda report, step: self._on_save(trainer, report, step),
+                loaded=lambda report: self._on_load(trainer, report),
+                interrupted=self._forget_run,
+            )
         )
-        self._sharing = share_choice(plugin, trainer)
+        if (
+            getattr(trainer.checkpoint_callback, "dirpath", "") is None
+        ):  # it decides in its own setup, which comes later
+            self._undo.append(call_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer)))
+        else:
+            self._share(plugin, trainer)
         if plugin.asynchronous:
             self._loggers = WaitingLoggers(plugin, trainer.loggers)
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
@@ -78,7 +89,8 @@ class CheckpointMonitor(Callback):
             self._plugin.wait()
             if self._plugin.asynchronous:
                 trainer.strategy.barrier()
-        self.on_train_epoch_end(trainer, pl_module)
+        if self._sharing is not None:
+            self._sharing.sync()
         self._stop()
         self._log(trainer)
         self._loggers = None
@@ -103,12 +115,13 @@ class CheckpointMonitor(Callback):
         }
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._sharing is not None:
-            self._sharing.sync()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_undo": [], "_loggers": None, "_plugin": None, "_sharing": None}
+
+    def _share(self, plugin: FastensorCheckpointIO, trainer: Trainer) -> None:
+        self._sharing = sharing = share_choice(plugin, trainer)
+        if sharing is not None:  # all ranks call save_checkpoint, and leave it together
+            self._undo += [sharing.end, call_after(trainer, "save_checkpoint", sharing.sync)]
 
     def _forget_run(self) -> None:
         """After an exception, when loggers are closed and no callback can save any more."""
@@ -121,6 +134,10 @@ class CheckpointMonitor(Callback):
         self._to_log.append((trainer.global_step if step is None else step, report))
         if threading.get_ident() == self._thread:
             self._log(trainer)
+
+    def _on_load(self, trainer: Trainer, report: fastensor.LoadReport) -> None:
+        if self._explain and trainer.is_global_zero:
+            _log_of(trainer).info("%s was loaded by %s: %s", report.path, report.backend, report.reason)
 
     def _log(self, trainer: Trainer) -> None:
         while self._to_log:
@@ -139,9 +156,7 @@ class CheckpointMonitor(Callback):
             self._loggers.call_those_whose_files_are_finished()
 
     def _stop(self) -> None:
-        if self._sharing is not None:
-            self._sharing.end()
-            self._sharing = None
+        self._sharing = None
         while self._undo:
             self._undo.pop()()
 

@@ -1,7 +1,6 @@
 """Keeping what a Trainer does with a checkpoint, after it has saved it, from running ahead of the file.
 
-Lightning looks at its files itself, without asking the plugin that saves them. Its objects are given other methods
-while a Trainer runs; whoever installs them gets what takes them away again.
+Lightning looks at its files itself, without asking the plugin that saves them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import fastensor
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+from fastensor_lightning.methods import replace_method
 
 _logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) 
     """
     for callback in callbacks:
         if hasattr(callback, "file_exists"):
-            yield _replace_method(callback, "file_exists", partial(_file_exists, plugin, callback.file_exists))
+            yield replace_method(callback, "file_exists", partial(_file_exists, plugin, callback.file_exists))
         if hasattr(callback, "_link_checkpoint"):
-            yield _replace_method(callback, "_link_checkpoint", partial(_link, plugin))
+            yield replace_method(callback, "_link_checkpoint", partial(_link, plugin))
 
 
 def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
@@ -52,7 +52,7 @@ class WaitingLoggers:
         self._plugin = plugin
         self._waiting: deque[tuple[fastensor.SaveHandle, partial[None]]] = deque()
         self._undo = [
-            _replace_method(logger, "after_save_checkpoint", partial(self._later, logger.after_save_checkpoint))
+            replace_method(logger, "after_save_checkpoint", partial(self._later, logger.after_save_checkpoint))
             for logger in loggers
         ]
 
@@ -86,17 +86,3 @@ class WaitingLoggers:
         else:
             self._waiting.append((latest, partial(original, checkpoint_callback)))
             self.call_those_whose_files_are_finished()
-
-
-def _replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Give one object another method; returns what takes it away again."""
-    before = owner.__dict__.get(name)
-    setattr(owner, name, method)
-
-    def undo() -> None:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return undo

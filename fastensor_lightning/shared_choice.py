@@ -12,20 +12,24 @@ from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 
 
 def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
-    """Begin to share the selector for the folder of the checkpoints. Called on all ranks at once.
+    """Begin to share the selector for the folder of the checkpoints. Called on all ranks, once that is decided.
+
+    Rank 0 alone saves. Where others are of another kind, theirs learns from loads only, and needs no more.
 
     Returns:
         What shares it; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
     """
-    if not _is_data_parallel(trainer.strategy) or (isinstance(plugin.backend, str) and plugin.backend != "auto"):
+    if not plugin.chooses or not _is_data_parallel(trainer.strategy):
         return None
     folder = locate(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
     if not isinstance(folder, str):
         return None
     selector = plugin.backend if isinstance(plugin.backend, fastensor.Selector) else fastensor.current_selector(folder)
+    trainer.strategy.barrier()  # whatever came before may have taken other ranks longer than a sync waits
     return Sharing(selector, kind_of(trainer.strategy.root_device, identity(folder)))
 
 
 def _is_data_parallel(strategy: Any) -> bool:
-    """Whether it is Lightning's DDP: its ranks hold the same tensors."""
-    return any(base.__name__ == "DDPStrategy" for base in type(strategy).__mro__)
+    """Whether it is Lightning's DDP: its ranks hold the same tensors. Those of what is made of it may hold parts."""
+    names = {base.__name__ for base in type(strategy).__mro__}
+    return "DDPStrategy" in names and names.isdisjoint({"DeepSpeedStrategy", "XLAStrategy"})

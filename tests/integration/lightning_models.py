@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,11 @@ def fit(pl: Any, folder: Path, plugin: Any | None = None, ckpt_path: Any = None,
     trainer = make_trainer(pl, folder, plugin, **options)
     trainer.fit(make_module(pl), loader(), loader(), ckpt_path=ckpt_path)
     return trainer
+
+
+def act_as_rank(rank: int, port: int) -> None:
+    """For Lightning's Trainer, which is to believe that a launcher has started this process."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="1",
+    )  # fmt: skip

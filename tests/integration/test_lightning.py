@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pickle
 import threading
@@ -26,6 +27,13 @@ pytestmark = [
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
 def pl(request: pytest.FixtureRequest) -> Any:
     return pytest.importorskip(request.param)
+
+
+@pytest.fixture
+def log(pl: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The Trainer's."""
+    monkeypatch.setattr(logging.getLogger(pl.__name__), "propagate", True)
+    return caplog
 
 
 def test_saves_what_stock_lightning_and_torch_load(pl: Any, tmp_path: Path) -> None:
@@ -138,6 +146,20 @@ def test_monitor_logs_and_shows_every_save(pl: Any, tmp_path: Path) -> None:
     assert shown["save_MB/s"] > 0
     assert not trainer.strategy.checkpoint_io._listeners
     pickle.loads(pickle.dumps(monitor))
+
+
+def test_monitor_explains_saves_and_loads(pl: Any, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    plugin = FastensorCheckpointIO()
+    path = fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(explain=True)]).checkpoint_callback.best_model_path
+    assert f"{path} was saved by numpy: by size" in log.text
+    assert "was loaded by" not in log.text
+    fit(pl, tmp_path, plugin, ckpt_path=path, max_epochs=3, callbacks=[CheckpointMonitor(explain=True)])
+    assert log.text.count(f"{path} was loaded by numpy: ") == 1
+    assert plugin.last_load is not None
+    assert (plugin.last_load.path, plugin.last_load.backend) == (path, "numpy")
+    log.clear()
+    fit(pl, tmp_path, plugin, ckpt_path=path, max_epochs=3, callbacks=[CheckpointMonitor()])
+    assert "numpy" not in log.text
 
 
 def test_monitor_with_another_plugin_says_so(pl: Any, tmp_path: Path) -> None:

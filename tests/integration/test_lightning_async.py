@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.lightning_models import fit, loader, make_module, make_trainer
+from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
 
 import fastensor
 from fastensor.backends import posix
@@ -754,18 +754,10 @@ def test_a_program_of_two_processes_fits_and_tests(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
 
 
-def _act_as_rank(rank: int, port: int) -> None:
-    """For Lightning's Trainer, which is to believe that a launcher has started this process."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="1",
-    )  # fmt: skip
-
-
 def _fit_and_test(rank: int, port: int, folder: Path) -> None:
     import lightning.pytorch as pl
 
-    _act_as_rank(rank, port)
+    act_as_rank(rank, port)
     if rank == 0:
         SlowDisk(pytest.MonkeyPatch(), 0.3)
     options = options_of(pl, folder, every_n_train_steps=2, save_top_k=1, save_last=True)
@@ -775,28 +767,3 @@ def _fit_and_test(rank: int, port: int, folder: Path) -> None:
     assert trainer.ckpt_path == str(folder / "c" / "last.ckpt")
     (folder / f"rank{rank}").touch()
     torch.distributed.destroy_process_group()  # gloo aborts now and then if it is left to the end of the process
-
-
-def test_ranks_of_a_trainer_choose_by_what_rank_0_has_learned(tmp_path: Path) -> None:
-    """Rank 0 saves, and so learns; all of them load with what it knows."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_fit_with_a_selector, (port, tmp_path), nprocs=2)
-    rank0, rank1 = ((tmp_path / f"rank{rank}").read_text() for rank in range(2))
-    assert rank0 == rank1
-    assert "write cpu durable" in rank0
-
-
-def _fit_with_a_selector(rank: int, port: int, folder: Path) -> None:
-    import lightning.pytorch as pl
-
-    _act_as_rank(rank, port)
-    selector = fastensor.Selector()
-    options = options_of(pl, folder, every_n_train_steps=1, save_top_k=1)
-    plugin = FastensorCheckpointIO(backend=selector)
-    trainer = make_trainer(pl, folder, plugin, devices=2, strategy="ddp", max_epochs=3, **options)
-    trainer.fit(make_module(pl), loader(), loader())
-    assert selector.explore, "it is the user's again"
-    assert (selector.statistics().explored > 0) == (rank == 0)
-    (folder / f"rank{rank}").write_text(selector.dictionary.to_json())
-    torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fastensor import Context, Selector
+from fastensor.select import share
 from fastensor.select.share import Sharing, kind_of, leaders_of
 
 WRITE, NBYTES = Context("write"), 1 << 20
@@ -105,6 +106,51 @@ def dies(rank: int, folder: Path) -> None:
     os._exit(0)
 
 
+def train(rank: int, sharing: Sharing, steps: int = 3) -> list[float]:
+    """What the ranks sum up between the syncs: 1 and 2 and so on."""
+    sums = []
+    for _ in range(steps):
+        sharing.sync()
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        sums.append(total.item())
+    return sums
+
+
+def leaves(rank: int, folder: Path) -> None:
+    """Rank 1 cannot go on."""
+    selector = Selector()
+    sharing = Sharing(selector, "same")
+    if rank == 1:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("injected")
+
+        share.dist.broadcast_object_list = fail
+    sums = train(rank, sharing)
+    note(folder, rank, [sums, sharing.leader == rank, selector.explore])
+
+
+def does_not_come(rank: int, folder: Path) -> None:
+    """Rank 1 is not there when rank 0 syncs, but later."""
+    share._PATIENCE = datetime.timedelta(seconds=1)
+    sharing = Sharing(Selector(), "same")
+    if rank == 0:
+        sharing.sync()
+    dist.barrier()
+    note(folder, rank, [train(rank, sharing), sharing.leader])
+
+
+def of_another_version(rank: int, folder: Path) -> None:
+    selector = Selector()
+    sharing = Sharing(selector, "same")
+    if rank == 0:
+        sharing._news = lambda: '{"format": "fastensor dictionary", "version": 99}'  # type: ignore[method-assign]
+    sums = train(rank, sharing)
+    explore(selector, rank)
+    note(folder, rank, [sums, sharing.leader, selector.choose(NBYTES, WRITE, CANDIDATES).backend])
+
+
 PROGRAMS: dict[str, Callable[[int, Path], None]] = {
     "homogeneous": shared(("same",) * 4),
     "heterogeneous": shared(("A100, ext4", "H100, ext4", "A100, ext4", "H100, ext4")),
@@ -114,6 +160,9 @@ PROGRAMS: dict[str, Callable[[int, Path], None]] = {
     "known before": known_before,
     "subgroup": in_a_subgroup,
     "dies": dies,
+    "leaves": leaves,
+    "does not come": does_not_come,
+    "another version": of_another_version,
 }
 
 
@@ -159,6 +208,20 @@ def test_groups_within_the_whole(tmp_path: Path) -> None:
 def test_a_rank_that_dies_leaves_the_others_to_themselves(tmp_path: Path) -> None:
     found = run("dies", 2, tmp_path)
     assert found[1] == [["numpy"], "torch", 1]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_leaves_does_not_disturb_the_training(tmp_path: Path, world: int) -> None:
+    total = world * (world + 1) / 2
+    assert run("leaves", world, tmp_path) == [[[total] * 3, True, True]] * world
+
+
+def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path: Path) -> None:
+    assert run("does not come", 2, tmp_path) == [[[3.0] * 3, 0], [[3.0] * 3, 1]]
+
+
+def test_what_cannot_be_read_is_not_followed(tmp_path: Path) -> None:
+    assert run("another version", 2, tmp_path) == [[[3.0] * 3, 0, "direct"], [[3.0] * 3, 1, "torch"]]
 
 
 def test_without_a_group_there_is_nothing_to_share() -> None:

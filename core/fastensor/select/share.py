@@ -3,19 +3,26 @@
 Where all ranks have the same kind of device and filesystem, rank 0 tries the backends, and its dictionary is broadcast.
 Where there are several kinds, the lowest rank of each does so for its own. Ranks that move tensors of other sizes than
 the others, as in model parallelism, keep to themselves.
+
+A leader learns from what it does itself: where rank 0 alone saves, those of other kinds learn from loads only, which is
+all that their ranks do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fastensor.select.dictionary import Dictionary
+from fastensor.select.dictionary import Dictionary, DictionaryError
 from fastensor.select.selector import Selector
+
+_PATIENCE = timedelta(minutes=5)
+"""A rank that does not come is waited for so long; one that has died is noticed at once."""
 
 _logger = logging.getLogger("fastensor")
 
@@ -48,19 +55,21 @@ def leaders_of(kinds: Sequence[str | None]) -> tuple[int, ...]:
 
 
 class Sharing:
-    """A selector of this rank, and those of the others. Made, and synced, by all ranks of the group at once.
+    """A selector of this rank, and those of the others. Made, and synced, by all ranks at once.
 
-    If the group breaks, which is logged, every rank goes on by itself.
+    They talk in a group of their own, so that nothing is ever taken for something of the training's. A rank for which
+    it breaks, which is logged, leaves it. The others notice when they sync next, and then every rank goes on by itself.
 
     Args:
         selector: which learns only if this rank explores.
         kind: of this rank's devices and filesystem (:func:`kind_of`); None if it keeps to itself.
-        group: of ``torch.distributed``; None for the default one. Without one there is nothing to share.
+        group: of ``torch.distributed``, used for nothing else, and destroyed at the end; None makes one of all ranks.
+            Without ``torch.distributed`` there is nothing to share.
     """
 
     def __init__(self, selector: Selector, kind: str | None, group: Any | None = None) -> None:
         self._selector = selector
-        self._group = group
+        self._group: Any = group
         self._explores = selector.explore
         """Whether it would by itself."""
         self._sent: str | None = None
@@ -70,27 +79,39 @@ class Sharing:
             return
         self._rank = self.leader = dist.get_rank(group)
         kinds: list[str | None] = [None] * dist.get_world_size(group)
-        if self._together(dist.all_gather_object, kinds, kind):
-            leaders = leaders_of(kinds)
-            self.leader = leaders[self._rank]
-            self._leaders = tuple(leader for leader in sorted(set(leaders)) if leaders.count(leader) > 1)
-            selector.explore = self._explores and self.leader == self._rank
-            self.sync()
+        try:
+            if group is None:
+                self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            dist.all_gather_object(kinds, kind, group=self._group)
+        except RuntimeError as error:
+            self._break_off(error)
+            return
+        leaders = leaders_of(kinds)
+        self.leader = leaders[self._rank]
+        self._leaders = tuple(leader for leader in sorted(set(leaders)) if leaders.count(leader) > 1)
+        selector.explore = self._explores and self.leader == self._rank
+        self.sync()
 
     def sync(self) -> None:
         """Give what this rank has learned to those that it explores for, or take it from the one that does."""
         for leader in self._leaders:
             parcel = [self._news() if leader == self._rank else None]
-            source = leader if self._group is None else dist.get_global_rank(self._group, leader)
-            if not self._together(dist.broadcast_object_list, parcel, src=source):
+            try:
+                source = dist.get_global_rank(self._group, leader)
+                dist.broadcast_object_list(parcel, source, self._group)
+            except RuntimeError as error:
+                self._break_off(error)
                 return
             if leader == self.leader != self._rank and parcel[0] is not None:
-                self._selector.adopt(Dictionary.from_json(parcel[0]))
+                self._adopt(parcel[0])
 
     def end(self) -> None:
-        """Go on by itself, with what is known by now."""
-        self._leaders, self.leader = (), self._rank
-        self._selector.explore = self._explores
+        """Go on by itself, with what is known by now. The others notice when they sync next, if they still do."""
+        self._leaders = ()
+        self._keep_to_itself()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _news(self) -> str | None:
         """The dictionary, if there is something new in it."""
@@ -98,12 +119,20 @@ class Sharing:
         sent, self._sent = self._sent, text
         return None if text == sent else text
 
-    def _together(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> bool:
-        """Take part in a collective; False if the others cannot be reached, or have died."""
+    def _adopt(self, text: str) -> None:
         try:
-            collective(*arguments, **options, group=self._group)
-        except RuntimeError as error:
-            _logger.warning("ranks cannot share what they learn about backends; each goes on by itself: %s", error)
-            self.end()
-            return False
-        return True
+            dictionary = Dictionary.from_json(text)
+        except DictionaryError as error:
+            _logger.warning("rank %d cannot read what rank %d has learned: %s", self._rank, self.leader, error)
+            self._keep_to_itself()  # and still takes part, because the others go on
+        else:
+            self._selector.adopt(dictionary)
+
+    def _keep_to_itself(self) -> None:
+        self.leader = self._rank
+        self._selector.explore = self._explores
+
+    def _break_off(self, error: RuntimeError) -> None:
+        """The others cannot be reached, or have died, or have left."""
+        _logger.warning("ranks cannot share what they learn about backends; each goes on by itself: %s", error)
+        self.end()
