@@ -73,9 +73,7 @@ class CheckpointMonitor(Callback):
                 interrupted=self._forget_run,
             )
         )
-        if (
-            getattr(trainer.checkpoint_callback, "dirpath", "") is None
-        ):  # it decides in its own setup, which comes later
+        if getattr(trainer.checkpoint_callback, "dirpath", "") is None:  # its own setup decides, which comes later
             self._undo.append(call_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer)))
         else:
             self._share(plugin, trainer)
