@@ -36,6 +36,9 @@ _TIE = 1.03
 _DRIFT = 1.5
 """Having become so many times slower, or faster, is more than noise."""
 _DRIFT_SAMPLES = 5
+_PATIENCE = 3
+"""So many uses follow each try before a drift is a reason to try again: where timings are noisy for good, at most a
+quarter of the transfers explore."""
 _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
@@ -92,6 +95,8 @@ class _Course:
     explored: set[tuple[str, ...]] = field(default_factory=set)
     """Candidates of which it is known."""
     watched: dict[str, _Watch] = field(default_factory=dict)
+    tried: int = 0
+    """How often something was tried, in this process."""
     uses: int = 0
     """Of what is known."""
     before: dict[str, float] | None = None
@@ -209,6 +214,7 @@ class Selector:
             if choice.exploring:
                 (course.tries if why == "to write" else course.tries_to_read)[choice.backend] += 1
                 course.begun[choice.backend] += 1
+                course.tried += 1
             elif self.explore and learn:
                 course.explored.add(possible)
                 if why == "to write":
@@ -228,6 +234,7 @@ class Selector:
                 course.begun[backend] -= 1
             elif not course.explored and course.tries[backend] < MOST_TRIES:  # nobody had to choose
                 course.tries[backend] += 1
+                course.tried += 1
                 exploring = True
             self._counts["explored" if exploring else "exploited"] += 1
             if exploring:
@@ -403,7 +410,8 @@ class Selector:
             watch = course.watched[backend] = _Watch(before.seconds)
         if watch is not None:
             watch.latest.append(seconds)
-            if len(watch.latest) == _DRIFT_SAMPLES and watch.expected:
+            enough = len(watch.latest) == _DRIFT_SAMPLES and course.uses >= _PATIENCE * course.tried
+            if enough and watch.expected:
                 change = median(watch.latest) / watch.expected
                 if not 1 / _DRIFT <= change <= _DRIFT:
                     self._refresh(key, f"{backend} takes {change:.2f} × as long as before")
