@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import random
 import re
@@ -27,6 +28,7 @@ from hostile.crafted import fields_of, flipped
 import fastensor
 from fastensor import CorruptCheckpointError, FastensorError
 from fastensor.backends import posix, registry
+from fastensor.checkpoint.checked_file import CheckedFile
 
 every_kind = pytest.mark.parametrize("kind", archives.SOUND)
 
@@ -110,6 +112,17 @@ def test_a_flipped_bit_in_a_tensor_is_named(kind: str, path: Path, backend: str)
     with pytest.raises(CorruptCheckpointError, match=named):
         fastensor.load(path, backend=backend)
     assert fastensor.load(path, verify=False, backend=backend)["plain"]["w"][0, 0] == 4
+
+
+def test_what_is_refused_is_forgotten(path: Path) -> None:
+    """torch's reader and our file hold each other, and Python's collector does not see into the former."""
+    data = archives.SOUND["fastensor"]()
+    path.write_bytes(flipped(data, 8 * data.index(PLAIN["w"].numpy().tobytes())))
+    for call in (fastensor.load, fastensor.verify):
+        with pytest.raises(CorruptCheckpointError):
+            call(path)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, CheckedFile)]
 
 
 # Ends.

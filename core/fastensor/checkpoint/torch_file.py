@@ -140,9 +140,10 @@ def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | 
 
 
 def _raise_failure(view: CheckedFile) -> None:
-    if view.failure is not None:
+    failure, view.failure = view.failure, None  # it knows the frames in which torch's reader holds the view: for ever
+    if failure is not None:
         with explained(view.where):
-            raise view.failure
+            raise failure
 
 
 def _rebuild_without_values(file: OpenedFile, archive: ZipDirectory, reader: Reader) -> object:
