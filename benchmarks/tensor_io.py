@@ -158,7 +158,14 @@ def measure_mix(
                 )
     first = selector.statistics()
     selector.refresh_every = None
-    while any(one.exploring for one in pass_through(stores[AUTO], tensors, selector)):
+
+    def has_drifted() -> bool:
+        nonlocal refreshed
+        before, refreshed = refreshed, selector.statistics().refreshed
+        return before != refreshed
+
+    refreshed = first.refreshed
+    while any(one.exploring for one in pass_through(stores[AUTO], tensors, selector)) or has_drifted():
         say(f"{name}, the rest")
     second = Selector(Dictionary.from_json(selector.dictionary.to_json()))
     for _ in range(3):

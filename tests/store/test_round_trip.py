@@ -39,7 +39,8 @@ def path_of(store: TensorStore, ref: TensorRef) -> Path:
 def bits(tensor: Tensor) -> bytes:
     if not tensor.numel():
         return b""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return values.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def laid_out(tensor: Tensor, how: str) -> Tensor:
