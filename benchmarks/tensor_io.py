@@ -156,20 +156,16 @@ def measure_mix(
                         taken.cpu_seconds,
                     )
                 )
-    first = selector.statistics()
+    first = latest = selector.statistics()
     selector.refresh_every = None
-
-    def has_drifted() -> bool:
-        nonlocal refreshed
-        before, refreshed = refreshed, selector.statistics().refreshed
-        return before != refreshed
-
-    refreshed = first.refreshed
-    while any(one.exploring for one in pass_through(stores[AUTO], tensors, selector)) or has_drifted():
+    learning = True
+    while learning:
         say(f"{name}, the rest")
+        pass_through(stores[AUTO], tensors, selector)
+        before, latest = latest, selector.statistics()
+        learning = (before.explored, before.refreshed) != (latest.explored, latest.refreshed)
     second = Selector(Dictionary.from_json(selector.dictionary.to_json()))
-    for _ in range(3):
-        pass_through(TensorStore(folder, selector=second, mode="write_read"), tensors, second)
+    pass_through(TensorStore(folder, selector=second, mode="write_read"), tensors, second)
     return found, {
         "explored": first.explored,
         "exploited": first.exploited,
