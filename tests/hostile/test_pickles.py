@@ -62,6 +62,8 @@ MOST_GROWTH = 256
 """Bytes of memory per byte of the file: what an empty set, one byte in a pickle, takes in Python."""
 SLACK = 32 << 20
 """What reading any file may take."""
+HANGS_SECONDS = 60
+"""What takes longer never ends. A million values take a few seconds, and more on a machine that is busy."""
 LONGEST_MESSAGE = 1_500
 """In characters. It is for a user to read, whatever the file holds."""
 
@@ -85,9 +87,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def attack(isolated: Laboratory, sound: Path, path: Path) -> Attack:
     """Attacks all entry points that a hostile pickle is for, and fails unless they withstand it."""
 
-    def attack(hostile: Hostile, seconds: float = 10) -> dict[str, Outcome]:
+    def attack(hostile: Hostile) -> dict[str, Outcome]:
         path.write_bytes(checkpoint(hostile.pickled))
-        outcomes = isolated.attack(hostile.entries, path, sound, Limits(seconds))
+        outcomes = isolated.attack(hostile.entries, path, sound, Limits(HANGS_SECONDS))
         flaws = {entry: flaw for entry, outcome in outcomes.items() if (flaw := flaw_of(outcome, hostile, entry, path))}
         assert not flaws, hostile.name
         return outcomes

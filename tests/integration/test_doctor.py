@@ -475,7 +475,9 @@ def no_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_is_installed", lambda module: False)
 
 
-def test_no_kvikio(capsys: Any, no_kvikio: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_is_not_advised_where_there_is_no_cuda(
+    capsys: Any, no_kvikio: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ask.subprocess, "run", None)
     monkeypatch.setattr(torch.version, "cuda", None)
     _, found = examine(capsys, *QUICK)

@@ -20,6 +20,7 @@ MOST_NAMES = 1_000_000
 MOST_CHARACTERS = 100_000_000
 """And one of a megabyte can hold a name that is long, and comes before many."""
 _DEEPEST = 200
+_BRANCHES = frozenset((dict, OrderedDict, list, tuple, PickledTuple))
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NOTHING: Any = object()
 _SHOWN = 10
@@ -50,6 +51,7 @@ def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
         inner = _children(value, above, plain)
         if above or inner is None:
             yield Node(name, value, inner is None)
+        within = (*above, id(value))
         for key, child in reversed(inner or ()):
             joined = _join(name, key)
             count += 1
@@ -59,7 +61,7 @@ def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
                     f"{where} holds more than {MOST_NAMES} values, or names of more than {MOST_CHARACTERS} characters; "
                     f"load it whole"
                 )
-            stack.append((joined, child, (*above, id(value))))
+            stack.append((joined, child, within))
 
 
 def walk(tree: Any, where: str = "the object") -> Iterator[tuple[str, Any]]:
@@ -150,13 +152,13 @@ def _children(value: Any, above: tuple[int, ...], plain: set[int]) -> list[tuple
         above: identities of the branches that it is in: they may be itself.
         plain: those of the lists that were found to be leaves: a file may hold a long one once, and refer to it often.
     """
-    if len(above) > _DEEPEST or id(value) in above:
+    if type(value) not in _BRANCHES or len(above) > _DEEPEST or id(value) in above:
         return None
     if type(value) is dict and value:
         return list(value.items())
     if type(value) is OrderedDict and value:
         return list(OrderedDict.items(value))  # an attribute of it may be called items
-    if type(value) in (list, tuple, PickledTuple) and id(value) not in plain:
+    if isinstance(value, list | tuple) and id(value) not in plain:
         if not all(isinstance(child, _PLAIN) for child in value):
             return list(enumerate(value))
         plain.add(id(value))
