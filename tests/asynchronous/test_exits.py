@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
+from fastensor.backends.posix import TEMPORARY_SUFFIX
 
 PROGRAM = Path(__file__).with_name("program.py")
 OLD, NEW = {"w": torch.zeros(3)}, 2.0

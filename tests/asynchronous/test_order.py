@@ -13,9 +13,9 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
+from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
-from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
 
 
 def state(number: int) -> dict[str, torch.Tensor]:

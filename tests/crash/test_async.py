@@ -23,8 +23,9 @@ from crash.trainer import states
 import fastensor
 from fastensor import AsyncWriter, FastensorError
 from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.checkpoint import ordering
-from fastensor.checkpoint.publish import TEMPORARY_SUFFIX, wait_for_space
+from fastensor.checkpoint.publish import wait_for_space
 from fastensor.testing import failing_call, short_call
 
 OLD = {"w": torch.full((1000,), 1)}

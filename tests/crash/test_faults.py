@@ -21,7 +21,8 @@ import torch
 import fastensor
 from fastensor import FastensorError
 from fastensor.backends import registry
-from fastensor.checkpoint.publish import TEMPORARY_SUFFIX, wait_for_space
+from fastensor.backends.posix import TEMPORARY_SUFFIX
+from fastensor.checkpoint.publish import wait_for_space
 from fastensor.errors import LayoutError
 from fastensor.stitch import torch_zip
 from fastensor.testing import Fault, failing_call, short_call

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
+from fastensor.backends.posix import TEMPORARY_SUFFIX
 
 NUMEL, SMALL_NUMEL = 1 << 20, 700_000
 NEVER = 10**9

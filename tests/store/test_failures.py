@@ -21,8 +21,9 @@ import torch
 import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
 from fastensor.backends import registry
+from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import npy
-from fastensor.store.files import TEMPORARY_SUFFIX, NewFile, _remove_leftovers
+from fastensor.store.files import NewFile, _remove_leftovers
 from fastensor.testing import failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
 

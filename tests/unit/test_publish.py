@@ -24,7 +24,7 @@ STATE = {"w": torch.arange(10)}
 
 
 def leftovers(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(publish.TEMPORARY_SUFFIX)]
+    return [name for name in os.listdir(folder) if name.endswith(posix.TEMPORARY_SUFFIX)]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -142,22 +142,22 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
     target = publish.resolve_target(tmp_path / "x")
     dead, other = publish._stem(target) + "0" * 12, publish._stem(publish.resolve_target(tmp_path / "xy")) + "0" * 12
     for stem in (dead, other):
-        Path(stem + publish.TEMPORARY_SUFFIX).write_bytes(b"cut off")
-    foreign = tmp_path / f".x.notes{publish.TEMPORARY_SUFFIX}"
+        Path(stem + posix.TEMPORARY_SUFFIX).write_bytes(b"cut off")
+    foreign = tmp_path / f".x.notes{posix.TEMPORARY_SUFFIX}"
     foreign.write_text("not one of ours")
     with closing(publish.open_temporary(target)) as temporary:
         alive = temporary.name
         fastensor.save(STATE, tmp_path / "x")
         assert os.path.exists(alive)
-        assert not os.path.exists(dead + publish.TEMPORARY_SUFFIX)
-        assert os.path.exists(other + publish.TEMPORARY_SUFFIX)
+        assert not os.path.exists(dead + posix.TEMPORARY_SUFFIX)
+        assert os.path.exists(other + posix.TEMPORARY_SUFFIX)
         assert foreign.exists()
     assert not os.path.exists(alive)
 
 
 def test_leftovers_that_are_read_only_are_removed(tmp_path: Path) -> None:
     """Root may open anything: the refusal that others get is injected."""
-    leftover = Path(publish._stem(publish.resolve_target(tmp_path / "x")) + "0" * 12 + publish.TEMPORARY_SUFFIX)
+    leftover = Path(publish._stem(publish.resolve_target(tmp_path / "x")) + "0" * 12 + posix.TEMPORARY_SUFFIX)
     leftover.touch(0o444)
     real_open = os.open
 

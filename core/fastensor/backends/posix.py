@@ -13,11 +13,14 @@ import errno
 import fcntl
 import os
 import struct
+import time
 from dataclasses import dataclass
 from functools import cache
 
 ASSUMED_ALIGNMENT = 4096
 """Used where the kernel does not say: no block device in use needs more."""
+TEMPORARY_SUFFIX = ".fastensor-tmp"
+"""Of files that will have another name when they are whole."""
 
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -147,6 +150,38 @@ def try_lock(fd: int) -> bool:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     return True
+
+
+def open_to_lock(path: str) -> int:
+    """Open a file that may be anybody's, to ask who locks it.
+
+    Raises:
+        OSError: it is a link, gone, or may not be opened.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags | os.O_RDWR)  # NFS locks only files that are open for writing
+    except PermissionError:
+        return os.open(path, flags | os.O_RDONLY)  # its writer may have made it a read-only one
+
+
+def remove_leftover(path: str, unchanged_seconds: float | None = None) -> None:
+    """Remove the temporary file of a process that was killed: nobody locks it.
+
+    What cannot be told to be one stays: it is locked, somebody else's, gone, or on a filesystem without locks.
+
+    Args:
+        path: of the file.
+        unchanged_seconds: nor was it written to for so long. None leaves that to the lock.
+    """
+    with contextlib.suppress(OSError):
+        fd = open_to_lock(path)
+        try:
+            if unchanged_seconds is None or os.fstat(fd).st_mtime < time.time() - unchanged_seconds:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+        finally:
+            close_read_only(fd)
 
 
 def close_read_only(fd: int) -> None:

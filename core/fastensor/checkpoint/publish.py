@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from fastensor.backends import posix
 from fastensor.errors import CheckpointWriteError
 
-TEMPORARY_SUFFIX = ".fastensor-tmp"
 _TOKEN_NBYTES = 6
 _NAME_MAX = 255
 _POLL_SECONDS = 0.01
@@ -175,7 +174,7 @@ def replace_link(target: str, link: str) -> None:
     Durable, and at every instant there is the old link or the new one.
     """
     directory = os.path.dirname(os.path.abspath(link))
-    temporary = _stem(Target(os.path.abspath(link), None)) + secrets.token_hex(_TOKEN_NBYTES) + TEMPORARY_SUFFIX
+    temporary = _stem(Target(os.path.abspath(link), None)) + secrets.token_hex(_TOKEN_NBYTES) + posix.TEMPORARY_SUFFIX
     os.symlink(os.path.relpath(os.path.abspath(target), directory), temporary)
     try:
         os.rename(temporary, link)
@@ -190,7 +189,7 @@ def wait_for_writers(path: str, seconds: float) -> bool:
 
     They are known by their temporaries, which they lock: seen from other machines where the filesystem shares locks.
     """
-    pattern = glob.escape(_stem(Target(os.path.abspath(path), None))) + "*" + TEMPORARY_SUFFIX
+    pattern = glob.escape(_stem(Target(os.path.abspath(path), None))) + "*" + posix.TEMPORARY_SUFFIX
     deadline = time.monotonic() + seconds
     while any(_is_locked(name) for name in glob.glob(pattern)):
         if time.monotonic() > deadline:
@@ -201,7 +200,7 @@ def wait_for_writers(path: str, seconds: float) -> bool:
 
 def _is_locked(name: str) -> bool:
     try:
-        fd = _open_leftover(name)
+        fd = posix.open_to_lock(name)
     except OSError:  # it has just taken its target's place
         return False
     try:
@@ -271,7 +270,7 @@ def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
 def _stem(target: Target) -> str:
     """What all temporaries of a target begin with: its name, shortened if the filesystem would not take it."""
     name = os.path.basename(target.path)
-    room = _NAME_MAX - len(TEMPORARY_SUFFIX) - 2 * _TOKEN_NBYTES - 2
+    room = _NAME_MAX - len(posix.TEMPORARY_SUFFIX) - 2 * _TOKEN_NBYTES - 2
     if len(os.fsencode(name)) > room:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return os.path.join(target.directory, f".{name}.")
@@ -280,7 +279,7 @@ def _stem(target: Target) -> str:
 def _create_temporary(target: Target) -> Temporary:
     mode = 0o666 if target.previous is None else 0o600  # until it has the mode of the file that it replaces
     while True:
-        name = _stem(target) + secrets.token_hex(_TOKEN_NBYTES) + TEMPORARY_SUFFIX
+        name = _stem(target) + secrets.token_hex(_TOKEN_NBYTES) + posix.TEMPORARY_SUFFIX
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             if posix.try_lock(fd) and os.fstat(fd).st_nlink:
@@ -296,25 +295,11 @@ def _create_temporary(target: Target) -> Temporary:
 
 def _remove_leftovers(target: Target) -> None:
     """Remove temporaries of this target whose writers are dead."""
-    for name in glob.glob(glob.escape(_stem(target)) + "*" + TEMPORARY_SUFFIX):
-        token = name[len(_stem(target)) : -len(TEMPORARY_SUFFIX)]
+    for name in glob.glob(glob.escape(_stem(target)) + "*" + posix.TEMPORARY_SUFFIX):
+        token = name[len(_stem(target)) : -len(posix.TEMPORARY_SUFFIX)]
         if len(token) != 2 * _TOKEN_NBYTES or set(token) - set("0123456789abcdef"):
             continue
-        with contextlib.suppress(OSError):  # in use, somebody else's, or gone: not ours to remove
-            fd = _open_leftover(name)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name)
-            finally:
-                os.close(fd)
-
-
-def _open_leftover(name: str) -> int:
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(name, flags | os.O_RDWR)  # NFS locks only files that are open for writing
-    except PermissionError:
-        return os.open(name, flags | os.O_RDONLY)  # it was killed after it got the mode of a read-only target
+        posix.remove_leftover(name)
 
 
 def _failure(error: OSError, what: str, path: str) -> CheckpointWriteError:

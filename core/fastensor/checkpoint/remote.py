@@ -16,10 +16,10 @@ from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, give_up
 from fastensor.backends.memory import BUFFER_NBYTES
+from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
 from fastensor.checkpoint.location import RemotePath
-from fastensor.checkpoint.publish import TEMPORARY_SUFFIX
 from fastensor.errors import BackendUnavailableError, FastensorError
 
 if TYPE_CHECKING:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +17,6 @@ from fastensor.backends import posix
 from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, FastensorError
 from fastensor.store.ref import Format
 
-TEMPORARY_SUFFIX = ".fastensor-tmp"
 LEFTOVER_SECONDS = 3600.0
 """What was written to since then may be of another machine, whose locks are not seen on every filesystem."""
 _TOKEN_NBYTES = 16
@@ -51,7 +48,7 @@ class NewFile:
             if error.errno not in _NO_NAMELESS_FILES:
                 raise
             _remove_leftovers(directory)
-            self._names.append(os.path.join(directory, f".{secrets.token_hex(_TOKEN_NBYTES)}{TEMPORARY_SUFFIX}"))
+            self._names.append(os.path.join(directory, f".{secrets.token_hex(_TOKEN_NBYTES)}{posix.TEMPORARY_SUFFIX}"))
             self.fd = os.open(self._names[0], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             self._lock()
         self._published = False
@@ -101,19 +98,8 @@ def _remove_leftovers(directory: str) -> None:
     """Remove temporaries of processes that were killed: nobody locks them. Once for each directory and process."""
     with contextlib.suppress(OSError):  # not ours to look into
         for name in os.listdir(directory):
-            if re.fullmatch(rf"\.[0-9a-f]{{{2 * _TOKEN_NBYTES}}}{re.escape(TEMPORARY_SUFFIX)}", name):
-                _remove_if_left(os.path.join(directory, name))
-
-
-def _remove_if_left(path: str) -> None:
-    with contextlib.suppress(OSError):  # in use, somebody else's, gone, or on a filesystem without locks
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if os.fstat(fd).st_mtime < time.time() - LEFTOVER_SECONDS:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-        finally:
-            posix.close_read_only(fd)
+            if re.fullmatch(rf"\.[0-9a-f]{{{2 * _TOKEN_NBYTES}}}{re.escape(posix.TEMPORARY_SUFFIX)}", name):
+                posix.remove_leftover(os.path.join(directory, name), LEFTOVER_SECONDS)
 
 
 class StoredFile:
