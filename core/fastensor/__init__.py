@@ -29,10 +29,11 @@ from fastensor.errors import (
     UnsupportedContentError,
     UnverifiedCheckpointWarning,
 )
+from fastensor.select.choice import Choice, Explanation, SelectorStatistics
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector, use_selector
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
-from fastensor.select.selector import Choice, Explanation, Selector, SelectorStatistics
+from fastensor.select.selector import Selector
 from fastensor.store.ref import TensorRef
 from fastensor.store.tensor_store import TensorStore
 from fastensor.store.tools import StoreStatistics

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Operation: TypeAlias = Literal["write", "read"]
 STAGED = "staged"
 """In place of a device: an asynchronous save has copied the bytes already, and the program goes on meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """The circumstances of one transfer.
 
     >>> str(Context("write")), str(Context("read", "cuda", warm=True))

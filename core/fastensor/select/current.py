@@ -17,6 +17,8 @@ from fastensor.select.selector import Selector
 
 EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
 """Environment variable: with ``0`` nothing is tried and nothing learned, so choices are the same every time."""
+REFRESH_EVERY = 1000
+"""What was learned in a bad moment of the disk is not believed for ever."""
 _FLUSH_SECONDS = 5.0
 """What is learned reaches the disk so often, and when the process ends."""
 
@@ -73,7 +75,8 @@ def use_selector(selector: Selector | None) -> None:
 def current_selector(path: str | os.PathLike[str], *, tensors: bool = False) -> Selector:
     """The selector for files at a path, which need not exist.
 
-    It knows what earlier processes have learned about this machine and the path's filesystem, and adds to it.
+    It knows what earlier processes have learned about this machine and the path's filesystem, and adds to it. After
+    ``REFRESH_EVERY`` uses of a size in a process it finds out anew, unless its ``refresh_every`` is changed.
 
     Args:
         path: of a file or folder.
@@ -99,7 +102,8 @@ def flush() -> None:
 
 def _make(file: DictionaryFile) -> tuple[Selector, _Keeper]:
     keeper = _Keeper(file)
-    return Selector(file.load(), explore=os.environ.get(EXPLORE_VARIABLE) != "0", on_change=keeper.note), keeper
+    explore = os.environ.get(EXPLORE_VARIABLE) != "0"
+    return Selector(file.load(), explore=explore, refresh_every=REFRESH_EVERY, on_change=keeper.note), keeper
 
 
 def _begin_anew() -> None:

@@ -153,6 +153,15 @@ class Dictionary:
         Raises:
             DictionaryError: it is something else.
         """
+        return cls.with_machine(text)[0]
+
+    @classmethod
+    def with_machine(cls, text: str) -> tuple[Self, dict[str, str]]:
+        """What :meth:`to_json` has written, and what it was measured on.
+
+        Raises:
+            DictionaryError: it is something else.
+        """
         try:
             found = json.loads(text)
             if not isinstance(found, dict) or found.get("format") != _FORMAT:
@@ -165,11 +174,14 @@ class Dictionary:
                     parsed = _parse_entry(entry)
                     result._entries[Key(Context.parse(context), bucket_of(_parse_size(size)))] = parsed
                     result._serial = max(result._serial, parsed.serial)
+            machine = found.get("machine", {})
+            if not isinstance(machine, dict):
+                raise DictionaryError(f"damaged: {machine!r} is no machine")
         except DictionaryError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise DictionaryError(f"damaged: {error!r}") from error
-        return result
+        return result, {str(name): str(fact) for name, fact in machine.items()}
 
 
 def replacing(dictionary: Dictionary) -> Iterator[Change]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -208,19 +207,11 @@ def read(path: Path) -> Stored:
         DictionaryError: it is damaged, or something else.
     """
     try:
-        text = read_text(path)
-        return Stored(Dictionary.from_json(text), _machine_in(text))
+        return Stored(*Dictionary.with_machine(read_text(path)))
     except DictionaryError as error:
         raise DictionaryError(f"{path}: {error}") from error
     except ValueError as error:
         raise DictionaryError(f"{path}: damaged: {error!r}") from error
-
-
-def _machine_in(text: str) -> dict[str, str]:
-    machine = json.loads(text).get("machine", {})
-    if not isinstance(machine, dict):
-        raise DictionaryError(f"damaged: {machine!r} is no machine")
-    return {str(name): str(fact) for name, fact in machine.items()}
 
 
 def read_text(path: Path) -> str:

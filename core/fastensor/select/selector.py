@@ -6,14 +6,15 @@ import logging
 import os
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import partial
 from statistics import median
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal
 
+from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, human, shown, up_to
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, Key, Timing
 from fastensor.select.explore import (
@@ -27,10 +28,6 @@ from fastensor.select.explore import (
 )
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
-Mode: TypeAlias = Literal["write", "read", "write_read"]
-"""Which of the paper's dictionaries decides what to write with: WDic, RDic or WRDic."""
-
-_MODES = get_args(Mode)
 _TIE = 1.03
 """Differences below that do not count: the choice stays as it is."""
 _DRIFT = 1.5
@@ -43,30 +40,7 @@ _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
 _logger = logging.getLogger("fastensor")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A decision, and why."""
-
-    backend: str
-    reason: str
-    exploring: bool = False
-    """Whether it is tried to find out, rather than known to be the fastest."""
-
-
-@dataclass(frozen=True, slots=True)
-class SelectorStatistics:
-    """What a :class:`Selector` has done."""
-
-    explored: int
-    """Transfers by a backend that was tried."""
-    exploited: int
-    """Transfers by one that was known to be the fastest."""
-    failed: int
-    """How often a backend could not do it."""
-    refreshed: int
-    """How often a size and context was explored anew."""
+_counter = partial(defaultdict[str, int], int)
 
 
 @dataclass(slots=True)
@@ -82,11 +56,11 @@ class _Watch:
 class _Course:
     """What one key has been used for in this process. Ends with it, or with a refresh."""
 
-    tries: Counter[str]
+    tries: defaultdict[str, int]
     """How often each backend was tried, measured or not, now or in an earlier process."""
-    tries_to_read: Counter[str] = field(default_factory=Counter)
+    tries_to_read: defaultdict[str, int] = field(default_factory=_counter)
     """How often each was tried to find out how fast it is read what it writes."""
-    begun: Counter[str] = field(default_factory=Counter)
+    begun: defaultdict[str, int] = field(default_factory=_counter)
     """Tries of which nothing has been heard yet."""
     failed: dict[str, str] = field(default_factory=dict)
     """Backends that could not do it, and why."""
@@ -165,7 +139,7 @@ class Selector:
 
     @mode.setter
     def mode(self, mode: Mode) -> None:
-        self._mode: Mode = _checked(mode)
+        self._mode: Mode = check_mode(mode)
 
     @property
     def refresh_every(self) -> int | None:
@@ -205,7 +179,7 @@ class Selector:
                 tried first.
             learn: whether it will be told how long it took. If not, nothing is tried.
         """
-        mode = _checked(mode or self._mode)
+        mode = check_mode(mode or self._mode)
         key = Key(context, bucket_of(nbytes))
         possible = in_order(candidates)
         with self._lock:
@@ -234,8 +208,6 @@ class Selector:
                 course.begun[backend] -= 1
             elif not course.explored and course.tries[backend] < MOST_TRIES:  # nobody had to choose
                 course.tries[backend] += 1
-                course.tried += 1
-                exploring = True
             self._counts["explored" if exploring else "exploited"] += 1
             if exploring:
                 self._say_if_slow(key, nbytes, backend, seconds)
@@ -265,7 +237,7 @@ class Selector:
         with self._lock:
             course = self._courses.get(key) or self._new_course(key)
             choice, _ = self._decide(
-                key, course, in_order(candidates), _checked(mode or self._mode), default, try_others=self.explore
+                key, course, in_order(candidates), check_mode(mode or self._mode), default, try_others=self.explore
             )
             timings = dict(self._dictionary.at(key).timings)
             return Explanation(size_of(key.bucket), context, choice, timings, dict(course.failed))
@@ -303,7 +275,7 @@ class Selector:
 
     def _new_course(self, key: Key) -> _Course:
         timings = self._dictionary.at(key).timings
-        return _Course(Counter({name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}))
+        return _Course(_counter({name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}))
 
     def _decide(
         self,
@@ -336,7 +308,7 @@ class Selector:
     def _next_try(self, key: Key, course: _Course, possible: tuple[str, ...]) -> Choice | None:
         if course.before is None:
             slowness, size = slowness_nearby(self._dictionary, key)
-            where = f"at {_human(size)}"
+            where = f"at {human(size)}"
         else:
             slowness, where = course.before, "before"
         entry = self._dictionary.at(key)
@@ -348,7 +320,7 @@ class Selector:
             slowness, where = known, "so far"
         times = f"; {slowness[name]:.2f} × the best {where}" if name in slowness else ""
         number = course.tries[name] + 1
-        return Choice(name, f"tried for {_size(key)}, {number} of at most {MOST_TRIES}{times}", exploring=True)
+        return Choice(name, f"tried for {up_to(key.bucket)}, {number} of at most {MOST_TRIES}{times}", exploring=True)
 
     def _next_try_to_read(
         self, key: Key, course: _Course, possible: tuple[str, ...], reads: Mapping[str, float]
@@ -360,7 +332,7 @@ class Selector:
             return None
         name = min(unknown, key=tries.__getitem__)
         number = f"{tries[name] + 1} of at most {MOST_TRIES}"
-        return Choice(name, f"tried to learn how fast it is read, for {_size(key)}, {number}", exploring=True)
+        return Choice(name, f"tried to learn how fast it is read, for {up_to(key.bucket)}, {number}", exploring=True)
 
     def _for_reading(
         self, key: Key, possible: tuple[str, ...], mode: Mode, reads: Mapping[str, float]
@@ -372,10 +344,10 @@ class Selector:
             return None
         if mode == "read":
             best = min(known, key=reads.__getitem__)
-            return Choice(best, f"the fastest to read: {_shown(reads[best])} for {_size(key)}")
+            return Choice(best, f"the fastest to read: {shown(reads[best])} for {up_to(key.bucket)}")
         best = min(known, key=lambda name: timings[name].seconds + reads[name])
         both = timings[best].seconds + reads[best]
-        return Choice(best, f"the fastest to write and read: {_shown(both)} for {_size(key)}")
+        return Choice(best, f"the fastest to write and read: {shown(both)} for {up_to(key.bucket)}")
 
     def _best(self, key: Key, course: _Course, candidates: tuple[str, ...], default: str | None) -> Choice:
         failed = course.failed
@@ -387,13 +359,13 @@ class Selector:
             current = course.chosen.get(candidates)
             if current in known and known[current] <= _TIE * known[best]:
                 best = current
-            return Choice(best, f"the fastest: {_shown(known[best])} for {_size(key)}")
+            return Choice(best, f"the fastest: {shown(known[best])} for {up_to(key.bucket)}")
         slowness, size = slowness_nearby(self._dictionary, key)
         near = [name for name in possible if name in slowness]
         if near:
-            return Choice(min(near, key=slowness.__getitem__), f"the fastest at {_human(size)}")
+            return Choice(min(near, key=slowness.__getitem__), f"the fastest at {human(size)}")
         name = next((name for name in (default, *possible) if name in possible), candidates[0])
-        return Choice(name, f"by size: nothing was measured for {_size(key)}")
+        return Choice(name, f"by size: nothing was measured for {up_to(key.bucket)}")
 
     def _learn(self, change: Change) -> None:
         self._dictionary.apply(change)
@@ -424,10 +396,10 @@ class Selector:
 
     def _refresh(self, key: Key, why: str) -> None:
         """Forget what was measured."""
-        _logger.info("exploring %s, %s anew: %s", key.context, _size(key), why)
+        _logger.info("exploring %s, %s anew: %s", key.context, up_to(key.bucket), why)
         self._counts["refreshed"] += 1
         entry = self._dictionary.at(key)
-        self._courses[key] = _Course(Counter(), before=slowness_of(entry))
+        self._courses[key] = _Course(_counter(), before=slowness_of(entry))
         for name in tuple(entry.timings):
             self._learn(Change(key.context, size_of(key.bucket), name))
 
@@ -442,7 +414,7 @@ class Selector:
             _logger.log(
                 logging.WARNING if noticed else logging.INFO,
                 "%s was tried for %s (%s), and took %s, %.1f × as long as %s",
-                backend, _human(nbytes), key.context, _shown(seconds), times, best,
+                backend, human(nbytes), key.context, shown(seconds), times, best,
             )  # fmt: skip
 
 
@@ -456,48 +428,3 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _checked(mode: Mode) -> Mode:
-    if mode not in _MODES:
-        raise ValueError(f"mode is one of {_MODES}, found {mode!r}")
-    return mode
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What a selector knows about one size, and what it makes of it. As text, a table."""
-
-    nbytes: int
-    """The largest size that it holds for."""
-    context: Context
-    choice: Choice
-    timings: Mapping[str, Timing]
-    """By backend, for that size."""
-    failed: Mapping[str, str]
-    """Backends that could not do it in this process, and why."""
-
-    def __str__(self) -> str:
-        lines = [f"{self.context}, up to {_human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
-        for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
-            shown = f"{_shown(timing.seconds)} ± {_shown(timing.spread)} in {timing.count} measurements"
-            lines.append(f"  {name}: {shown}")
-        return "\n".join([*lines, *(f"  {name}: not possible ({reason})" for name, reason in self.failed.items())])
-
-
-def _size(key: Key) -> str:
-    return _size_of(key.bucket)
-
-
-@lru_cache(256)
-def _size_of(bucket: int) -> str:
-    return f"up to {_human(size_of(bucket))}"
-
-
-@lru_cache(256)
-def _human(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.3g} KiB"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

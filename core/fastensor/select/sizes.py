@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, log2
 
 _PER_OCTAVE = 2
@@ -9,6 +10,7 @@ LEAST_BUCKET = 12 * _PER_OCTAVE
 """Up to 4 KiB, size does not matter."""
 
 
+@lru_cache(1024)
 def bucket_of(nbytes: int) -> int:
     """The bucket of a size: the next power of the square root of two, by its exponent.
 
@@ -18,6 +20,7 @@ def bucket_of(nbytes: int) -> int:
     return max(ceil(log2(nbytes) * _PER_OCTAVE), LEAST_BUCKET) if nbytes > 1 else LEAST_BUCKET
 
 
+@lru_cache(1024)
 def size_of(bucket: int) -> int:
     """The largest size in a bucket, in bytes: what its timings are of.
 

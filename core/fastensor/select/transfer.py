@@ -13,9 +13,10 @@ from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import why_unavailable
 from fastensor.errors import BackendUnavailableError, FastensorError
+from fastensor.select.choice import Choice, Mode
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
-from fastensor.select.selector import Choice, Mode, Selector
+from fastensor.select.selector import Selector
 
 T = TypeVar("T")
 LAST_RESORTS = ("numpy", "torch")
@@ -120,12 +121,12 @@ class Transfer:
     def run(self, attempt: Callable[[Backend], T], give_up: Callable[[str, str], None]) -> T:
         """Have it done, or begun, by the chosen backend, or else by the next one that can.
 
+        A backend that raises something that nobody expects is a backend that cannot do it; what the disk or the state
+        is to blame for is no reason to try another one.
+
         Args:
             attempt: what is to be done.
             give_up: told which backend could not do it, and why.
-
-        A backend that raises something that nobody expects is a backend that cannot do it; what the disk or the state
-        is to blame for is no reason to try another one.
 
         Raises:
             BackendUnavailableError: none could.
@@ -162,8 +163,12 @@ class Transfer:
 
     def _choose(self) -> Choice:
         if not self._left:
-            if self._unexpected is not None:
-                raise self._unexpected
+            unexpected, self._unexpected = self._unexpected, None
+            if unexpected is not None:
+                try:
+                    raise unexpected
+                finally:
+                    del unexpected  # it holds this frame
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._failed.items())
             raise BackendUnavailableError(f"no backend can do it ({reasons or 'none is available'})")
         if self._selector is None or not self._chooses:

@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Iterable
 from functools import partial
-from typing import Self, get_args
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from fastensor.errors import (
     LayoutError,
     PlacementError,
 )
+from fastensor.select.choice import Mode, check_mode
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
-from fastensor.select.selector import Mode, Selector
+from fastensor.select.selector import Selector
 from fastensor.stitch.torch_zip import TorchZip
 from fastensor.store.files import NewFile, StoredFile, new_name, read_errors, remove, write_errors
 from fastensor.store.packing import Packed, pack, unpack
@@ -56,8 +57,8 @@ class TensorStore:
         selector: what chooses backends, and learns from every transfer; None is the one that knows this machine and
             filesystem (``fastensor.current_selector(directory, tensors=True)``). One made with ``explore=False`` keeps
             to its dictionary.
-        backend: ``"auto"``, or the name of the backend to use, here or in the paper (``cpy``, ``npy``, ``pt``): then
-            the selector is neither asked nor told. Where it cannot, another one is used, which is logged.
+        backend: ``"auto"``, or the name of the backend to use, here or in the paper (``npy``, ``pt``): then the
+            selector is neither asked nor told. Where it cannot, another one is used, which is logged.
         mode: what the choice is to make fast: ``"write"``, ``"read"`` or ``"write_read"``, by the paper's WDic, RDic or
             WRDic. With the latter two, a tensor is read by the backend that wrote it; with ``"write"``, by the
             fastest that reads its container.
@@ -90,11 +91,9 @@ class TensorStore:
         durable: bool = False,
         verify: bool = True,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode is one of {get_args(Mode)}, found {mode!r}")
         self._directory = os.path.abspath(directory)
         current = partial(current_selector, self._directory, tensors=True)
-        self._tools = Tools(backend, current if selector is None else lambda: selector, mode)
+        self._tools = Tools(backend, current if selector is None else lambda: selector, check_mode(mode))
         self._durable = durable
         self._verify = verify
         self._closed = False

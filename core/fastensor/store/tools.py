@@ -12,8 +12,9 @@ from typing import TypeVar
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import announce, why_unavailable
+from fastensor.select.choice import Mode, SelectorStatistics
 from fastensor.select.context import Context, Operation
-from fastensor.select.selector import Mode, Selector, SelectorStatistics
+from fastensor.select.selector import Selector
 from fastensor.select.transfer import LAST_RESORTS, Transfer
 from fastensor.store.ref import Format
 
@@ -162,8 +163,7 @@ class Tools:
             self._counts["deletes"] += 1
 
     def statistics(self) -> StoreStatistics:
-        selector = self._selector() if self.tool == registry.AUTO else Selector()
-        asked = selector.statistics()
+        asked = self._selector().statistics() if self.tool == registry.AUTO else SelectorStatistics()
         with self._lock:
             written, read = self._used["write"], self._used["read"]
             return StoreStatistics(

@@ -1,0 +1,90 @@
+"""What a selector decides, and how it says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
+
+from fastensor.select.context import Context
+from fastensor.select.dictionary import Timing
+from fastensor.select.sizes import size_of
+
+Mode: TypeAlias = Literal["write", "read", "write_read"]
+"""Which of the paper's dictionaries decides what to write with: WDic, RDic or WRDic."""
+
+_MODES = get_args(Mode)
+
+
+def check_mode(mode: Mode) -> Mode:
+    """The same mode.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"mode is one of {_MODES}, found {mode!r}")
+    return mode
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision, and why."""
+
+    backend: str
+    reason: str
+    exploring: bool = False
+    """Whether it is tried to find out, rather than known to be the fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorStatistics:
+    """What a :class:`Selector` has done."""
+
+    explored: int = 0
+    """Transfers by a backend that was tried."""
+    exploited: int = 0
+    """Transfers by one that was known to be the fastest."""
+    failed: int = 0
+    """How often a backend could not do it."""
+    refreshed: int = 0
+    """How often a size and context was explored anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a selector knows about one size, and what it makes of it. As text, a table."""
+
+    nbytes: int
+    """The largest size that it holds for."""
+    context: Context
+    choice: Choice
+    timings: Mapping[str, Timing]
+    """By backend, for that size."""
+    failed: Mapping[str, str]
+    """Backends that could not do it in this process, and why."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.context}, up to {human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
+        for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
+            text = f"{shown(timing.seconds)} ± {shown(timing.spread)} in {timing.count} measurements"
+            lines.append(f"  {name}: {text}")
+        return "\n".join([*lines, *(f"  {name}: not possible ({reason})" for name, reason in self.failed.items())])
+
+
+@lru_cache(256)
+def up_to(bucket: int) -> str:
+    """The sizes of a bucket, in words."""
+    return f"up to {human(size_of(bucket))}"
+
+
+@lru_cache(256)
+def human(nbytes: int) -> str:
+    """A size, in words."""
+    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.3g} KiB"
+
+
+def shown(seconds: float) -> str:
+    """A time, in words."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
