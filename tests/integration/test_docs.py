@@ -78,7 +78,7 @@ def test_the_benchmark_of_asynchronous_saves_measures_every_contender(tmp_path: 
 
 def test_the_benchmark_of_single_tensors_measures_every_backend(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "tensor_io.py")
-    tiny = ["--sizes", "0.01", "--rounds", "1", "--models", "tiny", "--mixes", "BERT", "--iterations", "14"]
+    tiny = ["--sizes", "0.01", "--rounds", "1", "--models", "tiny", "--mixes", "BERT", "--iterations", "1"]
     folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
     out = run(benchmark, *tiny, *folders, cwd=tmp_path)
     for word in ("durable write", "warm read", "Table 9", "the sizes of BERT", "in hindsight", "in a second run"):
