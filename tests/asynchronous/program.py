@@ -22,14 +22,17 @@ from fastensor.backends import posix
 STATE = {"w": torch.full((3 << 20,), 2.0)}
 
 
-def block_the_disk() -> None:
-    """Writes never end."""
+def block_the_disk() -> threading.Event:
+    """Syncs never end. The event is set when one has begun."""
+    blocked = threading.Event()
 
     def never(*arguments: Any) -> None:
         print("blocked", flush=True)
+        blocked.set()
         time.sleep(1000)
 
     posix.sync_file = never
+    return blocked
 
 
 def wait_to_be_ended() -> None:
@@ -105,8 +108,9 @@ def interrupt_twice(path: str) -> None:
 
 
 def timeout(path: str) -> None:
-    block_the_disk()
+    blocked = block_the_disk()
     fastensor.AsyncWriter(exit_seconds=0.2).save(STATE, path)
+    assert blocked.wait(60)
 
 
 def failure_at_exit(path: str) -> None:
