@@ -356,4 +356,5 @@ def second_signal_handler(path: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
     globals()[sys.argv[2]](sys.argv[1])

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -414,8 +414,18 @@ def test_no_backend_at_all(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert "error: no backend is available" in advice(found)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Shells have background jobs ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_when_it_is_interrupted(capsys: Any, here: Path, other: Any, number: int) -> None:
+def test_nothing_is_left_when_it_is_interrupted(
+    capsys: Any, here: Path, other: Any, number: int, interruptible: None
+) -> None:
     seen: list[list[str]] = []
 
     def interrupt(self: Any, source: Source, fd: int) -> Sequence[int]:
