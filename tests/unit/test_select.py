@@ -383,6 +383,13 @@ def test_what_nobody_had_to_choose_counts_as_tried() -> None:
     assert selector.choose(MIB, READ, ["numpy", "direct"]).backend == "direct"
 
 
+def test_what_nobody_had_to_choose_has_not_drifted_because_its_first_use_took_long() -> None:
+    selector = Selector()
+    for seconds in (10.0, *[1.0] * 20):
+        selector.record(MIB, READ, "numpy", seconds)
+    assert selector.statistics().refreshed == 0
+
+
 @given(st.data())
 def test_what_is_explained_is_what_is_chosen(data: st.DataObject) -> None:
     selector = Selector(refresh_every=data.draw(st.sampled_from([None, 3])), explore=data.draw(st.booleans()))

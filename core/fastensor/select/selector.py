@@ -378,7 +378,7 @@ class Selector:
         """Whether what is known still holds."""
         course.uses += 1
         watch = course.watched.get(backend)
-        if watch is None and before is not None:
+        if watch is None and before is not None and before.count >= MOST_TRIES:
             watch = course.watched[backend] = _Watch(before.seconds)
         if watch is not None:
             watch.latest.append(seconds)
