@@ -27,6 +27,8 @@ from contenders import CONTENDERS, SAVING_ONLY, Contender, State, build_state, f
 from measuring import describe_machine, peak_memory, settle
 from report import judge, plot, table
 
+from fastensor.backends import posix
+
 LIMIT = "fio"
 
 
@@ -100,14 +102,13 @@ def _load_in_child(name: str, path: Path, device: str, results: Any) -> None:
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Make the next load cold: drop all caches as root, else advise the kernel to forget these files."""
+    """Make the next load cold: drop all caches as root, and have the kernel forget these files."""
     os.sync()
     if os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("3")
-        return
     for file in files_of(path):
         with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            posix.evict(opened.fileno(), file.stat().st_size)
 
 
 def bring_into_page_cache(path: Path) -> None:

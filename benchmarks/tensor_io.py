@@ -31,7 +31,8 @@ from measuring import describe_machine, settle
 
 import fastensor
 from fastensor import Context, Dictionary, Selector, TensorStore
-from fastensor.backends import registry
+from fastensor.backends import posix, registry
+from fastensor.select.rule import RESIDENT_FRACTION
 
 AUTO = "auto"
 SIZES_MIB = tuple(3.0625 * 2**power for power in range(10))
@@ -81,7 +82,8 @@ def evict(path: Path) -> None:
     """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if posix.evict(file.fileno(), path.stat().st_size) >= RESIDENT_FRACTION:
+            say(f"{path} stays in the page cache: a read that was to be cold is not")
 
 
 def measure_tensors(folder: Path, sizes: Iterable[float], rounds: int, backends: Sequence[str]) -> list[Transfer]:
@@ -149,17 +151,15 @@ def measure_mix(
     tensors = [torch.randn(max(round(mib * 2**20) // 4, 1)) for mib in MIXES_MIB[mix]]
     name = mix_name(mix, durable=durable)
 
-    def iteration(way: str, number: int, table: str) -> list[Pass]:
+    def iteration(way: str, number: int, table: str) -> None:
         say(f"{name}, iteration {number + 1}, {way}")
         settle()
-        passes = pass_through(stores[way], tensors, selector, cold=durable)
-        for tensor, one in zip(tensors, passes, strict=True):
+        for tensor, one in zip(tensors, pass_through(stores[way], tensors, selector, cold=durable), strict=True):
             kind = exploring_table(name) if one.exploring else table
             taken = (one.seconds, one.cpu_seconds)
             found.append(Transfer(kind, "write and read", tensor.nbytes, way, one.used, number, *taken))
-        return passes
 
-    refreshes = min(REFRESHES, iterations)
+    refreshes, unsettled = min(REFRESHES, iterations), 0
     for refresh in range(refreshes):
         if refresh:
             selector.refresh_every = 1
@@ -171,6 +171,8 @@ def measure_mix(
             after = selector.statistics()
             if (before.explored, before.refreshed) == (after.explored, after.refreshed):
                 break
+        else:
+            unsettled += 1
         for number in range(refresh * iterations // refreshes, (refresh + 1) * iterations // refreshes):
             for way in random.Random(number).sample(list(stores), len(stores)):
                 iteration(way, number, name)
@@ -182,6 +184,7 @@ def measure_mix(
         "explored": first.explored,
         "exploited": first.exploited,
         "refreshed": first.refreshed,
+        f"never done within {MOST_PASSES} passes": unsettled,
         "explored in a second run": second.statistics().explored,
     }
 

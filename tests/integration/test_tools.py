@@ -258,6 +258,7 @@ def test_there_and_back(ckpt: Path, tmp_path: Path, backend: str) -> None:
     assert torch.equal(fastensor.load("memory://c.safetensors")["w"], WEIGHTS["w"])
 
 
+@pytest.mark.filterwarnings("ignore::fastensor.errors.UnverifiedCheckpointWarning")
 @given(state=st.dictionaries(st.text(max_size=5), states.dense(), max_size=4), checksums=st.booleans())
 def test_any_dict_of_tensors(state: dict[str, torch.Tensor], checksums: bool) -> None:
     state = {

@@ -23,6 +23,7 @@ from fastensor.errors import BackendUnavailableError, UnknownBackendError
 from fastensor.stitch.torch_zip import TorchZip, plan
 from fastensor.testing import BackendTests
 from fastensor.testing.backends import make_source
+from fastensor.testing.calls import Call, intercepted
 
 
 @pytest.fixture
@@ -157,6 +158,27 @@ def test_direct_writes_leave_the_page_cache_alone(disk: Path) -> None:
         while os.read(fd, 1 << 20):
             pass
         assert posix.resident_fraction(fd, 32 << 20) == 1.0
+    finally:
+        os.close(fd)
+
+
+def test_what_the_kernel_leaves_in_the_page_cache_is_evicted_later(disk: Path) -> None:
+    (disk / "x").write_bytes(bytes(1 << 20))
+    fd = os.open(disk / "x", os.O_RDWR)
+    asked = 0
+
+    def deny_twice(call: Call) -> Any:
+        nonlocal asked
+        if call.arguments[-1:] != (os.POSIX_FADV_DONTNEED,):
+            return call.perform()
+        asked += 1
+        return None if asked < 3 else call.perform()
+
+    try:
+        os.fsync(fd)
+        with intercepted(deny_twice):
+            assert posix.evict(fd, 1 << 20) == 0.0
+        assert asked >= 3
     finally:
         os.close(fd)
 

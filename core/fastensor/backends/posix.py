@@ -29,6 +29,7 @@ _STATX_DIO_OFFSET = 0x98  # stx_dio_mem_align and stx_dio_offset_align, two u32 
 _STATFS_NBYTES = 256
 _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 _RESIDENCY_SAMPLES = 64
+_MOST_EVICTIONS = 64
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -240,3 +241,20 @@ def resident_fraction(fd: int, nbytes: int) -> float:
     finally:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / samples
+
+
+def evict(fd: int, nbytes: int) -> float:
+    """Drop a file that was written to the disk from the page cache.
+
+    The kernel leaves out pages that something else holds at that moment, such as another CPU's lists, and does not say
+    so: it is asked again while there are any, but not for ever.
+
+    Returns:
+        How much of the file is in the page cache all the same, such as what others have mapped, what is not on the
+        disk yet, and all of a filesystem in memory.
+    """
+    for _ in range(_MOST_EVICTIONS):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not (left := resident_fraction(fd, nbytes)):
+            break
+    return left

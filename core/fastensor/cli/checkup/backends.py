@@ -10,13 +10,13 @@ from statistics import median
 
 import torch
 
-from fastensor.backends import registry
+from fastensor.backends import posix, registry
 from fastensor.backends.fallback import why_unavailable
 from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.publish import wait_for_space
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
-from fastensor.cli.checkup.folder import PREFIX, evict
+from fastensor.cli.checkup.folder import PREFIX
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
@@ -175,7 +175,7 @@ def _check_used(report: SaveReport | LoadReport, name: str) -> None:
 
 def _empty_cache(path: Path) -> None:
     with path.open("rb") as file:
-        evict(file.fileno())
+        posix.evict(file.fileno(), path.stat().st_size)
 
 
 def _fill_cache(path: Path) -> None:

@@ -132,14 +132,8 @@ def _try(found: Folder, fd: int) -> Folder:
 
 def _page_cache(fd: int) -> PageCache:
     written = posix.resident_fraction(fd, _PROBE_NBYTES)
-    evict(fd)
-    evicted = posix.resident_fraction(fd, _PROBE_NBYTES)
+    evicted = posix.evict(fd, _PROBE_NBYTES)
     return PageCache(written, evicted, evicted < RESIDENT_FRACTION <= written)
-
-
-def evict(fd: int) -> None:
-    """Ask that a file leaves the page cache. What was not written to the disk yet stays."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _direct_io(fd: int) -> DirectIO:
