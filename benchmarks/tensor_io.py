@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -159,23 +159,28 @@ def measure_mix(
             taken = (one.seconds, one.cpu_seconds)
             found.append(Transfer(kind, "write and read", tensor.nbytes, way, one.used, number, *taken))
 
-    refreshes, unsettled = min(REFRESHES, iterations), 0
-    for refresh in range(refreshes):
-        if refresh:
-            selector.refresh_every = 1
-            pass_through(stores[AUTO], tensors, selector, cold=durable)
-            selector.refresh_every = None
+    def explore() -> bool:
+        """Until there is nothing left to try."""
         for number in range(MOST_PASSES):
             before = selector.statistics()
             iteration(AUTO, number, exploring_table(name))
             after = selector.statistics()
             if (before.explored, before.refreshed) == (after.explored, after.refreshed):
-                break
-        else:
-            unsettled += 1
+                return True
+        return False
+
+    refreshes = min(REFRESHES, iterations)
+    ends = []
+    for refresh in range(refreshes):
+        if refresh:
+            selector.refresh_every = 1
+            pass_through(stores[AUTO], tensors, selector, cold=durable)
+            selector.refresh_every = None
+        ends.append(explore())
         for number in range(refresh * iterations // refreshes, (refresh + 1) * iterations // refreshes):
             for way in random.Random(number).sample(list(stores), len(stores)):
                 iteration(way, number, name)
+    ends.append(explore())  # what has drifted meanwhile
     first = selector.statistics()
     second = Selector(Dictionary.from_json(selector.dictionary.to_json()))
     store = TensorStore(folder, selector=second, mode="write_read", durable=durable)
@@ -184,7 +189,7 @@ def measure_mix(
         "explored": first.explored,
         "exploited": first.exploited,
         "refreshed": first.refreshed,
-        f"never done within {MOST_PASSES} passes": unsettled,
+        f"never done within {MOST_PASSES} passes": ends.count(False),
         "explored in a second run": second.statistics().explored,
     }
 
@@ -420,11 +425,13 @@ def report(
             ]
     models = dict.fromkeys((what, nbytes) for table, what, nbytes, _ in by if table == "models")
     ways = (AUTO, *backends)
-    lines += ["", "## saving models durably, seconds (Table 9)", "", "| model | MiB | " + " | ".join(ways) + " |"]
-    lines += ["|---|---:|" + "---:|" * len(ways)]
+    lines += ["", "## saving models durably, seconds ± spread (Table 9), and what was chosen", ""]
+    lines += ["| model | MiB | " + " | ".join(ways) + " | chosen |", "|---|---:|" + "---:|" * len(ways) + "---|"]
     for model, nbytes in models:
-        cells = " | ".join(f"{by['models', model, nbytes, way].seconds:.4f}" for way in ways)
-        lines += [f"| {model} | {nbytes / 2**20:.4g} | {cells} |"]
+        own = [by["models", model, nbytes, way] for way in ways]
+        cells = " | ".join(f"{figure.seconds:.4f} ± {figure.spread:.4f}" for figure in own)
+        used = Counter(one.used for one in found if (one.table, one.what, one.way) == ("models", model, AUTO))
+        lines += [f"| {model} | {nbytes / 2**20:.4g} | {cells} | {_counted(used)} |"]
     for mix in mixes:
         lines += ["", f"## the sizes of {mix.name}, written and read back (Tables 13 and 14)", ""]
         lines += ["In how many iterations each backend was the fastest, the best by medians, and what was chosen.", ""]
@@ -434,8 +441,7 @@ def report(
         ]
         for nbytes, best in mix.best.items():
             counts = " | ".join(str(mix.fastest[nbytes][way]) for way in backends)
-            chosen = ", ".join(f"{way} {count}" for way, count in mix.chosen[nbytes].most_common())
-            lines += [f"| {nbytes / 2**20:.4g} | {counts} | {best} | {chosen} |"]
+            lines += [f"| {nbytes / 2**20:.4g} | {counts} | {best} | {_counted(mix.chosen[nbytes])} |"]
         lines += ["", "| way | ms an iteration |", "|---|---:|"]
         lines += [f"| {way} | {seconds * 1e3:.1f} |" for way, seconds in mix.seconds.items()]
         lines += ["", f"The selector: {', '.join(f'{what} {count}' for what, count in runs[mix.name].items())}."]
@@ -447,6 +453,14 @@ def report(
     lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
     lines += [f"| {v['promise']} | {v['measured']:.3f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
     return "\n".join(lines) + "\n"
+
+
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in names.most_common())
+
+
+def _rounded(value: object) -> object:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _cells(figure: Figure, nbytes: int, fastest: bool) -> str:
@@ -512,7 +526,8 @@ def main() -> None:
         "verdicts": verdicts,
         "runs": runs,
         "decisions": decisions,
-        "measurements": [asdict(one) for one in found],
+        "columns": [field.name for field in fields(Transfer)],
+        "measurements": [[_rounded(value) for value in astuple(one)] for one in found],
     }
     options.output.with_suffix(".json").write_text(json.dumps(result))
     if options.sizes:

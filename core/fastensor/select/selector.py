@@ -34,8 +34,12 @@ _DRIFT = 1.5
 """Having become so many times slower, or faster, is more than noise."""
 _DRIFT_SAMPLES = 5
 _PATIENCE = 3
-"""So many uses follow each try before a drift is a reason to try again: where timings are noisy for good, at most a
-quarter of the transfers explore."""
+"""So many uses follow each try before a drift is a reason to try again, and twice as many each time that one was found
+as soon as that: where timings are noisy for good, at most a quarter of the transfers explore, and ever fewer."""
+_MOST_PATIENCE = 48
+_KEPT_SAMPLES = 2
+"""So many of the latest timings count when a backend is measured anew, unless they have drifted: all that is measured
+in one bad moment of the machine is outweighed, and a change for good is not."""
 _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
@@ -73,8 +77,15 @@ class _Course:
     """How often something was tried, in this process."""
     uses: int = 0
     """Of what is known."""
+    patience: int = _PATIENCE
+    """How many uses for each try there are before a drift matters."""
     before: dict[str, float] | None = None
     """How many times as long as the best each took before a refresh; None if it is the first time."""
+
+    @property
+    def quiet(self) -> int:
+        """How many uses there are at least before a drift matters."""
+        return self.patience * self.tried
 
 
 class Selector:
@@ -88,7 +99,8 @@ class Selector:
         explore: whether backends are tried that nothing is known of. Without, choices depend on the dictionary alone,
             which never changes then: they are deterministic.
         mode: what files are written for: to be written fast, to be read fast later, or both.
-        refresh_every: explore a size and context anew after so many uses; None means only when its timings drift.
+        refresh_every: explore a size and context anew after so many uses, of which the latest few still count; None
+            means only when its timings drift.
         on_change: called with everything that is learned, by the thread that tells.
 
     >>> selector, context = Selector(), Context("write")
@@ -382,26 +394,30 @@ class Selector:
             watch = course.watched[backend] = _Watch(before.seconds)
         if watch is not None:
             watch.latest.append(seconds)
-            enough = len(watch.latest) == _DRIFT_SAMPLES and course.uses >= _PATIENCE * course.tried
+            enough = len(watch.latest) == _DRIFT_SAMPLES and course.uses >= course.quiet
             if enough and watch.expected:
                 change = median(watch.latest) / watch.expected
                 if not 1 / _DRIFT <= change <= _DRIFT:
-                    self._refresh(key, f"{backend} takes {change:.2f} × as long as before")
+                    self._refresh(key, {backend: watch.latest}, f"{backend} takes {change:.2f} × as long as before")
                     self._courses[key].tries[backend] = MOST_TRIES
-                    for one in watch.latest:
-                        self._learn(Change(key.context, size_of(key.bucket), backend, one))
                     return
         if self.refresh_every is not None and course.uses >= self.refresh_every:
-            self._refresh(key, f"it was used {course.uses} times")
+            timings = self._dictionary.at(key).timings
+            kept = {name: timing.samples[-_KEPT_SAMPLES:] for name, timing in timings.items()}
+            self._refresh(key, kept, f"it was used {course.uses} times")
 
-    def _refresh(self, key: Key, why: str) -> None:
-        """Forget what was measured."""
+    def _refresh(self, key: Key, kept: Mapping[str, Iterable[float]], why: str) -> None:
+        """Forget what was measured, but some scaled seconds."""
         _logger.info("exploring %s, %s anew: %s", key.context, up_to(key.bucket), why)
         self._counts["refreshed"] += 1
-        entry = self._dictionary.at(key)
-        self._courses[key] = _Course(_counter(), before=slowness_of(entry))
+        entry, course, nbytes = self._dictionary.at(key), self._courses[key], size_of(key.bucket)
+        patience = _PATIENCE if course.uses > 2 * course.quiet else min(2 * course.patience, _MOST_PATIENCE)
+        self._courses[key] = _Course(_counter(), patience=patience, before=slowness_of(entry))
         for name in tuple(entry.timings):
-            self._learn(Change(key.context, size_of(key.bucket), name))
+            self._learn(Change(key.context, nbytes, name))
+        for name, samples in kept.items():
+            for seconds in samples:
+                self._learn(Change(key.context, nbytes, name, seconds))
 
     def _say_if_slow(self, key: Key, nbytes: int, backend: str, seconds: float) -> None:
         entry = self._dictionary.at(key)
