@@ -69,6 +69,8 @@ class Transfer:
     round: int
     seconds: float
     cpu_seconds: float
+    exploring: bool = False
+    """Whether something was tried, so that nobody had decided that it is the best."""
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -78,12 +80,18 @@ def timed(action: Callable[[], Any]) -> tuple[Any, float, float]:
     return result, time.perf_counter() - wall, time.process_time() - cpu
 
 
-def evict(path: Path) -> None:
-    """Drop a file from the page cache."""
+def evict(path: Path) -> bool:
+    """Drop a file from the page cache; returns whether it is out."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        if posix.evict(file.fileno(), path.stat().st_size) >= RESIDENT_FRACTION:
-            say(f"{path} stays in the page cache: a read that was to be cold is not")
+        return posix.evict(file.fileno(), path.stat().st_size) < RESIDENT_FRACTION
+
+
+def shuffled(ways: Iterable[str], *place: object) -> list[str]:
+    """The order in which ways go at a place of the benchmark: always the same there, and another one elsewhere."""
+    order = list(ways)
+    random.Random(repr(place)).shuffle(order)
+    return order
 
 
 def measure_tensors(folder: Path, sizes: Iterable[float], rounds: int, backends: Sequence[str]) -> list[Transfer]:
@@ -93,17 +101,22 @@ def measure_tensors(folder: Path, sizes: Iterable[float], rounds: int, backends:
     for mib in sizes:
         tensor = torch.randn(round(mib * 2**20) // 4)
         for number in range(rounds):
-            for way in random.Random(number).sample(list(backends), len(backends)):
+            for way in shuffled(backends, mib, number):
                 say(f"{mib:.4g} MiB, round {number + 1}, {way}")
                 store = stores[way]
                 settle()
                 ref, *write = timed(lambda: store.put(tensor))  # noqa: B023
-                evict(folder / ref.file)
+                taken = {"durable write": write}
+                is_out = evict(folder / ref.file)
                 _, *cold = timed(lambda: store.get(ref))  # noqa: B023
+                if is_out:
+                    taken["cold read"] = cold
                 (folder / ref.file).read_bytes()
-                _, *warm = timed(lambda: store.get(ref))  # noqa: B023
+                _, *taken["warm read"] = timed(lambda: store.get(ref))  # noqa: B023
                 store.delete(ref)
-                for what, (seconds, cpu) in {"durable write": write, "cold read": cold, "warm read": warm}.items():
+                if store.statistics().fallbacks:
+                    raise SystemExit(f"{way} cannot be measured: {store.statistics().fallbacks}")
+                for what, (seconds, cpu) in taken.items():
                     found.append(Transfer("tensors", what, tensor.nbytes, way, way, number, seconds, cpu))
     return found
 
@@ -122,10 +135,12 @@ def measure_models(folder: Path, models: Iterable[str], rounds: int, backends: S
             say(f"{model}, exploring: {fastensor.save(state, folder / AUTO, backend=selector).reason}")
             exploring = selector.statistics().explored > explored
         for number in range(rounds):
-            for way in random.Random(number).sample(list(ways), len(ways)):
+            for way in shuffled(ways, model, number):
                 say(f"{model}, round {number + 1}, {way}")
                 settle()
                 report, seconds, cpu = timed(lambda: fastensor.save(state, folder / way, backend=ways[way]))  # noqa: B023
+                if report.fallbacks:
+                    raise SystemExit(f"{way} cannot be measured: {report.fallbacks}")
                 found.append(Transfer("models", model, nbytes, way, report.backend, number, seconds, cpu))
         for way in ways:
             (folder / way).unlink()
@@ -155,9 +170,10 @@ def measure_mix(
         say(f"{name}, iteration {number + 1}, {way}")
         settle()
         for tensor, one in zip(tensors, pass_through(stores[way], tensors, selector, cold=durable), strict=True):
-            kind = exploring_table(name) if one.exploring else table
-            taken = (one.seconds, one.cpu_seconds)
-            found.append(Transfer(kind, "write and read", tensor.nbytes, way, one.used, number, *taken))
+            if stores[way].statistics().fallbacks:
+                raise SystemExit(f"{way} cannot be measured: {stores[way].statistics().fallbacks}")
+            taken = (one.seconds, one.cpu_seconds, one.exploring)
+            found.append(Transfer(table, "write and read", tensor.nbytes, way, one.used, number, *taken))
 
     def explore() -> bool:
         """Until there is nothing left to try."""
@@ -174,11 +190,11 @@ def measure_mix(
     for refresh in range(refreshes):
         if refresh:
             selector.refresh_every = 1
-            pass_through(stores[AUTO], tensors, selector, cold=durable)
+            iteration(AUTO, 0, exploring_table(name))
             selector.refresh_every = None
         ends.append(explore())
         for number in range(refresh * iterations // refreshes, (refresh + 1) * iterations // refreshes):
-            for way in random.Random(number).sample(list(stores), len(stores)):
+            for way in shuffled(stores, name, number):
                 iteration(way, number, name)
     ends.append(explore())  # what has drifted meanwhile
     first = selector.statistics()
@@ -296,70 +312,78 @@ def figures(found: Iterable[Transfer]) -> dict[tuple[str, str, int, str], Figure
     return result
 
 
+def is_as_fast(figure: Figure, best: Figure) -> bool:
+    """Whether one is as fast as the best, within 3 %."""
+    return figure.seconds <= TIE * best.seconds
+
+
 def tied(figure: Figure, best: Figure) -> bool:
-    """Whether one is as good as the best: within 3 %, or spreads overlap."""
-    close = figure.seconds <= TIE * best.seconds
-    return close or figure.seconds - figure.spread <= best.seconds + best.spread
+    """Whether one is as fast as the best, or the difference may be noise: their spreads overlap."""
+    return is_as_fast(figure, best) or figure.seconds - figure.spread <= best.seconds + best.spread
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Tables 13 and 14, of one model."""
+    """Tables 13 and 14, of one model. What is tried between the iterations counts in no figure but one."""
 
     name: str
-    explored: float
-    """The share of transfers that tried something. They count in no other figure but one."""
-    hits: float
-    """The share of the others whose backend was the best one of its size, or as good."""
+    hits: dict[str, float]
+    """By way: the share of its transfers whose backend was the best one of its size, within 3 %. What auto tries is
+    left out."""
+    ties: dict[str, float]
+    """The same, where a backend whose spread overlaps with the best one's is as good."""
     seconds: dict[str, float]
-    """One iteration: by each way, and by the best for each size in hindsight. Medians of sizes, added."""
+    """An iteration on average, by each way, and by some that can only be computed."""
     chosen: dict[int, Counter[str]]
-    """By size: how often each backend was chosen, exploration left out."""
+    """By size: how often each backend was chosen."""
     best: dict[int, str]
-    """By size."""
+    """By size: the fastest, by medians."""
     fastest: dict[int, Counter[str]]
     """By size: in how many iterations each backend was the fastest."""
 
 
 HINDSIGHT = "the best for each size, in hindsight"
-ALL_OF_IT = "auto, what it tries included"
+BY_MEDIANS = "auto, if each transfer had taken the median of its size and backend"
+HINDSIGHT_BY_MEDIANS = "the best in hindsight, likewise"
+ALL_OF_IT = "auto, with the iterations in which it finds out what is best"
 
 
 def evaluate_mix(name: str, found: Sequence[Transfer], backends: Sequence[str]) -> Mix:
+    """What it amounts to. Every backend has to have moved every size."""
     own = [one for one in found if one.table == name]
-    exploring = [one for one in found if one.table == exploring_table(name)]
-    by = figures(own)
+    by = {(nbytes, way): one for (_, _, nbytes, way), one in figures(own).items() if way != AUTO}
     sizes = sorted({one.nbytes for one in own})
+    best = {nbytes: min(backends, key=lambda way: by[nbytes, way].seconds) for nbytes in sizes}
+    decided = [one for one in own if not one.exploring]
 
-    def figure(nbytes: int, way: str) -> Figure:
-        return by[name, "write and read", nbytes, way]
+    def rate(way: str, is_good: Callable[[Figure, Figure], bool]) -> float:
+        goods = [
+            is_good(by[one.nbytes, one.used], by[one.nbytes, best[one.nbytes]]) for one in decided if one.way == way
+        ]
+        return sum(goods) / len(goods) if goods else 0.0
 
-    best = {nbytes: min(backends, key=lambda way: figure(nbytes, way).seconds) for nbytes in sizes}
+    iterations = len({one.round for one in own})
+    everything = [one for one in found if one.table in (name, exploring_table(name)) and one.way == AUTO]
+    seconds = {way: sum(one.seconds for one in own if one.way == way) / iterations for way in (AUTO, *backends)}
+    right = [one for one in own if one.way == best[one.nbytes]]
+    seconds[HINDSIGHT] = sum(one.seconds for one in right) / iterations
+    seconds[BY_MEDIANS] = sum(by[one.nbytes, one.used].seconds for one in own if one.way == AUTO) / iterations
+    seconds[HINDSIGHT_BY_MEDIANS] = sum(by[nbytes, way].seconds for nbytes, way in best.items())
+    seconds[ALL_OF_IT] = sum(one.seconds for one in everything) * len(sizes) / len(everything)
     chosen: dict[int, Counter[str]] = {nbytes: Counter() for nbytes in sizes}
-    for one in own:
+    for one in decided:
         if one.way == AUTO:
             chosen[one.nbytes][one.used] += 1
-    good = sum(
-        count
-        for nbytes, used in chosen.items()
-        for way, count in used.items()
-        if tied(figure(nbytes, way), figure(nbytes, best[nbytes]))
-    )
-    total = sum(sum(used.values()) for used in chosen.values())
-    sizes = [nbytes for nbytes in sizes if (name, "write and read", nbytes, AUTO) in by]
-    seconds = {way: sum(figure(nbytes, way).seconds for nbytes in sizes) for way in (AUTO, *backends)}
-    everything = [one for one in (*own, *exploring) if one.way == AUTO]
-    seconds[ALL_OF_IT] = sum(one.seconds for one in everything) * len(sizes) / len(everything)
-    seconds[HINDSIGHT] = sum(figure(nbytes, best[nbytes]).seconds for nbytes in sizes)
     fastest: dict[int, Counter[str]] = {nbytes: Counter() for nbytes in sizes}
     rounds: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for one in own:
-        if one.way != AUTO and one.nbytes in fastest:
+        if one.way != AUTO:
             rounds[one.nbytes, one.round].append(one)
     for (nbytes, _), group in rounds.items():
         fastest[nbytes][min(group, key=lambda one: one.seconds).way] += 1
-    explored = len(exploring) / len(everything)
-    return Mix(name, explored, good / total if total else 0.0, seconds, chosen, best, fastest)
+    ways = (AUTO, *backends)
+    hits = {way: rate(way, is_as_fast) for way in ways}
+    return Mix(name, hits, {way: rate(way, tied) for way in ways}, seconds, chosen, best, fastest)
 
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
@@ -380,9 +404,7 @@ def judge(
         verdicts.append({"promise": f"{what} {sign} {bound:g}", "measured": round(measured, 3), "holds": holds})
 
     for mix in mixes:
-        if not mix.seconds[HINDSIGHT]:
-            continue  # too few iterations: everything was explored
-        promise(f"{mix.name}: share of choices that were the best", mix.hits, "≥", ENOUGH_HITS)
+        promise(f"{mix.name}: share of choices that were the best, or as good", mix.ties[AUTO], "≥", ENOUGH_HITS)
         promise(f"{mix.name}: time / hindsight", mix.seconds[AUTO] / mix.seconds[HINDSIGHT], "≤", 1.05)
         fixed = min(backends, key=mix.seconds.__getitem__)
         promise(f"{mix.name}: time / best fixed backend ({fixed})", mix.seconds[AUTO] / mix.seconds[fixed], "<", 1.0)
@@ -414,15 +436,17 @@ def report(
         lines += [
             "",
             f"## {operation}, MB/s (Tables 2 to 4), CPU utilisation, and MB/s per core in use (IOef, Table 5)",
+            "",
+            "The fastest, and those whose spreads overlap with its own, are marked. CPU is this process's: what the",
+            "kernel does later for what went through the page cache is not in it.",
         ]
         lines += ["", "| MiB | " + " | ".join(f"{way} | CPU | IOef" for way in backends) + " |"]
         lines += ["|---:|" + "---:|" * 3 * len(backends)]
         for nbytes in sorted({n for table, what, n, _ in by if table == "tensors" and what == operation}):
-            own = {way: by["tensors", operation, nbytes, way] for way in backends}
-            fastest = min(own, key=lambda way: own[way].seconds)
-            lines += [
-                f"| {nbytes / 2**20:.4g} | " + " | ".join(_cells(own[w], nbytes, w == fastest) for w in own) + " |"
-            ]
+            own = [by.get(("tensors", operation, nbytes, way)) for way in backends]
+            fastest = min(filter(None, own), key=lambda figure: figure.seconds)
+            cells = " | ".join(_cells(one, nbytes, tied(one, fastest)) if one else "– | – | –" for one in own)
+            lines += [f"| {nbytes / 2**20:.4g} | {cells} |"]
     models = dict.fromkeys((what, nbytes) for table, what, nbytes, _ in by if table == "models")
     ways = (AUTO, *backends)
     lines += ["", "## saving models durably, seconds ± spread (Table 9), and what was chosen", ""]
@@ -442,12 +466,11 @@ def report(
         for nbytes, best in mix.best.items():
             counts = " | ".join(str(mix.fastest[nbytes][way]) for way in backends)
             lines += [f"| {nbytes / 2**20:.4g} | {counts} | {best} | {_counted(mix.chosen[nbytes])} |"]
-        lines += ["", "| way | ms an iteration |", "|---|---:|"]
+        lines += ["", "| way | the best, within 3 % | or a tie |", "|---|---:|---:|"]
+        lines += [f"| {way} | {rate:.1%} | {mix.ties[way]:.1%} |" for way, rate in mix.hits.items()]
+        lines += ["", "| way | ms an iteration, on average |", "|---|---:|"]
         lines += [f"| {way} | {seconds * 1e3:.1f} |" for way, seconds in mix.seconds.items()]
         lines += ["", f"The selector: {', '.join(f'{what} {count}' for what, count in runs[mix.name].items())}."]
-        lines += [
-            f"{mix.explored:.0%} of the transfers tried something, or went on meanwhile: left out but where it is said."
-        ]
     lines += ["", "## what a decision costs, µs", "", "| decision | µs |", "|---|---:|"]
     lines += [f"| {what} | {microseconds:.1f} |" for what, microseconds in decisions.items()]
     lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
@@ -465,31 +488,60 @@ def _rounded(value: object) -> object:
 
 def _cells(figure: Figure, nbytes: int, fastest: bool) -> str:
     speed, utilisation = nbytes / figure.seconds / 1e6, figure.cpu_seconds / figure.seconds
-    shown = f"**{speed:.0f}**" if fastest else f"{speed:.0f}"
+    shown = f"{speed:.0f} ± {speed * figure.spread / figure.seconds:.0f}"
+    shown = f"**{shown}**" if fastest else shown
     return f"{shown} | {utilisation:.2f} | {speed / utilisation:.0f}" if utilisation else f"{shown} | 0 | -"
 
 
-def plot(found: Sequence[Transfer], backends: Sequence[str], path: Path) -> None:
-    """Bandwidth by size, one line a backend, the best marked."""
+def plot(found: Sequence[Transfer], mixes: Sequence[Mix], backends: Sequence[str], path: Path) -> None:
+    """Bandwidth by size, one line a backend, the best marked; models and mixes as bars."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    by = figures(one for one in found if one.table == "tensors")
-    operations = list(dict.fromkeys(what for _, what, _, _ in by))
-    figure, axes = pyplot.subplots(1, len(operations), figsize=(5 * len(operations), 4), squeeze=False)
-    for axis, operation in zip(axes[0], operations, strict=True):
-        sizes = sorted({nbytes for _, what, nbytes, _ in by if what == operation})
-        speeds = {w: [n / by["tensors", operation, n, w].seconds / 1e6 for n in sizes] for w in backends}
-        mib = [nbytes / 2**20 for nbytes in sizes]
+    by = figures(found)
+    operations = list(dict.fromkeys(what for table, what, _, _ in by if table == "tensors"))
+    models = list(dict.fromkeys((what, nbytes) for table, what, nbytes, _ in by if table == "models"))
+    panels = len(operations) + bool(models) + bool(mixes)
+    figure, axes = pyplot.subplots(1, panels, figsize=(5 * panels, 4.5), squeeze=False)
+    rest = iter(axes[0])
+    for operation, axis in zip(operations, rest):  # noqa: B905  # the other panels stay
+        own = {(n, way): one.seconds for (table, what, n, way), one in by.items() if what == operation}
         for way in backends:
-            axis.plot(mib, speeds[way], marker=".", label=way)
-        axis.plot(mib, [max(column) for column in zip(*speeds.values(), strict=True)], "k*", linestyle="", label="best")
+            sizes = sorted(nbytes for nbytes, other in own if other == way)
+            axis.plot([n / 2**20 for n in sizes], [n / own[n, way] / 1e6 for n in sizes], marker=".", label=way)
+        best: dict[int, float] = {}
+        for (nbytes, _), seconds in own.items():
+            best[nbytes] = max(best.get(nbytes, 0.0), nbytes / seconds / 1e6)
+        axis.plot([n / 2**20 for n in best], list(best.values()), "k*", linestyle="", label="best")
         axis.set(xscale="log", title=operation, xlabel="MiB", ylabel="MB/s")
         axis.legend()
+    ways = (AUTO, *backends)
+    if models:
+        speeds = {w: [n / by["models", model, n, w].seconds / 1e6 for model, n in models] for w in ways}
+        _bars(next(rest), [model for model, _ in models], speeds, "saving models durably", "MB/s")
+    if mixes:
+        shown = (*ways, HINDSIGHT)
+        times = {way: [mix.seconds[way] / mix.seconds[HINDSIGHT] for mix in mixes] for way in shown}
+        _bars(
+            next(rest),
+            [mix.name.replace(", ", "\n", 1) for mix in mixes],
+            times,
+            "written and read",
+            "time : hindsight",
+        )
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _bars(axis: Any, names: Sequence[str], groups: dict[str, list[float]], title: str, unit: str) -> None:
+    width = 0.8 / len(groups)
+    for number, (label, values) in enumerate(groups.items()):
+        axis.bar([at + number * width for at in range(len(names))], values, width, label=label)
+    axis.set_xticks([at + 0.4 - width / 2 for at in range(len(names))], names, rotation=60, ha="right", fontsize=8)
+    axis.set(title=title, ylabel=unit)
+    axis.legend(fontsize=7)
 
 
 def main() -> None:
@@ -530,8 +582,7 @@ def main() -> None:
         "measurements": [[_rounded(value) for value in astuple(one)] for one in found],
     }
     options.output.with_suffix(".json").write_text(json.dumps(result))
-    if options.sizes:
-        plot(found, backends, options.output.with_suffix(".png"))
+    plot(found, mixes, backends, options.output.with_suffix(".png"))
     print(text)
 
 

@@ -104,7 +104,8 @@ def test_the_object(capsys: Any, here: Path) -> None:
     ]
     for one in found["speeds"]:
         assert one["correct"]
-        assert one["reason"] or all(one[f"{kind}_bytes_per_second"] for kind in ("write", "cold_read", "warm_read"))
+        kinds = ("write", "cold_read", "warm_read") if found["folder"]["page_cache"]["works"] else ("write",)
+        assert all(one[f"{kind}_bytes_per_second"] for kind in kinds), one["reason"]
     assert [one["context"] for one in found["choices"]] == [
         name for name in ("write cpu durable", "read cpu cold", "read cpu resident") for _ in range(2)
     ]

@@ -23,6 +23,7 @@ from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.select.files import file_for
+from fastensor.testing.calls import Call, intercepted
 
 STATE = {"w": torch.arange(200_000), "b": torch.ones(3)}
 NBYTES = 1_603_000
@@ -116,10 +117,31 @@ def test_a_save_that_fails_is_not_measured(selector: Selector, tmp_path: Path, m
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(posix, "sync_file", full)
-    with pytest.raises(fastensor.CheckpointWriteError):
-        fastensor.save(STATE, tmp_path / "x")
+    for call in ("preallocate", "sync_file", "write_fully"):
+        with monkeypatch.context() as patch:
+            patch.setattr(posix, call, full)
+            for _ in range(5):
+                with pytest.raises(fastensor.CheckpointWriteError):
+                    fastensor.save(STATE, tmp_path / "x")
     assert selector.statistics().explored == 0
+    reasons = [fastensor.save(STATE, tmp_path / "x").reason for _ in range(3)]
+    assert all("1 of at most 3" in reason for reason in reasons), "each backend is tried"
+
+
+def test_a_load_that_fails_is_not_measured(selector: Selector, tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x", backend="numpy")
+
+    def deny_values(call: Call) -> Any:
+        if call.name == "preadv" and memoryview(call.arguments[1][0]).nbytes > 1 << 16:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call.perform()
+
+    for _ in range(10):
+        with intercepted(deny_values), pytest.raises(fastensor.CheckpointReadError):
+            fastensor.load(tmp_path / "x")
+    assert selector.statistics().explored == 0
+    fastensor.load(tmp_path / "x")
+    assert selector.statistics().explored == 1
 
 
 def test_a_backend_that_cannot_is_excluded_and_the_file_is_written_all_the_same(

@@ -364,6 +364,39 @@ def test_what_a_backend_reads_is_in_the_page_cache_or_not_as_it_has_written_it()
     assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read").backend == "numpy"
 
 
+@pytest.mark.parametrize("batch", [3, 30])
+def test_reads_that_become_slow_are_noticed_where_they_decide_what_to_write_with(batch: int) -> None:
+    """Tensors are written, many of a size, and then read: as activations are."""
+    writes, reads = fixed(numpy=1.0, torch=1.3, direct=1.2), fixed(numpy=0.5, torch=0.6, direct=0.5)
+    slow = fixed(numpy=20.0, torch=0.6, direct=0.5)
+    selector = Selector(mode="write_read")
+    candidates = ("direct", "numpy", "torch")
+    used: Counter[str] = Counter()
+    for number in range(40):
+        written = [selector.choose(MIB, WRITE, candidates).backend for _ in range(batch)]
+        for backend in written:
+            selector.record(MIB, WRITE, backend, writes(backend))
+        for backend in written:
+            selector.record(MIB, READ, backend, (reads if number < 15 else slow)(backend))
+        if number in (14, 39):
+            used[written[-1]] += 1
+    assert used == {"numpy": 1, "direct": 1}
+
+
+def test_tries_that_come_to_nothing_do_not_count() -> None:
+    selector = Selector()
+    chosen = []
+    for _ in range(20):  # the disk is full
+        choice = selector.choose(MIB, WRITE, ALL)
+        chosen.append(choice.backend)
+        selector.withdrawn(MIB, WRITE, choice.backend)
+    assert Counter(chosen) == dict.fromkeys(ALL, 5), "if one of them is to blame, another one can"
+    assert selector.statistics().explored == 0
+    run(selector, FAR, 11)
+    assert selector.statistics().explored == 10
+    assert run(selector, FAR, 20) == ["numpy"] * 20
+
+
 @pytest.mark.parametrize("mode", ["read", "write_read"])
 def test_what_was_learned_for_writing_serves_reading_once_it_was_read(mode: Any) -> None:
     writes, reads = fixed(numpy=1.0, torch=1.2, direct=1.1), fixed(numpy=3.0, torch=0.1, direct=3.0)
@@ -401,6 +434,27 @@ def test_the_second_run_explores_nothing() -> None:
     for nbytes in (3000, MIB, 100 * MIB):
         assert run(second, FAR, 3, nbytes=nbytes) == ["numpy"] * 3
     assert second.statistics().explored == 0
+
+
+def test_what_is_explained_is_about_those_that_could_the_last_time() -> None:
+    selector = Selector()
+    with pytest.raises(ValueError, match="there is no backend"):
+        selector.explain(MIB, WRITE)
+    run(selector, FAR, 20, candidates=("torch", "direct"))
+    assert selector.explain(MIB, WRITE).choice.backend == "direct"
+    run(selector, FAR, 20)
+    assert selector.explain(MIB, WRITE).choice.backend == "numpy"
+    later = Selector(selector.dictionary)
+    assert later.explain(MIB, WRITE).choice == selector.explain(MIB, WRITE).choice
+
+
+def test_what_is_adopted_makes_nothing_possible_that_is_not() -> None:
+    selector = Selector()
+    selector.failed(MIB, WRITE, "numpy", "no")
+    other = Selector()
+    run(other, FAR, 20)
+    selector.adopt(other.dictionary)
+    assert selector.choose(MIB, WRITE, ALL).backend == "direct"
 
 
 def test_what_is_explained_is_what_is_chosen_when_nothing_is_known() -> None:

@@ -7,7 +7,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
@@ -191,13 +191,14 @@ class Delivery:
     def _to_disk(self, source: Source | None, temporary: Temporary) -> _Written:
         """Write to a temporary, sync it, publish it."""
         path = temporary.target.path
-        with _explained(temporary, path):
+        transfer = None
+        with _explained(temporary, path), ExitStack() as undo:
             with self._at("write"):
                 if source is None:
-                    transfer = None
                     self._write_with_torch(temporary.fd)
                 else:
                     transfer = self._write(source, temporary)
+                    undo.callback(transfer.withdraw)
                 nbytes = os.fstat(temporary.fd).st_size
             copy_ownership(temporary)
             if self._durable:
@@ -208,6 +209,7 @@ class Delivery:
             with self._at("publish"):
                 publish(temporary, durable=self._durable)
             self.close()
+            undo.pop_all()
         if transfer is not None:
             transfer.done(taken)
         if transfer is None:

@@ -119,6 +119,7 @@ class _MeasuredReader:
         if self._complete and self._verified:
             self._complete = False
             self._transfer.done(self._seconds)
+        self._transfer.withdraw()
 
 
 class StreamFile:

@@ -81,8 +81,14 @@ def up_to(bucket: int) -> str:
 
 @lru_cache(256)
 def human(nbytes: int) -> str:
-    """A size, in words."""
-    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.3g} KiB"
+    """A size, in words.
+
+    >>> human(4096), human(1 << 40), human(1 << 30), human(1065353216)
+    ('4 KiB', '1024 GiB', '1 GiB', '1016 MiB')
+    """
+    shift, unit = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB") if nbytes >= 1 << 20 else (10, "KiB")
+    amount = nbytes / (1 << shift)
+    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
 
 
 def shown(seconds: float) -> str:

@@ -43,7 +43,13 @@ def _in_order(candidates: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def next_to_try(
-    entry: Entry, tries: Mapping[str, int], slowness: Mapping[str, float], candidates: Sequence[str], *, spare: bool
+    entry: Entry,
+    tries: Mapping[str, int],
+    slowness: Mapping[str, float],
+    candidates: Sequence[str],
+    *,
+    spare: bool,
+    withdrawn: Mapping[str, int],
 ) -> str | None:
     """The backend to be tried next; None if it is known which is the best.
 
@@ -55,6 +61,7 @@ def next_to_try(
         slowness: how many times as long as the best each takes, as far as that is known from elsewhere.
         candidates: in the order in which they are tried.
         spare: whether those that are hopeless elsewhere are left out.
+        withdrawn: how often each was tried in vain, which does not count, but then others come first.
     """
     fastest = min((entry.timings[name].seconds for name in candidates if name in entry.timings), default=None)
 
@@ -71,7 +78,7 @@ def next_to_try(
     worth = [name for name in candidates if is_worth_it(name)]
     if fastest is None:  # what is best elsewhere is likely to be best here
         worth.sort(key=lambda name: slowness.get(name, 1.0))
-    return min(worth, key=lambda name: tries.get(name, 0), default=None)
+    return min(worth, key=lambda name: tries.get(name, 0) + withdrawn.get(name, 0), default=None)
 
 
 def slowness_of(entry: Entry) -> dict[str, float]:

@@ -38,8 +38,8 @@ _PATIENCE = 3
 as soon as that: where timings are noisy for good, at most a quarter of the transfers explore, and ever fewer."""
 _MOST_PATIENCE = 48
 _KEPT_SAMPLES = 2
-"""So many of the latest timings count when a backend is measured anew, unless they have drifted: all that is measured
-in one bad moment of the machine is outweighed, and a change for good is not."""
+"""So many of the latest timings count when a backend is measured anew: all that is measured in one bad moment of the
+machine is outweighed, and a change for good is not."""
 _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
@@ -64,8 +64,12 @@ class _Course:
     """How often each backend was tried, measured or not, now or in an earlier process."""
     tries_to_read: defaultdict[str, int] = field(default_factory=_counter)
     """How often each was tried to find out how fast it is read what it writes."""
-    begun: defaultdict[str, int] = field(default_factory=_counter)
-    """Tries of which nothing has been heard yet."""
+    begun: defaultdict[str, list[defaultdict[str, int]]] = field(default_factory=partial(defaultdict, list))
+    """Tries of which nothing has been heard yet: where each was counted."""
+    candidates: tuple[str, ...] = ()
+    """Those of the last time."""
+    withdrawn: defaultdict[str, int] = field(default_factory=_counter)
+    """How often each was tried in vain: an error has come between that is no backend's fault."""
     failed: dict[str, str] = field(default_factory=dict)
     """Backends that could not do it, and why."""
     chosen: dict[tuple[str, ...], str] = field(default_factory=dict)
@@ -82,10 +86,15 @@ class _Course:
     before: dict[str, float] | None = None
     """How many times as long as the best each took before a refresh; None if it is the first time."""
 
+    def end_try(self, backend: str) -> defaultdict[str, int] | None:
+        """Something was heard of a try; returns where it was counted, or None if none was begun."""
+        begun = self.begun[backend]
+        return begun.pop() if begun else None
+
     @property
     def quiet(self) -> int:
         """How many uses there are at least before a drift matters."""
-        return self.patience * self.tried
+        return self.patience * max(self.tried, MOST_TRIES)
 
 
 class Selector:
@@ -108,7 +117,7 @@ class Selector:
     ...     choice = selector.choose(1 << 30, context, ["direct", "numpy"])
     ...     selector.record(1 << 30, context, choice.backend, seconds)
     >>> selector.choose(1 << 30, context, ["direct", "numpy"])
-    Choice(backend='direct', reason='the fastest: 1 s for up to 1.02e+03 MiB', exploring=False)
+    Choice(backend='direct', reason='the fastest: 1 s for up to 1 GiB', exploring=False)
     """
 
     def __init__(
@@ -196,10 +205,12 @@ class Selector:
         possible = in_order(candidates)
         with self._lock:
             course = self._course(key)
+            course.candidates = possible
             choice, why = self._decide(key, course, possible, mode, default, try_others=self.explore and learn)
             if choice.exploring:
-                (course.tries if why == "to write" else course.tries_to_read)[choice.backend] += 1
-                course.begun[choice.backend] += 1
+                tries = course.tries if why == "to write" else course.tries_to_read
+                tries[choice.backend] += 1
+                course.begun[choice.backend].append(tries)
                 course.tried += 1
             elif self.explore and learn:
                 course.explored.add(possible)
@@ -215,10 +226,8 @@ class Selector:
             if not self.explore:
                 self._counts["exploited"] += 1
                 return
-            exploring = course.begun[backend] > 0
-            if exploring:
-                course.begun[backend] -= 1
-            elif not course.explored and course.tries[backend] < MOST_TRIES:  # nobody had to choose
+            exploring = course.end_try(backend) is not None
+            if not exploring and not course.explored and course.tries[backend] < MOST_TRIES:  # nobody had to choose
                 course.tries[backend] += 1
             self._counts["explored" if exploring else "exploited"] += 1
             if exploring:
@@ -234,20 +243,43 @@ class Selector:
             self._counts["failed"] += 1
             course = self._course(Key(context, bucket_of(nbytes)))
             course.failed[backend] = reason
-            course.begun[backend] = max(course.begun[backend] - 1, 0)
+            course.end_try(backend)
+
+    def withdrawn(self, nbytes: int, context: Context, backend: str) -> None:
+        """Nothing will be heard of a transfer that was to explore, for a reason that is not the backend's: the disk was
+        full, say. It does not count."""
+        with self._lock:
+            course = self._course(Key(context, bucket_of(nbytes)))
+            tries = course.end_try(backend)
+            if tries is not None:
+                tries[backend] -= 1
+                course.tried -= 1
+                course.withdrawn[backend] += 1
 
     def explain(
         self,
         nbytes: int,
         context: Context,
-        candidates: Iterable[str],
+        candidates: Iterable[str] | None = None,
         mode: Mode | None = None,
         default: str | None = None,
     ) -> Explanation:
-        """What would be chosen, why, and what is known. Changes nothing."""
+        """What would be chosen, why, and what is known. Changes nothing.
+
+        Args:
+            candidates: the backends that can; None means those that could the last time, or else all that are known of.
+            nbytes, context, mode, default: as for :meth:`choose`.
+
+        Raises:
+            ValueError: there are no candidates, and none was ever measured.
+        """
         key = Key(context, bucket_of(nbytes))
         with self._lock:
             course = self._courses.get(key) or self._new_course(key)
+            if candidates is None:
+                candidates = course.candidates or sorted(
+                    {name for _, entry in self._dictionary for name in entry.timings}
+                )
             choice, _ = self._decide(
                 key, course, in_order(candidates), check_mode(mode or self._mode), default, try_others=self.explore
             )
@@ -255,10 +287,16 @@ class Selector:
             return Explanation(size_of(key.bucket), context, choice, timings, dict(course.failed))
 
     def adopt(self, dictionary: Dictionary) -> None:
-        """Forget what is known, and take over what somebody else has learned. Nobody is told."""
+        """Forget what is known, and take over what somebody else has learned. Nobody is told.
+
+        What could not be done here is not forgotten.
+        """
         with self._lock:
             self._dictionary = deepcopy(dictionary)
+            failed = {key: course.failed for key, course in self._courses.items() if course.failed}
             self._courses.clear()
+            for key, reasons in failed.items():
+                self._course(key).failed = reasons
 
     def statistics(self) -> SelectorStatistics:
         """What has been done so far."""
@@ -324,7 +362,9 @@ class Selector:
         else:
             slowness, where = course.before, "before"
         entry = self._dictionary.at(key)
-        name = next_to_try(entry, course.tries, slowness, possible, spare=course.before is None)
+        name = next_to_try(
+            entry, course.tries, slowness, possible, spare=course.before is None, withdrawn=course.withdrawn
+        )
         if name is None:
             return None
         known = slowness_of(entry)
@@ -342,7 +382,7 @@ class Selector:
         unknown = [name for name in possible if name in timings and name not in reads and tries[name] < MOST_TRIES]
         if not unknown:
             return None
-        name = min(unknown, key=tries.__getitem__)
+        name = min(unknown, key=lambda name: tries[name] + course.withdrawn[name])
         number = f"{tries[name] + 1} of at most {MOST_TRIES}"
         return Choice(name, f"tried to learn how fast it is read, for {up_to(key.bucket)}, {number}", exploring=True)
 
@@ -398,24 +438,26 @@ class Selector:
             if enough and watch.expected:
                 change = median(watch.latest) / watch.expected
                 if not 1 / _DRIFT <= change <= _DRIFT:
-                    self._refresh(key, {backend: watch.latest}, f"{backend} takes {change:.2f} × as long as before")
+                    self._refresh(key, f"{backend} takes {change:.2f} × as long as before", {backend: watch.latest})
                     self._courses[key].tries[backend] = MOST_TRIES
                     return
         if self.refresh_every is not None and course.uses >= self.refresh_every:
-            timings = self._dictionary.at(key).timings
-            kept = {name: timing.samples[-_KEPT_SAMPLES:] for name, timing in timings.items()}
-            self._refresh(key, kept, f"it was used {course.uses} times")
+            self._refresh(key, f"it was used {course.uses} times", {})
 
-    def _refresh(self, key: Key, kept: Mapping[str, Iterable[float]], why: str) -> None:
-        """Forget what was measured, but some scaled seconds."""
+    def _refresh(self, key: Key, why: str, drifted: Mapping[str, Iterable[float]]) -> None:
+        """Forget what was measured, but the latest few timings: those, in scaled seconds, of one that has drifted."""
         _logger.info("exploring %s, %s anew: %s", key.context, up_to(key.bucket), why)
         self._counts["refreshed"] += 1
         entry, course, nbytes = self._dictionary.at(key), self._courses[key], size_of(key.bucket)
         patience = _PATIENCE if course.uses > 2 * course.quiet else min(2 * course.patience, _MOST_PATIENCE)
         self._courses[key] = _Course(_counter(), patience=patience, before=slowness_of(entry))
-        for name in tuple(entry.timings):
+        if key.context.operation == "read":  # others have to be written before they can be read again
+            for other, course in self._courses.items():
+                if other.bucket == key.bucket and other.context.operation == "write":
+                    course.tries_to_read.clear()
+        latest = {name: timing.samples[-_KEPT_SAMPLES:] for name, timing in entry.timings.items()}
+        for name, samples in {**latest, **drifted}.items():
             self._learn(Change(key.context, nbytes, name))
-        for name, samples in kept.items():
             for seconds in samples:
                 self._learn(Change(key.context, nbytes, name, seconds))
 

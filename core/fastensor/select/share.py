@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastensor.select.dictionary import Dictionary, DictionaryError
+from fastensor.select.dictionary import Dictionary, DictionaryError, Key
 from fastensor.select.selector import Selector
 
 _PATIENCE = timedelta(minutes=5)
@@ -72,7 +72,8 @@ class Sharing:
         self._group: Any = group
         self._explores = selector.explore
         """Whether it would by itself."""
-        self._sent: str | None = None
+        self._sent: dict[Key, tuple[str | None, frozenset[str]]] | None = None
+        """The best backend of each key when the dictionary was sent, and of which ones that was known."""
         self._rank = self.leader = 0
         self._leaders: tuple[int, ...] = ()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
@@ -99,7 +100,7 @@ class Sharing:
             try:
                 source = dist.get_global_rank(self._group, leader)
                 dist.broadcast_object_list(parcel, source, self._group)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # the latter if somebody has destroyed the group
                 self._break_off(error)
                 return
             if leader == self.leader != self._rank and parcel[0] is not None:
@@ -114,10 +115,10 @@ class Sharing:
             dist.destroy_process_group(group)
 
     def _news(self) -> str | None:
-        """The dictionary, if there is something new in it."""
-        text = self._selector.dictionary.to_json()
-        sent, self._sent = self._sent, text
-        return None if text == sent else text
+        """The dictionary, if another backend is the best one somewhere, or is known at all."""
+        dictionary = self._selector.dictionary
+        sent, self._sent = self._sent, {key: (entry.best, frozenset(entry.timings)) for key, entry in dictionary}
+        return None if self._sent == sent else dictionary.to_json()
 
     def _adopt(self, text: str) -> None:
         try:
@@ -132,7 +133,7 @@ class Sharing:
         self.leader = self._rank
         self._selector.explore = self._explores
 
-    def _break_off(self, error: RuntimeError) -> None:
+    def _break_off(self, error: Exception) -> None:
         """The others cannot be reached, or have died, or have left."""
         _logger.warning("ranks cannot share what they learn about backends; each goes on by itself: %s", error)
         self.end()

@@ -80,6 +80,8 @@ class Transfer:
         self._mode = mode
         self._default = default
         self._learn = learn
+        self._tries = False
+        """Whether the selector waits to hear of something that it has begun to try."""
         self.choice = self._choose()
         """The first one."""
         self.used = self.choice.backend
@@ -138,8 +140,9 @@ class Transfer:
                 if reason := why_unavailable(self.used):
                     raise BackendUnavailableError(reason)
                 return attempt(registry.get(self.used))
-            except Exception as error:
-                if not is_to_blame(error):
+            except BaseException as error:
+                if not isinstance(error, Exception) or not is_to_blame(error):
+                    self.withdraw()
                     raise
                 reason = str(error)
                 if not isinstance(error, BackendUnavailableError):
@@ -153,13 +156,21 @@ class Transfer:
 
     def done(self, seconds: float) -> None:
         """It has taken so long."""
+        self._tries = False
         if self._selector is not None and self._learn:
             self._selector.record(self._nbytes, self._context, self.used, seconds)
 
     def failed(self, reason: str) -> None:
         """The backend cannot do it, or has begun and cannot go on."""
+        self._tries = False
         if self._selector is not None:
             self._selector.failed(self._nbytes, self._context, self.used, reason)
+
+    def withdraw(self) -> None:
+        """Nothing will be heard of it, for a reason that says nothing about the backend; does nothing if there was."""
+        tries, self._tries = self._tries, False
+        if self._selector is not None and tries:
+            self._selector.withdrawn(self._nbytes, self._context, self.used)
 
     def _choose(self) -> Choice:
         if not self._left:
@@ -174,7 +185,9 @@ class Transfer:
         if self._selector is None or not self._chooses:
             return Choice(self._left[0], "asked for")
         default = self._default if self._default in self._left else None
-        return self._selector.choose(self._nbytes, self._context, self._left, self._mode, default, learn=self._learn)
+        choice = self._selector.choose(self._nbytes, self._context, self._left, self._mode, default, learn=self._learn)
+        self._tries = choice.exploring
+        return choice
 
 
 def is_to_blame(error: Exception) -> bool:
