@@ -432,7 +432,7 @@ def report(
     by = figures(found)
     lines = ["# Single tensors and models by each backend, and by the one that is chosen", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
-    for operation in ("durable write", "cold read", "warm read"):
+    for operation in dict.fromkeys(what for table, what, _, _ in by if table == "tensors"):
         lines += [
             "",
             f"## {operation}, MB/s (Tables 2 to 4), CPU utilisation, and MB/s per core in use (IOef, Table 5)",
@@ -449,8 +449,9 @@ def report(
             lines += [f"| {nbytes / 2**20:.4g} | {cells} |"]
     models = dict.fromkeys((what, nbytes) for table, what, nbytes, _ in by if table == "models")
     ways = (AUTO, *backends)
-    lines += ["", "## saving models durably, seconds ± spread (Table 9), and what was chosen", ""]
-    lines += ["| model | MiB | " + " | ".join(ways) + " | chosen |", "|---|---:|" + "---:|" * len(ways) + "---|"]
+    if models:
+        lines += ["", "## saving models durably, seconds ± spread (Table 9), and what was chosen", ""]
+        lines += ["| model | MiB | " + " | ".join(ways) + " | chosen |", "|---|---:|" + "---:|" * len(ways) + "---|"]
     for model, nbytes in models:
         own = [by["models", model, nbytes, way] for way in ways]
         cells = " | ".join(f"{figure.seconds:.4f} ± {figure.spread:.4f}" for figure in own)
@@ -582,7 +583,8 @@ def main() -> None:
         "measurements": [[_rounded(value) for value in astuple(one)] for one in found],
     }
     options.output.with_suffix(".json").write_text(json.dumps(result))
-    plot(found, mixes, backends, options.output.with_suffix(".png"))
+    if found:
+        plot(found, mixes, backends, options.output.with_suffix(".png"))
     print(text)
 
 
