@@ -166,12 +166,15 @@ def measure_mix(
     tensors = [torch.randn(max(round(mib * 2**20) // 4, 1)) for mib in MIXES_MIB[mix]]
     name = mix_name(mix, durable=durable)
 
+    not_cold: list[bool] = []
+
     def iteration(way: str, number: int, table: str) -> None:
         say(f"{name}, iteration {number + 1}, {way}")
         settle()
         for tensor, one in zip(tensors, pass_through(stores[way], tensors, selector, cold=durable), strict=True):
             if stores[way].statistics().fallbacks:
                 raise SystemExit(f"{way} cannot be measured: {stores[way].statistics().fallbacks}")
+            not_cold.append(durable and one.warm)
             taken = (one.seconds, one.cpu_seconds, one.exploring)
             found.append(Transfer(table, "write and read", tensor.nbytes, way, one.used, number, *taken))
 
@@ -206,6 +209,7 @@ def measure_mix(
         "exploited": first.exploited,
         "refreshed": first.refreshed,
         f"never done within {MOST_PASSES} passes": ends.count(False),
+        "reads that were to be cold and were not": sum(not_cold),
         "explored in a second run": second.statistics().explored,
     }
 
@@ -226,6 +230,8 @@ class Pass:
     """The backend that wrote it."""
     exploring: bool
     """Whether one was tried on the way."""
+    warm: bool
+    """Whether its file was in the page cache when it was read."""
     seconds: float
     cpu_seconds: float
 
@@ -241,14 +247,13 @@ def pass_through(store: TensorStore, tensors: Sequence[torch.Tensor], selector: 
         before = explored()
         ref, *taken = timed(lambda: store.put(tensor))  # noqa: B023
         written.append((ref, taken, explored() > before))
-    if cold:
-        for ref, _, _ in written:
-            evict(Path(store.directory, ref.file))
+    warm = {ref.file: not (cold and evict(Path(store.directory, ref.file))) for ref, _, _ in written}
     passes = []
     for ref, put, tried in reversed(written):
         before = explored()
         _, *got = timed(lambda: store.get(ref))  # noqa: B023
-        passes.append(Pass(ref.backend, tried or explored() > before, put[0] + got[0], put[1] + got[1]))
+        tried |= explored() > before
+        passes.append(Pass(ref.backend, tried, warm[ref.file], put[0] + got[0], put[1] + got[1]))
     for ref, _, _ in written:
         store.delete(ref)
     return passes[::-1]

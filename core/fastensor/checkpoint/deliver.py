@@ -210,10 +210,9 @@ class Delivery:
                 publish(temporary, durable=self._durable)
             self.close()
             undo.pop_all()
-        if transfer is not None:
-            transfer.done(taken)
         if transfer is None:
             return _Written(path, nbytes, "torch", _ONLY_TORCH, self._durable)
+        transfer.done(taken)
         return _Written(path, nbytes, transfer.used, transfer.reason, self._durable)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
