@@ -23,6 +23,7 @@ from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.select.files import file_for
+from fastensor.select.sizes import bucket_of
 from fastensor.testing.calls import Call, intercepted
 
 STATE = {"w": torch.arange(200_000), "b": torch.ones(3)}
@@ -113,18 +114,37 @@ def test_what_waits_for_something_else_is_not_measured(selector: Selector, tmp_p
     assert selector.statistics().explored == 0
 
 
-def test_a_save_that_fails_is_not_measured(selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_learned_for_the_size_of_the_file_that_was_written(selector: Selector, tmp_path: Path) -> None:
+    state = {"w": torch.zeros((1 << 18) - 8)}  # of the file, which is larger, not the bucket
+    report = fastensor.save(state, tmp_path / "x", backend="numpy")
+    assert bucket_of(report.nbytes) > bucket_of(state["w"].nbytes)
+    fastensor.load(tmp_path / "x")
+    assert measured(selector, Context("read", warm=True), report.nbytes)
+    with fastensor.open(tmp_path / "x") as opened:
+        assert torch.equal(opened["w"], state["w"])
+
+
+@pytest.mark.parametrize(
+    ("call", "container", "candidates"),
+    [("preallocate", "torch", 3), ("sync_file", "torch", 3), ("write_fully", "torch", 3), ("head", "safetensors", 2)],
+)
+def test_a_save_that_fails_is_not_measured(
+    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, container: Any, candidates: int
+) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    for call in ("preallocate", "sync_file", "write_fully"):
-        with monkeypatch.context() as patch:
-            patch.setattr(posix, call, full)
-            for _ in range(5):
-                with pytest.raises(fastensor.CheckpointWriteError):
-                    fastensor.save(STATE, tmp_path / "x")
+    def full_for_the_head(fd: int, data: memoryview, offset: int) -> None:
+        full() if offset == 0 and data.nbytes < 1 << 16 else write_fully(fd, data, offset)
+
+    write_fully = posix.write_fully
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, "write_fully" if call == "head" else call, full_for_the_head if call == "head" else full)
+        for _ in range(5):
+            with pytest.raises(fastensor.CheckpointWriteError):
+                fastensor.save(STATE, tmp_path / "x", container=container)
     assert selector.statistics().explored == 0
-    reasons = [fastensor.save(STATE, tmp_path / "x").reason for _ in range(3)]
+    reasons = [fastensor.save(STATE, tmp_path / "x", container=container).reason for _ in range(candidates)]
     assert all("1 of at most 3" in reason for reason in reasons), "each backend is tried"
 
 

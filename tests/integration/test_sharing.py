@@ -76,6 +76,41 @@ def refreshed(rank: int, folder: Path) -> None:
     note(folder, rank, selector.choose(NBYTES, WRITE, CANDIDATES).backend)
 
 
+def read_otherwise(rank: int, folder: Path) -> None:
+    """What is the fastest to write stays so, and so does what is the fastest to read; but not for both."""
+    selector = Selector(mode="write_read")
+    timings = {("write", "numpy"): 1.0, ("write", "direct"): 1.2, ("read", "numpy"): 2.0, ("read", "direct"): 1.9}
+    if rank == 0:
+        for (operation, name), seconds in timings.items():
+            for _ in range(3):
+                selector.record(NBYTES, Context(operation), name, seconds)  # type: ignore[arg-type]
+    sharing = Sharing(selector, "same")
+    before = selector.choose(NBYTES, WRITE, ("direct", "numpy")).backend
+    if rank == 0:
+        for _ in range(4):
+            selector.record(NBYTES, Context("read"), "numpy", 2.3)
+    sharing.sync()
+    note(folder, rank, [before, selector.choose(NBYTES, WRITE, ("direct", "numpy")).backend])
+
+
+def cannot_everything(rank: int, folder: Path) -> None:
+    """What fails on rank 1 is asked of it again when rank 0 has found everything out anew."""
+    selector = Selector()
+    sharing = Sharing(selector, "same")
+    if rank == 1:
+        selector.failed(NBYTES, WRITE, "direct", "not now")
+    explore(selector, 0)
+    sharing.sync()
+    before = selector.choose(NBYTES, WRITE, CANDIDATES).backend
+    if rank == 0:
+        selector.refresh_every = 1
+        explore(selector, 0, uses=1)
+        selector.refresh_every = None
+        explore(selector, 0)
+    sharing.sync()
+    note(folder, rank, [before, selector.choose(NBYTES, WRITE, CANDIDATES).backend])
+
+
 def known_before(rank: int, folder: Path) -> None:
     """Rank 0 knows from an earlier run; nobody explores."""
     selector = Selector()
@@ -145,7 +180,8 @@ def of_another_version(rank: int, folder: Path) -> None:
     selector = Selector()
     sharing = Sharing(selector, "same")
     if rank == 0:
-        sharing._news = lambda: '{"format": "fastensor dictionary", "version": 99}'  # type: ignore[method-assign]
+        news = share._News('{"format": "fastensor dictionary", "version": 99}', anew=False)
+        sharing._news = lambda: news  # type: ignore[method-assign]
     sums = train(rank, sharing)
     explore(selector, rank)
     note(folder, rank, [sums, sharing.leader, selector.choose(NBYTES, WRITE, CANDIDATES).backend])
@@ -157,6 +193,8 @@ PROGRAMS: dict[str, Callable[[int, Path], None]] = {
     "two kinds": shared(("A100, ext4", "A100, nfs")),
     "model parallel": shared((None, "same", "same", None)),
     "refreshed": refreshed,
+    "read otherwise": read_otherwise,
+    "cannot everything": cannot_everything,
     "known before": known_before,
     "subgroup": in_a_subgroup,
     "dies": dies,
@@ -195,6 +233,14 @@ def test_ranks_of_other_sizes_keep_to_themselves(tmp_path: Path) -> None:
 
 def test_what_is_learned_anew_is_sent_anew(tmp_path: Path) -> None:
     assert run("refreshed", 2, tmp_path) == ["torch", "torch"]
+
+
+def test_another_winner_of_the_sum_of_both_is_news(tmp_path: Path) -> None:
+    assert run("read otherwise", 2, tmp_path) == [["numpy", "direct"]] * 2
+
+
+def test_what_failed_on_one_rank_is_tried_again_when_its_leader_refreshes(tmp_path: Path) -> None:
+    assert run("cannot everything", 2, tmp_path) == [["direct", "direct"], ["numpy", "direct"]]
 
 
 def test_what_rank_0_knows_is_sent_at_once(tmp_path: Path) -> None:

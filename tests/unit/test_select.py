@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.select.context import Context
-from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Timing
-from fastensor.select.explore import MOST_TRIES
+from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Key, Timing
+from fastensor.select.explore import MOST_TRIES, winners
 from fastensor.select.selector import Selector
 from fastensor.select.sizes import bucket_of, size_of
 
@@ -362,6 +362,32 @@ def test_what_a_backend_reads_is_in_the_page_cache_or_not_as_it_has_written_it()
     selector.record(MIB, READ, "numpy", 9.0)
     assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write").backend == "direct"
     assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read").backend == "numpy"
+
+
+def test_what_is_written_from_a_gpu_and_loaded_to_the_cpu_is_read_from_there() -> None:
+    from_gpu = Context("write", "cuda")
+    dictionary = Dictionary()
+    for name, taken in {"numpy": 1.0, "direct": 0.9}.items():
+        dictionary.apply(Change(from_gpu, MIB, name, taken))
+    for name, taken in {"numpy": 0.5, "direct": 2.0}.items():
+        dictionary.apply(Change(READ, MIB, name, taken))
+    assert winners(dictionary, Key(from_gpu, bucket_of(MIB))) == ("direct", "numpy", "numpy")
+    for name, taken in {"numpy": 2.0, "direct": 0.5}.items():
+        dictionary.apply(Change(Context("read", "cuda"), MIB, name, taken))
+    assert winners(dictionary, Key(from_gpu, bucket_of(MIB))) == ("direct", "direct", "direct")
+    chosen = Selector(dictionary, explore=False, mode="read").choose(MIB, from_gpu, ALL)
+    assert (chosen.backend, chosen.reason) == ("direct", "the fastest to read: 500 ms for up to 1 MiB")
+    assert winners(dictionary, Key(READ, bucket_of(MIB))) == ("numpy", None, None)
+
+
+def test_what_could_not_be_done_is_forgotten_only_with_what_was_explored_anew() -> None:
+    selector = Selector()
+    selector.failed(MIB, WRITE, "direct", "not on this disk")
+    selector.adopt(Dictionary())
+    assert selector.choose(MIB, WRITE, ("direct", "numpy")).backend == "numpy"
+    assert "not on this disk" in str(selector.explain(MIB, WRITE))
+    selector.adopt(Dictionary(), anew=True)
+    assert selector.explain(MIB, WRITE, ("direct", "numpy")).failed == {}
 
 
 @pytest.mark.parametrize("batch", [3, 30])

@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
@@ -197,8 +197,10 @@ class Delivery:
                 if source is None:
                     self._write_with_torch(temporary.fd)
                 else:
-                    transfer = self._write(source, temporary)
+                    transfer, checksums = self._write(source, temporary)
                     undo.callback(transfer.withdraw)
+                    if source.checksums_first:
+                        posix.write_fully(temporary.fd, memoryview(source.head(checksums)), 0)
                 nbytes = os.fstat(temporary.fd).st_size
             copy_ownership(temporary)
             if self._durable:
@@ -234,7 +236,7 @@ class Delivery:
         with file_for_torch(partial(posix.write_fully, fd)) as file:
             self._let_torch_write(file)
 
-    def _write(self, source: Source, temporary: Temporary) -> Transfer:
+    def _write(self, source: Source, temporary: Temporary) -> tuple[Transfer, Sequence[int]]:
         """Move the file with the chosen backend or else with the next one that can."""
         fd = temporary.fd
         wait_for_space()
@@ -252,9 +254,7 @@ class Delivery:
             checksums = transfer.run(lambda backend: backend.write(source, fd), partial(give_up, self._fallbacks))
         except BackendUnavailableError as error:
             raise OSError(errno.EINVAL, str(error)) from error
-        if source.checksums_first:
-            posix.write_fully(fd, memoryview(source.head(checksums)), 0)
-        return transfer
+        return transfer, checksums
 
     def _to_stream(self, source: Source | None, file: BinaryIO) -> int:
         """Write to a file from its position on; returns how much."""

@@ -26,6 +26,8 @@ from fastensor.select.transfer import Transfer, is_to_blame
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
+_NEARLY_ALL = 0.9
+"""Reading so much of a file is learned as reading the file, so that it can be compared with having written it."""
 
 
 class OpenedFile(Protocol):
@@ -71,8 +73,10 @@ class LocalFile:
         nbytes = sum(extent.end - extent.begin for extent in order)
         context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         default = choose_reader(nbytes, self.resident_fraction)
+        learned_as = self.nbytes if nbytes >= _NEARLY_ALL * self.nbytes else nbytes
+        learn = wanted.learn and bool(order)
         transfer = Transfer.of_file(
-            wanted.backend, self.path, nbytes, context, registry.names(), default, learn=wanted.learn and bool(order)
+            wanted.backend, self.path, learned_as, context, registry.names(), default, learn=learn
         )
         reader = transfer.run(
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(give_up, fallbacks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Timing
@@ -28,8 +28,7 @@ def check_mode(mode: Mode) -> Mode:
     return mode
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A decision, and why."""
 
     backend: str

@@ -6,9 +6,10 @@ The paper's three dictionaries are views of this one: WDic is its writes, RDic i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +19,8 @@ from fastensor.select.sizes import bucket_of, scaled, size_of
 
 MOST_SAMPLES = 5
 """The latest timings are kept: enough for a median that an outlier does not move."""
+ENOUGH_TRIES = 2
+"""The first use of a backend may take longer than later ones (section 3.4), so one timing rules nothing out."""
 MOST_NBYTES = 64 << 10
 """Of a dictionary as JSON. What was learned the longest ago is left out."""
 MOST_SIZE = 1 << 63
@@ -67,14 +70,29 @@ class Entry:
     """By backend."""
     serial: int = 0
     """The larger, the later something was learned."""
+    _slowness: dict[str, float] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def best(self) -> str | None:
         """The fastest backend."""
         return min(self.timings, key=lambda name: self.timings[name].seconds, default=None)
 
+    @property
+    def slowness(self) -> Mapping[str, float]:
+        """How many times as long as the best each takes, of those that were measured often enough to tell."""
+        if self._slowness is None:
+            seconds = {name: timing.seconds for name, timing in self.timings.items() if timing.count >= ENOUGH_TRIES}
+            fastest = min(seconds.values(), default=0.0)
+            self._slowness = {name: taken / fastest for name, taken in seconds.items()} if fastest else {}
+        return self._slowness
+
+    def changed(self) -> None:
+        """The timings are others now."""
+        self._slowness = None
+
 
 _NOTHING = Entry()
+_NO_SIZES: Mapping[int, Entry] = {}
 
 
 class Change(NamedTuple):
@@ -97,15 +115,17 @@ class Dictionary:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Context, dict[int, Entry]] = {}
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._entries.values()))
 
     def __iter__(self) -> Iterator[tuple[Key, Entry]]:
         """By context, then by size."""
-        return iter(sorted(self._entries.items(), key=lambda item: (str(item[0].context), item[0].bucket)))
+        for context in sorted(self._entries, key=str):
+            for bucket, entry in sorted(self._entries[context].items(), key=itemgetter(0)):
+                yield Key(context, bucket), entry
 
     def of(self, context: Context, nbytes: int) -> Entry:
         """What is known about a size."""
@@ -113,12 +133,21 @@ class Dictionary:
 
     def at(self, key: Key) -> Entry:
         """What is known of a key, not to be changed."""
-        return self._entries.get(key, _NOTHING)
+        return self.within(key.context).get(key.bucket, _NOTHING)
+
+    def contexts(self) -> Iterable[Context]:
+        """Those of which something is, or was, known."""
+        return self._entries.keys()
+
+    def within(self, context: Context) -> Mapping[int, Entry]:
+        """What is known of a context, by bucket, not to be changed."""
+        return self._entries.get(context, _NO_SIZES)
 
     def apply(self, change: Change) -> None:
         """Learn something."""
-        key = Key(change.context, bucket_of(change.nbytes))
-        entry = self._entries.setdefault(key, Entry())
+        bucket = bucket_of(change.nbytes)
+        sizes = self._entries.setdefault(change.context, {})
+        entry = sizes.setdefault(bucket, Entry())
         if change.seconds is not None:
             old = entry.timings.get(change.backend)
             count, samples = (old.count, old.samples) if old else (0, ())
@@ -127,7 +156,8 @@ class Dictionary:
         else:
             entry.timings.pop(change.backend, None)
             if not entry.timings:
-                del self._entries[key]
+                del sizes[bucket]
+        entry.changed()
         self._serial = entry.serial = self._serial + 1
 
     def to_json(self, machine: Mapping[str, Any] | None = None) -> str:
@@ -170,9 +200,9 @@ class Dictionary:
                 raise DictionaryError(f"a dictionary of version {found.get('version')!r}, expected {VERSION}")
             result = cls()
             for context, sizes in found["entries"].items():
+                known = result._entries.setdefault(Context.parse(context), {})
                 for size, entry in sizes.items():
-                    parsed = _parse_entry(entry)
-                    result._entries[Key(Context.parse(context), bucket_of(_parse_size(size)))] = parsed
+                    parsed = known[bucket_of(_parse_size(size))] = _parse_entry(entry)
                     result._serial = max(result._serial, parsed.serial)
             machine = found.get("machine", {})
             if not isinstance(machine, dict):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from fastensor.select.context import STAGED, Context
-from fastensor.select.dictionary import Dictionary, Entry, Key, Timing
+from fastensor.select.dictionary import ENOUGH_TRIES, Dictionary, Entry, Key, Timing
 from fastensor.select.sizes import size_of
 
 PAPER_ORDER = ("gds", "numpy", "torch", "direct")
@@ -19,11 +20,9 @@ MOST_TRIES = 3
 """How often a backend is tried for one size and context, at most."""
 HOPELESS = 2.0
 """A backend that takes so many times as long as the best one at a neighbouring size is not tried here."""
-_ENOUGH_TRIES = 2
-"""The first use of a backend may take longer than later ones (section 3.4), so one timing rules nothing out."""
 _CONTENDER = 1.5
 """One whose best timing is below that may yet turn out to be the best, and is tried as often as is allowed."""
-_NEIGHBOURS = 4
+_NEAREST_FIRST = (-1, 1, -2, 2, -3, 3, -4, 4)
 """So many buckets away timings still say something: a factor of four in size."""
 
 
@@ -63,50 +62,71 @@ def next_to_try(
         spare: whether those that are hopeless elsewhere are left out.
         withdrawn: how often each was tried in vain, which does not count, but then others come first.
     """
-    fastest = min((entry.timings[name].seconds for name in candidates if name in entry.timings), default=None)
+    timings = entry.timings
+    fastest = min([timings[name].seconds for name in candidates if name in timings], default=None) if timings else None
 
     def is_worth_it(name: str) -> bool:
-        tried, timing = tries.get(name, 0), entry.timings.get(name)
+        tried, timing = tries.get(name, 0), timings.get(name)
         if not tried:
             return not (spare and slowness.get(name, 1.0) > HOPELESS)
         if timing is None or fastest is None:
             return tried < MOST_TRIES
-        if tried < _ENOUGH_TRIES and slowness.get(name, 1.0) <= HOPELESS:
+        if tried < ENOUGH_TRIES and slowness.get(name, 1.0) <= HOPELESS:
             return True
         return tried < MOST_TRIES and min(timing.samples) <= _CONTENDER * fastest
 
-    worth = [name for name in candidates if is_worth_it(name)]
-    if fastest is None:  # what is best elsewhere is likely to be best here
-        worth.sort(key=lambda name: slowness.get(name, 1.0))
-    return min(worth, key=lambda name: tries.get(name, 0) + withdrawn.get(name, 0), default=None)
+    def turn(name: str) -> tuple[int, float]:
+        number = tries.get(name, 0) + withdrawn.get(name, 0)
+        return number, slowness.get(name, 1.0) if fastest is None else 0.0  # what is best elsewhere may be best here
+
+    return min(filter(is_worth_it, candidates), key=turn, default=None)
 
 
-def slowness_of(entry: Entry) -> dict[str, float]:
-    """How many times as long as the best each backend takes, of those that were measured often enough to tell."""
-    seconds = {name: timing.seconds for name, timing in entry.timings.items() if timing.count >= _ENOUGH_TRIES}
-    fastest = min(seconds.values(), default=0.0)
-    return {name: taken / fastest for name, taken in seconds.items()} if fastest else {}
-
-
-def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[dict[str, float], int]:
-    """:func:`slowness_of` the nearest size where several were measured, and that size; nothing if none is near."""
-    for distance in range(1, _NEIGHBOURS + 1):
-        for bucket in (key.bucket - distance, key.bucket + distance):
-            entry = dictionary.at(Key(key.context, bucket))
-            if len(entry.timings) > 1 and len(slowness := slowness_of(entry)) > 1:
-                return slowness, size_of(bucket)
+def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[Mapping[str, float], int]:
+    """How many times as long as the best each backend takes at the nearest size where several were measured, and that
+    size; nothing if none is near."""
+    sizes = dictionary.within(key.context)
+    for distance in _NEAREST_FIRST if sizes else ():
+        entry = sizes.get(key.bucket + distance)
+        if entry is not None and len(entry.slowness) > 1:
+            return entry.slowness, size_of(key.bucket + distance)
     return {}, 0
 
 
-def seconds_to_read(dictionary: Dictionary, key: Key) -> dict[str, float]:
+def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
     """How long each backend takes to read what is written now: in the page cache or not, whichever is usual for it.
 
     That is not the same for all of them: what one has written around the page cache is not in it when it is read.
+    Bytes are read to the device that they come from, or to another one, if more is known about that: checkpoints are
+    often loaded to the CPU first.
     """
-    device = "cpu" if key.context.device == STAGED else key.context.device
+    own = "cpu" if key.context.device == STAGED else key.context.device
+    others = {context.device for context in dictionary.contexts() if context.operation == "read"} - {own}
+    return max((_usual_seconds(dictionary, device, key.bucket) for device in (own, *sorted(others))), key=len)
+
+
+def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str, float]:
     usual: dict[str, Timing] = {}
     for warm in (False, True):
-        for name, timing in dictionary.at(Key(Context("read", device, warm), key.bucket)).timings.items():
+        for name, timing in dictionary.at(Key(Context("read", device, warm), bucket)).timings.items():
             if name not in usual or timing.count > usual[name].count:
                 usual[name] = timing
     return {name: timing.seconds for name, timing in usual.items()}
+
+
+class Winners(NamedTuple):
+    """The fastest backends for one key: in WDic, or of a read; in RDic; and in WRDic."""
+
+    alone: str | None
+    to_read: str | None
+    to_write_and_read: str | None
+
+
+def winners(dictionary: Dictionary, key: Key) -> Winners:
+    """Those of what is known."""
+    entry = dictionary.at(key)
+    reads = seconds_to_read(dictionary, key) if key.context.operation == "write" else {}
+    known = [name for name in entry.timings if name in reads]
+    to_read = min(known, key=reads.__getitem__, default=None)
+    both = min(known, key=lambda name: entry.timings[name].seconds + reads[name], default=None)
+    return Winners(entry.best, to_read, both)

@@ -24,7 +24,6 @@ from fastensor.select.explore import (
     next_to_try,
     seconds_to_read,
     slowness_nearby,
-    slowness_of,
 )
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
@@ -44,7 +43,7 @@ _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
 _logger = logging.getLogger("fastensor")
-_counter = partial(defaultdict[str, int], int)
+_counter: partial[defaultdict[str, int]] = partial(defaultdict, int)
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class _Course:
     """Of what is known."""
     patience: int = _PATIENCE
     """How many uses for each try there are before a drift matters."""
-    before: dict[str, float] | None = None
+    before: Mapping[str, float] | None = None
     """How many times as long as the best each took before a refresh; None if it is the first time."""
 
     def end_try(self, backend: str) -> defaultdict[str, int] | None:
@@ -286,14 +285,15 @@ class Selector:
             timings = dict(self._dictionary.at(key).timings)
             return Explanation(size_of(key.bucket), context, choice, timings, dict(course.failed))
 
-    def adopt(self, dictionary: Dictionary) -> None:
+    def adopt(self, dictionary: Dictionary, *, anew: bool = False) -> None:
         """Forget what is known, and take over what somebody else has learned. Nobody is told.
 
-        What could not be done here is not forgotten.
+        Args:
+            anew: forget what could not be done here, too.
         """
         with self._lock:
             self._dictionary = deepcopy(dictionary)
-            failed = {key: course.failed for key, course in self._courses.items() if course.failed}
+            failed = {key: course.failed for key, course in self._courses.items() if course.failed and not anew}
             self._courses.clear()
             for key, reasons in failed.items():
                 self._course(key).failed = reasons
@@ -367,7 +367,7 @@ class Selector:
         )
         if name is None:
             return None
-        known = slowness_of(entry)
+        known = entry.slowness
         if name in known:
             slowness, where = known, "so far"
         times = f"; {slowness[name]:.2f} × the best {where}" if name in slowness else ""
@@ -450,7 +450,7 @@ class Selector:
         self._counts["refreshed"] += 1
         entry, course, nbytes = self._dictionary.at(key), self._courses[key], size_of(key.bucket)
         patience = _PATIENCE if course.uses > 2 * course.quiet else min(2 * course.patience, _MOST_PATIENCE)
-        self._courses[key] = _Course(_counter(), patience=patience, before=slowness_of(entry))
+        self._courses[key] = _Course(_counter(), patience=patience, before=entry.slowness)
         if key.context.operation == "read":  # others have to be written before they can be read again
             for other, course in self._courses.items():
                 if other.bucket == key.bucket and other.context.operation == "write":
