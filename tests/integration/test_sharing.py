@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fastensor import Context, Selector
 from fastensor.select import share
+from fastensor.select.dictionary import Change
 from fastensor.select.share import Sharing, kind_of, leaders_of
 
 WRITE, NBYTES = Context("write"), 1 << 20
@@ -87,8 +88,10 @@ def read_otherwise(rank: int, folder: Path) -> None:
     sharing = Sharing(selector, "same")
     before = selector.choose(NBYTES, WRITE, ("direct", "numpy")).backend
     if rank == 0:
-        for _ in range(4):
-            selector.record(NBYTES, Context("read"), "numpy", 2.3)
+        found = selector.dictionary
+        found.apply(Change(Context("read"), NBYTES, "numpy"))
+        found.apply(Change(Context("read"), NBYTES, "numpy", 2.3))
+        selector.adopt(found)
     sharing.sync()
     note(folder, rank, [before, selector.choose(NBYTES, WRITE, ("direct", "numpy")).backend])
 

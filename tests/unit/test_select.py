@@ -106,7 +106,7 @@ def test_candidates_that_change_are_no_drift() -> None:
         assert run(selector, FAR, 1) == ["numpy"]
         assert run(selector, FAR, 1, candidates=("torch", "direct")) == ["direct"]
     assert selector.statistics().refreshed == 0
-    assert selector.dictionary.of(WRITE, MIB).timings["numpy"].samples == (1.0,) * MOST_SAMPLES
+    assert selector.dictionary.of(WRITE, MIB).timings["numpy"].samples == (1.0,) * MOST_TRIES
 
 
 def test_a_lock_that_is_held_when_the_process_forks() -> None:
@@ -155,13 +155,22 @@ def test_a_backend_that_goes_is_not_chosen_any_more() -> None:
 
 
 def test_noise_does_not_decide() -> None:
-    noise = iter([1.0, 1.2, 9.0] + [1.3, 1.2] * 20)
-
-    def seconds(backend: str) -> float:
-        return next(noise) if backend == "numpy" else 1.1
-
+    """It adds to what a backend takes, now and then by much."""
+    noise = {"numpy": iter([1.4, 9.0, 1.3]), "direct": iter([9.0, 1.1, 7.0])}
     selector = Selector()
-    assert run(selector, seconds, 30, candidates=("numpy", "direct"))[-1] == "direct"
+    chosen = run(selector, lambda backend: next(noise[backend], 2.0), 30, candidates=("numpy", "direct"))
+    assert chosen[6:9] == ["direct"] * 3
+
+
+def test_a_bad_time_for_all_deposes_nobody() -> None:
+    """While the machine is busy, what is in use is compared with how the others were before; that is no reason."""
+    selector = Selector()
+    run(selector, FAR, 20)
+    assert run(selector, lambda backend: 1.45 * FAR(backend), 100) == ["numpy"] * 100
+    assert selector.dictionary.of(WRITE, MIB).timings["numpy"].samples == (1.0,) * MOST_TRIES
+    run(selector, lambda backend: 5.0 * FAR(backend), 50)
+    assert selector.statistics().refreshed >= 1
+    assert run(selector, FAR, 100)[-20:] == ["numpy"] * 20
 
 
 def test_one_outlier_of_the_best_does_not_depose_it() -> None:
@@ -223,10 +232,13 @@ def test_drift_is_noticed(change: float) -> None:
     assert chosen[-1] == ("direct" if change > 1 else "numpy")
 
 
-def test_what_becomes_slower_bit_by_bit_gives_way() -> None:
-    selector = Selector()
+def test_what_becomes_slower_by_a_little_gives_way_when_all_is_explored_anew() -> None:
+    selector = Selector(refresh_every=20)
     run(selector, FAR, 20)
-    assert run(selector, lambda backend: 1.25 if backend == "numpy" else FAR(backend), 10)[-1] == "direct"
+    chosen = run(selector, lambda backend: 1.25 if backend == "numpy" else FAR(backend), 60)
+    assert chosen[:11] == ["numpy"] * 11
+    assert selector.explain(MIB, WRITE, ALL).timings["numpy"].seconds == 1.25
+    assert Counter(chosen[-20:]).most_common(1)[0][0] == "direct"
 
 
 def test_refreshing() -> None:
@@ -234,10 +246,11 @@ def test_refreshing() -> None:
     run(selector, FAR, 10)
     assert run(selector, FAR, 5) == ["numpy"] * 5
     choice = selector.choose(MIB, WRITE, ALL)
-    assert choice.reason == "tried for up to 1 MiB, 1 of at most 3; 1.90 × the best so far"
+    assert choice.reason == "tried for up to 1 MiB, 1 of at most 3; 1.00 × the best before"
     selector.record(MIB, WRITE, choice.backend, FAR(choice.backend))
     again = [choice.backend, *run(selector, FAR, 9)]
-    assert again[:8] == ["gds", "numpy", "torch", "direct", "gds", "numpy", "direct", "numpy"]  # torch is still slow
+    first, second, third = ["numpy", "gds", "torch", "direct"], ["gds", "numpy", "direct"], ["numpy", "direct", "numpy"]
+    assert again == first + second + third, "torch is still slow, gds is none that contends"
     assert selector.statistics().refreshed == 1
     selector.refresh_every = None
     assert run(selector, FAR, 20) == ["numpy"] * 20
@@ -248,7 +261,7 @@ def test_refreshing() -> None:
         Selector(refresh_every=0)
 
 
-def test_what_was_known_before_a_refresh_outweighs_a_bad_moment() -> None:
+def test_what_was_the_best_before_a_refresh_is_not_given_up_in_a_bad_moment() -> None:
     selector = Selector(refresh_every=10)
     run(selector, FAR, 20)
     assert selector.statistics().refreshed == 1
@@ -598,7 +611,7 @@ def test_a_dictionary_stays_small() -> None:
 
 def test_timings_are_robust() -> None:
     timing = Timing(9, (1.0, 1.1, 9.0, 1.2, 0.9))
-    assert (timing.seconds, round(timing.spread, 6)) == (1.1, 0.1)
+    assert (timing.seconds, round(timing.spread, 6)) == (0.9, 0.2)
     dictionary = Dictionary()
     for number in range(100):
         dictionary.apply(Change(WRITE, MIB, "numpy", float(number)))

@@ -21,7 +21,8 @@ MOST_TRIES = 3
 HOPELESS = 2.0
 """A backend that takes so many times as long as the best one at a neighbouring size is not tried here."""
 _CONTENDER = 1.5
-"""One whose best timing is below that may yet turn out to be the best, and is tried as often as is allowed."""
+"""One that is not slower than that, here or elsewhere, may yet turn out to be the best, and is tried as often as is
+allowed."""
 _NEAREST_FIRST = (-1, 1, -2, 2, -3, 3, -4, 4)
 """So many buckets away timings still say something: a factor of four in size."""
 
@@ -73,7 +74,8 @@ def next_to_try(
             return tried < MOST_TRIES
         if tried < ENOUGH_TRIES and slowness.get(name, 1.0) <= HOPELESS:
             return True
-        return tried < MOST_TRIES and min(timing.samples) <= _CONTENDER * fastest
+        contends = timing.seconds <= _CONTENDER * fastest or slowness.get(name, HOPELESS) <= _CONTENDER
+        return tried < MOST_TRIES and contends
 
     def turn(name: str) -> tuple[int, float]:
         number = tries.get(name, 0) + withdrawn.get(name, 0)

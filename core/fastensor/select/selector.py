@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, human, shown, up_to
 from fastensor.select.context import Context
-from fastensor.select.dictionary import Change, Dictionary, Key, Timing
+from fastensor.select.dictionary import Change, Dictionary, Key
 from fastensor.select.explore import (
     HOPELESS,
     MOST_TRIES,
@@ -36,9 +36,6 @@ _PATIENCE = 3
 """So many uses follow each try before a drift is a reason to try again, and twice as many each time that one was found
 as soon as that: where timings are noisy for good, at most a quarter of the transfers explore, and ever fewer."""
 _MOST_PATIENCE = 48
-_KEPT_SAMPLES = 2
-"""So many of the latest timings count when a backend is measured anew: all that is measured in one bad moment of the
-machine is outweighed, and a change for good is not."""
 _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
@@ -46,13 +43,7 @@ _logger = logging.getLogger("fastensor")
 _counter: partial[defaultdict[str, int]] = partial(defaultdict, int)
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Whether a backend still takes what it took."""
-
-    expected: float
-    """What that is, in scaled seconds."""
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=_DRIFT_SAMPLES))
+_latest = partial(deque[float], maxlen=_DRIFT_SAMPLES)
 
 
 @dataclass(slots=True)
@@ -75,7 +66,8 @@ class _Course:
     """The fastest, by candidates."""
     explored: set[tuple[str, ...]] = field(default_factory=set)
     """Candidates of which it is known."""
-    watched: dict[str, _Watch] = field(default_factory=dict)
+    latest: defaultdict[str, deque[float]] = field(default_factory=partial(defaultdict, _latest))
+    """How long each has taken the last few times when nothing was tried, in scaled seconds."""
     tried: int = 0
     """How often something was tried, in this process."""
     uses: int = 0
@@ -107,8 +99,8 @@ class Selector:
         explore: whether backends are tried that nothing is known of. Without, choices depend on the dictionary alone,
             which never changes then: they are deterministic.
         mode: what files are written for: to be written fast, to be read fast later, or both.
-        refresh_every: explore a size and context anew after so many uses, of which the latest few still count; None
-            means only when its timings drift.
+        refresh_every: forget a size and context, and explore it anew, after so many uses; None means only when its
+            timings drift.
         on_change: called with everything that is learned, by the thread that tells.
 
     >>> selector, context = Selector(), Context("write")
@@ -218,7 +210,10 @@ class Selector:
             return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float) -> None:
-        """A backend has moved so many bytes in so many seconds."""
+        """A backend has moved so many bytes in so many seconds.
+
+        The first few timings are learned; later ones only tell whether these still hold.
+        """
         key = Key(context, bucket_of(nbytes))
         with self._lock:
             course = self._course(key)
@@ -226,15 +221,15 @@ class Selector:
                 self._counts["exploited"] += 1
                 return
             exploring = course.end_try(backend) is not None
-            if not exploring and not course.explored and course.tries[backend] < MOST_TRIES:  # nobody had to choose
-                course.tries[backend] += 1
             self._counts["explored" if exploring else "exploited"] += 1
             if exploring:
                 self._say_if_slow(key, nbytes, backend, seconds)
-            before = self._dictionary.at(key).timings.get(backend)
+            elif course.tries[backend] >= MOST_TRIES:
+                self._watch(key, course, backend, scaled(seconds, nbytes))
+                return
+            else:  # nobody had to choose
+                course.tries[backend] += 1
             self._learn(Change(context, nbytes, backend, seconds))
-            if not exploring:
-                self._watch(key, course, backend, scaled(seconds, nbytes), before)
 
     def failed(self, nbytes: int, context: Context, backend: str, reason: str) -> None:
         """A backend could not do it: it is not used again for that until the next refresh, in this process."""
@@ -426,26 +421,23 @@ class Selector:
         except Exception:  # what was moved is moved
             _logger.exception("on_change of a fastensor.Selector has raised, told of %s", change)
 
-    def _watch(self, key: Key, course: _Course, backend: str, seconds: float, before: Timing | None) -> None:
-        """Whether what is known still holds."""
+    def _watch(self, key: Key, course: _Course, backend: str, seconds: float) -> None:
+        """Whether what is known still holds. Nothing is learned: other backends were not measured at the same time, and
+        where all of them are slower now, the one in use would seem to be."""
         course.uses += 1
-        watch = course.watched.get(backend)
-        if watch is None and before is not None and before.count >= MOST_TRIES:
-            watch = course.watched[backend] = _Watch(before.seconds)
-        if watch is not None:
-            watch.latest.append(seconds)
-            enough = len(watch.latest) == _DRIFT_SAMPLES and course.uses >= course.quiet
-            if enough and watch.expected:
-                change = median(watch.latest) / watch.expected
-                if not 1 / _DRIFT <= change <= _DRIFT:
-                    self._refresh(key, f"{backend} takes {change:.2f} × as long as before", {backend: watch.latest})
-                    self._courses[key].tries[backend] = MOST_TRIES
-                    return
+        known = self._dictionary.at(key).timings.get(backend)
+        latest = course.latest[backend]
+        latest.append(seconds)
+        if known is not None and len(latest) == _DRIFT_SAMPLES and course.uses >= course.quiet:
+            least, usual = min(latest), median(latest)
+            if least > _DRIFT * known.seconds or usual * _DRIFT < known.seconds:
+                self._refresh(key, f"{backend} takes {shown(usual)}, and took {shown(known.seconds)}")
+                return
         if self.refresh_every is not None and course.uses >= self.refresh_every:
-            self._refresh(key, f"it was used {course.uses} times", {})
+            self._refresh(key, f"it was used {course.uses} times")
 
-    def _refresh(self, key: Key, why: str, drifted: Mapping[str, Iterable[float]]) -> None:
-        """Forget what was measured, but the latest few timings: those, in scaled seconds, of one that has drifted."""
+    def _refresh(self, key: Key, why: str) -> None:
+        """Forget what was measured, of all backends: they are compared by timings of the same time."""
         _logger.info("exploring %s, %s anew: %s", key.context, up_to(key.bucket), why)
         self._counts["refreshed"] += 1
         entry, course, nbytes = self._dictionary.at(key), self._courses[key], size_of(key.bucket)
@@ -455,11 +447,8 @@ class Selector:
             for other, course in self._courses.items():
                 if other.bucket == key.bucket and other.context.operation == "write":
                     course.tries_to_read.clear()
-        latest = {name: timing.samples[-_KEPT_SAMPLES:] for name, timing in entry.timings.items()}
-        for name, samples in {**latest, **drifted}.items():
+        for name in tuple(entry.timings):
             self._learn(Change(key.context, nbytes, name))
-            for seconds in samples:
-                self._learn(Change(key.context, nbytes, name, seconds))
 
     def _say_if_slow(self, key: Key, nbytes: int, backend: str, seconds: float) -> None:
         entry = self._dictionary.at(key)
