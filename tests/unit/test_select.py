@@ -465,6 +465,18 @@ def test_until_reads_are_known_writes_decide() -> None:
         selector.choose(MIB, WRITE, ALL, "fast")  # type: ignore[arg-type]
 
 
+def test_the_second_run_explores_nothing_after_a_refresh() -> None:
+    """Which has tried only once what is as slow as before."""
+    first = Selector(refresh_every=20)
+    run(first, FAR, 41)
+    assert first.statistics().refreshed >= 1
+    first.refresh_every = None
+    run(first, FAR, 10)
+    assert first.dictionary.of(WRITE, MIB).timings["torch"].count == 1
+    second = Selector(first.dictionary)
+    assert run(second, FAR, 20) == ["numpy"] * 20
+
+
 def test_the_second_run_explores_nothing() -> None:
     first = Selector()
     for nbytes in (3000, MIB, 100 * MIB):

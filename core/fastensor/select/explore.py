@@ -103,8 +103,11 @@ def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
     often loaded to the CPU first.
     """
     own = "cpu" if key.context.device == STAGED else key.context.device
+    found = _usual_seconds(dictionary, own, key.bucket)
+    if len(found) >= len(dictionary.at(key).timings):
+        return found
     others = {context.device for context in dictionary.contexts() if context.operation == "read"} - {own}
-    return max((_usual_seconds(dictionary, device, key.bucket) for device in (own, *sorted(others))), key=len)
+    return max(found, *(_usual_seconds(dictionary, device, key.bucket) for device in sorted(others)), {}, key=len)
 
 
 def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str, float]:

@@ -320,7 +320,10 @@ class Selector:
 
     def _new_course(self, key: Key) -> _Course:
         timings = self._dictionary.at(key).timings
-        return _Course(_counter({name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}))
+        counts = {name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}
+        if MOST_TRIES in counts.values():  # somebody has found out what is best, and needed no more of the others
+            counts = dict.fromkeys(counts, MOST_TRIES)
+        return _Course(_counter(counts))
 
     def _decide(
         self,
