@@ -67,7 +67,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.context}, up to {human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
         for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
-            text = f"{shown(timing.seconds)} ± {shown(timing.spread)} in {timing.count} measurements"
+            text = f"{shown(timing.seconds)} (+ {shown(timing.spread)}), measured {timing.count} times"
             lines.append(f"  {name}: {text}")
         return "\n".join([*lines, *(f"  {name}: not possible ({reason})" for name, reason in self.failed.items())])
 

@@ -27,6 +27,8 @@ MOST_SIZE = 1 << 63
 """No file is larger."""
 VERSION = 1
 _MOST_SERIAL = 1 << 53
+_LEAST_SECONDS = 1e-9
+"""Clocks may be so coarse that something takes no time."""
 _FORMAT = "fastensor dictionary"
 
 
@@ -41,19 +43,25 @@ class Timing:
     count: int
     """How often it was measured."""
     samples: tuple[float, ...]
-    """The latest of that, in seconds, scaled to the bucket's largest size."""
+    """The latest of when it was tried, in seconds, scaled to the bucket's largest size."""
+    latest: tuple[float, ...] = ()
+    """The latest of when it was used, because it was known: likewise. They tell whether what is known still holds."""
     seconds: float = field(init=False)
-    """The least of them. Whatever else the machine does adds to a timing, and to few of them equally: among as many as
-    are affordable, the least tells backends apart more often than the median does."""
+    """The least of the samples. Whatever else the machine does adds to a timing, and to few of them equally: among as
+    many as are affordable, the least tells backends apart more often than the median does."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", min(self.samples))
+        object.__setattr__(self, "seconds", max(min(self.samples), _LEAST_SECONDS))
 
     @property
     def spread(self) -> float:
-        """Their median distance from it, in seconds."""
-        centre = self.seconds
-        return median(abs(sample - centre) for sample in self.samples)
+        """How far the median of the samples lies above the least, in seconds."""
+        return max(median(self.samples) - self.seconds, 0.0)
+
+    @property
+    def uses(self) -> int:
+        """How often it was used since it was tried."""
+        return max(self.count - len(self.samples), 0)
 
 
 class Key(NamedTuple):
@@ -92,6 +100,14 @@ class Entry:
         self._slowness = None
 
 
+def _with_sample(timing: Timing | None, sample: float, *, later: bool) -> Timing:
+    if timing is None:
+        return Timing(1, (sample,))
+    if later:
+        return Timing(timing.count + 1, timing.samples, (*timing.latest, sample)[-MOST_SAMPLES:])
+    return Timing(timing.count + 1, (*timing.samples, sample)[-MOST_SAMPLES:], timing.latest)
+
+
 _NOTHING = Entry()
 _NO_SIZES: Mapping[int, Entry] = {}
 
@@ -101,8 +117,11 @@ class Change(NamedTuple):
 
     context: Context
     nbytes: int
-    backend: str
+    backend: str | None
+    """None if what was known of all of them is out of date."""
     seconds: float | None = None
+    later: bool = False
+    """Whether it was used because it was known, so that nothing was tried."""
 
 
 class Dictionary:
@@ -149,15 +168,15 @@ class Dictionary:
         bucket = bucket_of(change.nbytes)
         sizes = self._entries.setdefault(change.context, {})
         entry = sizes.setdefault(bucket, Entry())
-        if change.seconds is not None:
-            old = entry.timings.get(change.backend)
-            count, samples = (old.count, old.samples) if old else (0, ())
-            sample = _rounded(scaled(change.seconds, change.nbytes))
-            entry.timings[change.backend] = Timing(count + 1, (*samples, sample)[-MOST_SAMPLES:])
-        else:
+        if change.backend is None:
+            entry.timings.clear()
+        elif change.seconds is None:
             entry.timings.pop(change.backend, None)
-            if not entry.timings:
-                del sizes[bucket]
+        else:
+            sample = max(_rounded(scaled(change.seconds, change.nbytes)), _LEAST_SECONDS)
+            entry.timings[change.backend] = _with_sample(entry.timings.get(change.backend), sample, later=change.later)
+        if not entry.timings:
+            del sizes[bucket]
         entry.changed()
         self._serial = entry.serial = self._serial + 1
 
@@ -224,6 +243,8 @@ def replacing(dictionary: Dictionary) -> Iterator[Change]:
             yield Change(key.context, nbytes, name)
             for seconds in timing.samples:
                 yield Change(key.context, nbytes, name, seconds)
+            for seconds in timing.latest:
+                yield Change(key.context, nbytes, name, seconds, later=True)
 
 
 class _Line(NamedTuple):
@@ -257,6 +278,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
             "seconds": _rounded(timing.seconds),
             "spread": _rounded(timing.spread),
             "samples": timing.samples,
+            **({"latest": timing.latest} if timing.latest else {}),
         }
         for name, timing in entry.timings.items()
     }
@@ -279,9 +301,11 @@ def _parse_entry(found: Mapping[str, Any]) -> Entry:
     if not 0 <= entry.serial <= _MOST_SERIAL:
         raise DictionaryError(f"damaged: a serial number of {entry.serial}")
     for name, timing in found["timings"].items():
-        samples = tuple(float(sample) for sample in timing["samples"])
         count = int(timing["count"])
-        if not 1 <= len(samples) <= min(count, MOST_SAMPLES) or not all(isfinite(one) and one >= 0 for one in samples):
-            raise DictionaryError(f"damaged: {count} measurements, of which {samples} s are kept")
-        entry.timings[str(name)] = Timing(count, samples)
+        samples, latest = (tuple(map(float, timing.get(part, ()))) for part in ("samples", "latest"))
+        if not 1 <= len(samples) <= min(count, MOST_SAMPLES) or len(latest) > MOST_SAMPLES:
+            raise DictionaryError(f"damaged: {count} measurements, of which {samples} and {latest} s are kept")
+        if not all(isfinite(one) and one >= 0 for one in (*samples, *latest)):
+            raise DictionaryError(f"damaged: measurements of {samples} and {latest} s")
+        entry.timings[str(name)] = Timing(count, samples, latest)
     return entry

@@ -53,8 +53,6 @@ def next_to_try(
 ) -> str | None:
     """The backend to be tried next; None if it is known which is the best.
 
-    One timing is enough for a backend that is as slow as was known.
-
     Args:
         entry: what was measured at this size.
         tries: how often each was tried.
@@ -72,7 +70,7 @@ def next_to_try(
             return not (spare and slowness.get(name, 1.0) > HOPELESS)
         if timing is None or fastest is None:
             return tried < MOST_TRIES
-        if tried < ENOUGH_TRIES and slowness.get(name, 1.0) <= HOPELESS:
+        if tried < ENOUGH_TRIES and not (spare and slowness.get(name, 1.0) > HOPELESS):
             return True
         contends = timing.seconds <= _CONTENDER * fastest or slowness.get(name, HOPELESS) <= _CONTENDER
         return tried < MOST_TRIES and contends
@@ -85,29 +83,37 @@ def next_to_try(
 
 
 def slowness_nearby(dictionary: Dictionary, key: Key) -> tuple[Mapping[str, float], int]:
-    """How many times as long as the best each backend takes at the nearest size where several were measured, and that
-    size; nothing if none is near."""
+    """How many times as long as the best each backend takes at the nearest sizes where several were measured, and the
+    nearest of these; nothing if none is near."""
     sizes = dictionary.within(key.context)
+    found: dict[str, float] = {}
+    nearest = 0
     for distance in _NEAREST_FIRST if sizes else ():
         entry = sizes.get(key.bucket + distance)
         if entry is not None and len(entry.slowness) > 1:
-            return entry.slowness, size_of(key.bucket + distance)
-    return {}, 0
+            nearest = nearest or size_of(key.bucket + distance)
+            found = {**entry.slowness, **found}
+    return found, nearest
+
+
+def relative_to(names: Sequence[str], slowness: Mapping[str, float]) -> Mapping[str, float]:
+    """The same, relative to the best of some backends, if they are not the best of all."""
+    least = min([slowness[name] for name in names if name in slowness], default=1.0)
+    return slowness if least == 1.0 else {name: times / least for name, times in slowness.items()}
 
 
 def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
     """How long each backend takes to read what is written now: in the page cache or not, whichever is usual for it.
 
     That is not the same for all of them: what one has written around the page cache is not in it when it is read.
-    Bytes are read to the device that they come from, or to another one, if more is known about that: checkpoints are
-    often loaded to the CPU first.
+    Bytes are read to the device that they come from, or, if nothing ever is, to another one: checkpoints are often
+    loaded to the CPU first.
     """
     own = "cpu" if key.context.device == STAGED else key.context.device
-    found = _usual_seconds(dictionary, own, key.bucket)
-    if len(found) >= len(dictionary.at(key).timings):
-        return found
-    others = {context.device for context in dictionary.contexts() if context.operation == "read"} - {own}
-    return max(found, *(_usual_seconds(dictionary, device, key.bucket) for device in sorted(others)), {}, key=len)
+    if any(dictionary.within(Context("read", own, warm)) for warm in (False, True)):
+        return _usual_seconds(dictionary, own, key.bucket)
+    others = {context.device for context in dictionary.contexts() if context.operation == "read"}
+    return max([{}, *(_usual_seconds(dictionary, device, key.bucket) for device in sorted(others))], key=len)
 
 
 def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str, float]:

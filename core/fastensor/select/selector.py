@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -16,34 +16,32 @@ from typing import Any, Literal
 
 from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, human, shown, up_to
 from fastensor.select.context import Context
-from fastensor.select.dictionary import Change, Dictionary, Key
+from fastensor.select.dictionary import ENOUGH_TRIES, MOST_SAMPLES, Change, Dictionary, Key
 from fastensor.select.explore import (
     HOPELESS,
     MOST_TRIES,
     in_order,
     next_to_try,
+    relative_to,
     seconds_to_read,
     slowness_nearby,
 )
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
 _TIE = 1.03
-"""Differences below that do not count: the choice stays as it is."""
+"""Differences below that do not count."""
 _DRIFT = 1.5
 """Having become so many times slower, or faster, is more than noise."""
-_DRIFT_SAMPLES = 5
 _PATIENCE = 3
-"""So many uses follow each try before a drift is a reason to try again, and twice as many each time that one was found
-as soon as that: where timings are noisy for good, at most a quarter of the transfers explore, and ever fewer."""
+"""So many uses follow each try before a drift is a reason to try again, and in one process twice as many each time that
+one was found as soon as that: where timings are noisy for good, at most a quarter of the transfers explore, and ever
+fewer."""
 _MOST_PATIENCE = 48
 _NOTICED_SECONDS = 1.0
 """Trying something that takes less is no news to users."""
 
 _logger = logging.getLogger("fastensor")
 _counter: partial[defaultdict[str, int]] = partial(defaultdict, int)
-
-
-_latest = partial(deque[float], maxlen=_DRIFT_SAMPLES)
 
 
 @dataclass(slots=True)
@@ -62,16 +60,8 @@ class _Course:
     """How often each was tried in vain: an error has come between that is no backend's fault."""
     failed: dict[str, str] = field(default_factory=dict)
     """Backends that could not do it, and why."""
-    chosen: dict[tuple[str, ...], str] = field(default_factory=dict)
-    """The fastest, by candidates."""
     explored: set[tuple[str, ...]] = field(default_factory=set)
     """Candidates of which it is known."""
-    latest: defaultdict[str, deque[float]] = field(default_factory=partial(defaultdict, _latest))
-    """How long each has taken the last few times when nothing was tried, in scaled seconds."""
-    tried: int = 0
-    """How often something was tried, in this process."""
-    uses: int = 0
-    """Of what is known."""
     patience: int = _PATIENCE
     """How many uses for each try there are before a drift matters."""
     before: Mapping[str, float] | None = None
@@ -83,9 +73,9 @@ class _Course:
         return begun.pop() if begun else None
 
     @property
-    def quiet(self) -> int:
-        """How many uses there are at least before a drift matters."""
-        return self.patience * max(self.tried, MOST_TRIES)
+    def possible(self) -> tuple[str, ...]:
+        """The candidates of the last time, without those that cannot do it."""
+        return tuple(name for name in self.candidates if name not in self.failed)
 
 
 class Selector:
@@ -202,11 +192,8 @@ class Selector:
                 tries = course.tries if why == "to write" else course.tries_to_read
                 tries[choice.backend] += 1
                 course.begun[choice.backend].append(tries)
-                course.tried += 1
             elif self.explore and learn:
                 course.explored.add(possible)
-                if why == "to write":
-                    course.chosen[possible] = choice.backend
             return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float) -> None:
@@ -220,16 +207,17 @@ class Selector:
             if not self.explore:
                 self._counts["exploited"] += 1
                 return
-            exploring = course.end_try(backend) is not None
+            tried = course.end_try(backend)
+            exploring = tried is not None
             self._counts["explored" if exploring else "exploited"] += 1
             if exploring:
-                self._say_if_slow(key, nbytes, backend, seconds)
-            elif course.tries[backend] >= MOST_TRIES:
-                self._watch(key, course, backend, scaled(seconds, nbytes))
-                return
-            else:  # nobody had to choose
+                self._say_if_slow(key, course, nbytes, backend, seconds)
+            later = tried is not course.tries and course.tries[backend] >= MOST_TRIES
+            if not exploring and not later:  # nobody had to choose
                 course.tries[backend] += 1
-            self._learn(Change(context, nbytes, backend, seconds))
+            self._learn(Change(context, nbytes, backend, seconds, later))
+            if not exploring and later:
+                self._look_for_drift(key, course, backend)
 
     def failed(self, nbytes: int, context: Context, backend: str, reason: str) -> None:
         """A backend could not do it: it is not used again for that until the next refresh, in this process."""
@@ -247,8 +235,8 @@ class Selector:
             tries = course.end_try(backend)
             if tries is not None:
                 tries[backend] -= 1
-                course.tried -= 1
                 course.withdrawn[backend] += 1
+                course.explored.clear()
 
     def explain(
         self,
@@ -322,7 +310,7 @@ class Selector:
         timings = self._dictionary.at(key).timings
         counts = {name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}
         if MOST_TRIES in counts.values():  # somebody has found out what is best, and needed no more of the others
-            counts = dict.fromkeys(counts, MOST_TRIES)
+            counts = {name: MOST_TRIES if count >= ENOUGH_TRIES else count for name, count in counts.items()}
         return _Course(_counter(counts))
 
     def _decide(
@@ -359,6 +347,7 @@ class Selector:
             where = f"at {human(size)}"
         else:
             slowness, where = course.before, "before"
+        slowness = relative_to(possible, slowness)
         entry = self._dictionary.at(key)
         name = next_to_try(
             entry, course.tries, slowness, possible, spare=course.before is None, withdrawn=course.withdrawn
@@ -406,9 +395,6 @@ class Selector:
         known = {name: timings[name].seconds for name in possible if name in timings}
         if known:
             best = min(known, key=known.__getitem__)
-            current = course.chosen.get(candidates)
-            if current in known and known[current] <= _TIE * known[best]:
-                best = current
             return Choice(best, f"the fastest: {shown(known[best])} for {up_to(key.bucket)}")
         slowness, size = slowness_nearby(self._dictionary, key)
         near = [name for name in possible if name in slowness]
@@ -424,41 +410,42 @@ class Selector:
         except Exception:  # what was moved is moved
             _logger.exception("on_change of a fastensor.Selector has raised, told of %s", change)
 
-    def _watch(self, key: Key, course: _Course, backend: str, seconds: float) -> None:
-        """Whether what is known still holds. Nothing is learned: other backends were not measured at the same time, and
-        where all of them are slower now, the one in use would seem to be."""
-        course.uses += 1
-        known = self._dictionary.at(key).timings.get(backend)
-        latest = course.latest[backend]
-        latest.append(seconds)
-        if known is not None and len(latest) == _DRIFT_SAMPLES and course.uses >= course.quiet:
-            least, usual = min(latest), median(latest)
-            if least > _DRIFT * known.seconds or usual * _DRIFT < known.seconds:
-                self._refresh(key, f"{backend} takes {shown(usual)}, and took {shown(known.seconds)}")
+    def _look_for_drift(self, key: Key, course: _Course, backend: str) -> None:
+        """Whether what is known still holds, by the latest uses, of other processes too."""
+        entry = self._dictionary.at(key)
+        timing = entry.timings[backend]
+        uses = sum(one.uses for one in entry.timings.values())
+        quiet = course.patience * max(sum(len(one.samples) for one in entry.timings.values()), MOST_TRIES)
+        if len(timing.latest) == MOST_SAMPLES and uses >= quiet:
+            known = [one.seconds for name, one in entry.timings.items() if name != backend and name in course.possible]
+            least, usual = min(timing.latest), median(timing.latest)
+            slower = min([_DRIFT * timing.seconds, *(_TIE * other for other in known if other >= timing.seconds)])
+            if least > slower or usual * _DRIFT < timing.seconds:
+                patience = _PATIENCE if uses > 2 * quiet else min(2 * course.patience, _MOST_PATIENCE)
+                self._refresh(key, f"{backend} takes {shown(usual)}, and took {shown(timing.seconds)}", patience)
                 return
-        if self.refresh_every is not None and course.uses >= self.refresh_every:
-            self._refresh(key, f"it was used {course.uses} times")
+        if self.refresh_every is not None and uses >= self.refresh_every:
+            self._refresh(key, f"it was used {uses} times", _PATIENCE)
 
-    def _refresh(self, key: Key, why: str) -> None:
+    def _refresh(self, key: Key, why: str, patience: int) -> None:
         """Forget what was measured, of all backends: they are compared by timings of the same time."""
         _logger.info("exploring %s, %s anew: %s", key.context, up_to(key.bucket), why)
         self._counts["refreshed"] += 1
-        entry, course, nbytes = self._dictionary.at(key), self._courses[key], size_of(key.bucket)
-        patience = _PATIENCE if course.uses > 2 * course.quiet else min(2 * course.patience, _MOST_PATIENCE)
-        self._courses[key] = _Course(_counter(), patience=patience, before=entry.slowness)
+        before = {**(self._courses[key].before or {}), **self._dictionary.at(key).slowness}
+        self._courses[key] = _Course(_counter(), patience=patience, before=before)
         if key.context.operation == "read":  # others have to be written before they can be read again
             for other, course in self._courses.items():
                 if other.bucket == key.bucket and other.context.operation == "write":
                     course.tries_to_read.clear()
-        for name in tuple(entry.timings):
-            self._learn(Change(key.context, nbytes, name))
+        self._learn(Change(key.context, size_of(key.bucket), None))
 
-    def _say_if_slow(self, key: Key, nbytes: int, backend: str, seconds: float) -> None:
-        entry = self._dictionary.at(key)
-        best = entry.best
-        if best in (None, backend) or not entry.timings[best].seconds:
+    def _say_if_slow(self, key: Key, course: _Course, nbytes: int, backend: str, seconds: float) -> None:
+        timings = self._dictionary.at(key).timings
+        others = [name for name in course.possible if name in timings and name != backend]
+        if not others:
             return
-        times = scaled(seconds, nbytes) / entry.timings[best].seconds
+        best = min(others, key=lambda name: timings[name].seconds)
+        times = scaled(seconds, nbytes) / timings[best].seconds
         if times > HOPELESS:
             noticed = seconds > _NOTICED_SECONDS
             _logger.log(

@@ -28,12 +28,15 @@ _PATIENCE = timedelta(minutes=5)
 _logger = logging.getLogger("fastensor")
 
 
-_Gist: TypeAlias = dict[Key, tuple[Winners, frozenset[str]]]
-"""The best backends of each key, and of which ones that is known."""
+_Gist: TypeAlias = dict[Key, tuple[Winners, tuple[str, ...]]]
+"""The best backends of each key, and the order of all."""
 
 
 def _gist_of(dictionary: Dictionary) -> _Gist:
-    return {key: (winners(dictionary, key), frozenset(entry.timings)) for key, entry in dictionary}
+    return {
+        key: (winners(dictionary, key), tuple(sorted(entry.timings, key=lambda name: entry.timings[name].seconds)))
+        for key, entry in dictionary
+    }
 
 
 class _News(NamedTuple):
@@ -92,7 +95,7 @@ class Sharing:
         """Whether it would by itself."""
         self._sent: _Gist | None = None
         """Of the dictionary that was sent."""
-        self._refreshed = 0
+        self._refreshed = selector.statistics().refreshed
         """How often had been explored anew by then."""
         self._rank = self.leader = 0
         self._leaders: tuple[int, ...] = ()
