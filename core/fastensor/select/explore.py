@@ -110,16 +110,21 @@ def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
     loaded to the CPU first.
     """
     own = "cpu" if key.context.device == STAGED else key.context.device
-    if any(dictionary.within(Context("read", own, warm)) for warm in (False, True)):
+    if any(map(dictionary.within, _reads(own))):
         return _usual_seconds(dictionary, own, key.bucket)
     others = {context.device for context in dictionary.contexts() if context.operation == "read"}
     return max([{}, *(_usual_seconds(dictionary, device, key.bucket) for device in sorted(others))], key=len)
 
 
+@lru_cache(64)
+def _reads(device: str) -> tuple[Context, ...]:
+    return tuple(Context("read", device, warm) for warm in (False, True))
+
+
 def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str, float]:
     usual: dict[str, Timing] = {}
-    for warm in (False, True):
-        for name, timing in dictionary.at(Key(Context("read", device, warm), bucket)).timings.items():
+    for context in _reads(device):
+        for name, timing in dictionary.at(Key(context, bucket)).timings.items():
             if name not in usual or timing.count > usual[name].count:
                 usual[name] = timing
     return {name: timing.seconds for name, timing in usual.items()}

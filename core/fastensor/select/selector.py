@@ -414,13 +414,15 @@ class Selector:
         """Whether what is known still holds, by the latest uses, of other processes too."""
         entry = self._dictionary.at(key)
         timing = entry.timings[backend]
-        uses = sum(one.uses for one in entry.timings.values())
-        quiet = course.patience * max(sum(len(one.samples) for one in entry.timings.values()), MOST_TRIES)
-        if len(timing.latest) == MOST_SAMPLES and uses >= quiet:
+        uses = sum([one.uses for one in entry.timings.values()])
+        least = min(timing.latest, default=timing.seconds)
+        perhaps = least > _TIE * timing.seconds or least * _DRIFT < timing.seconds
+        if perhaps and len(timing.latest) == MOST_SAMPLES:
+            quiet = course.patience * max(sum(len(one.samples) for one in entry.timings.values()), MOST_TRIES)
             known = [one.seconds for name, one in entry.timings.items() if name != backend and name in course.possible]
-            least, usual = min(timing.latest), median(timing.latest)
             slower = min([_DRIFT * timing.seconds, *(_TIE * other for other in known if other >= timing.seconds)])
-            if least > slower or usual * _DRIFT < timing.seconds:
+            usual = median(timing.latest)
+            if uses >= quiet and (least > slower or usual * _DRIFT < timing.seconds):
                 patience = _PATIENCE if uses > 2 * quiet else min(2 * course.patience, _MOST_PATIENCE)
                 self._refresh(key, f"{backend} takes {shown(usual)}, and took {shown(timing.seconds)}", patience)
                 return
