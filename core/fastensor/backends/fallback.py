@@ -41,6 +41,11 @@ def why_unavailable(name: str) -> str:
         return f"asked whether it is available, it raised {error!r}"
 
 
+def available_names() -> tuple[str, ...]:
+    """The backends that can work here."""
+    return tuple(name for name in registry.names() if not why_unavailable(name))
+
+
 def can_write(name: str, source: Source) -> bool:
     """Whether a backend says that it can write a file. One of another package may raise, which is logged."""
     try:

@@ -14,13 +14,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Buffer, borrowed_ring
+from fastensor.backends.memory import BUFFER_NBYTES, Buffer, borrowed_ring
 from fastensor.backends.numpy import copy_with_checksum
-from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
-from fastensor.errors import BackendUnavailableError
+from fastensor.backends.threads import NoThreadsError, finish, open_pool, shut_down, submit, usable_cores
+from fastensor.backends.to_device import DeviceTarget, read_through_host
 
 TRANSFERS_IN_FLIGHT = 4
 _MIN_TRANSFER_NBYTES = 2 << 20
@@ -121,7 +122,7 @@ class RingReader:
     ) -> None:
         transfers = plan_transfers(order, alignment)
         self._threads = _ReadThreads()
-        self._read = read
+        self._read_file = read
         self._resources = resources
         self._resources.callback(elsewhere.close)
         self._elsewhere = elsewhere
@@ -130,6 +131,8 @@ class RingReader:
         self._by_offset = sorted(range(len(transfers)), key=lambda number: transfers[number].begin)
         self._begins = [transfers[number].wanted.begin for number in self._by_offset]
         self._free: list[Buffer] = []
+        self._device: torch.device | None = None
+        """That the ring is pinned for."""
         self._current = 0
         """The transfer that is being consumed; all earlier ones are done with."""
         self._fetches: deque[_Fetch] = deque()
@@ -138,25 +141,33 @@ class RingReader:
         """Those done with, whose buffers are still being copied from."""
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        return self._read(offset, buffer, checksum)
+
+    def read_to_device(self, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
+        """See :class:`fastensor.backends.to_device.DeviceReader`: the device copies from the ring."""
+        self._device = target.device
+        return self._read(offset, target, checksum)
+
+    def _read(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
         try:
             return self._read_through_ring(offset, buffer, checksum)
-        except BackendUnavailableError:  # the interpreter exits: from now on without threads
+        except NoThreadsError:  # the interpreter exits: from now on without
             self._begins = []
-            return self._elsewhere.readinto(offset, buffer, checksum=checksum)
+            return _read_at_once(self._elsewhere, offset, buffer, checksum)
 
-    def _read_through_ring(self, offset: int, buffer: memoryview, checksum: bool) -> int:
+    def _read_through_ring(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
         parts: list[tuple[int, Future[int] | int]] = []
         try:
             while buffer.nbytes:
                 number = self._transfer_of(offset)
                 if number is None or number < self._current:
-                    parts.append((buffer.nbytes, self._elsewhere.readinto(offset, buffer, checksum=checksum)))
+                    parts.append((buffer.nbytes, _read_at_once(self._elsewhere, offset, buffer, checksum)))
                     break
                 fetch = self._fetched(number)
                 begin = offset - fetch.begin
                 count = min(fetch.filled.result() - begin, buffer.nbytes)
                 if count <= 0:  # the file ended, or the read came back short at an odd place
-                    parts.append((buffer.nbytes, self._elsewhere.readinto(offset, buffer, checksum=checksum)))
+                    parts.append((buffer.nbytes, _read_at_once(self._elsewhere, offset, buffer, checksum)))
                     break
                 parts.append((count, self._copy(fetch, begin, buffer[:count], checksum)))
                 offset += count
@@ -174,11 +185,11 @@ class RingReader:
         finally:
             self._resources.close()
 
-    def _copy(self, fetch: _Fetch, begin: int, target: memoryview, checksum: bool) -> Future[int] | int:
+    def _copy(self, fetch: _Fetch, begin: int, target: memoryview | DeviceTarget, checksum: bool) -> Future[int] | int:
         source = fetch.buffer.view[begin : begin + target.nbytes]
         if target.nbytes < _PARALLEL_COPY_NBYTES:
-            return copy_with_checksum(target, source, checksum)
-        copy = submit(self._threads.copying, copy_with_checksum, target, source, checksum)
+            return _copied(target, source, checksum)
+        copy = submit(self._threads.copying, _copied, target, source, checksum)
         fetch.copies.append(copy)
         return copy
 
@@ -193,7 +204,7 @@ class RingReader:
         """Make ``number`` the current transfer, dropping those before it, and keep the ring busy behind it."""
         if not self._started:
             ring = self._resources.enter_context(borrowed_ring())
-            self._free = [ring.buffer(i) for i in range(min(BUFFER_COUNT, len(self._transfers)))]
+            self._free = ring.buffers()[: len(self._transfers)]
             self._started = True
         while self._fetches and self._current < number:
             self._emptying.append(self._fetches.popleft())
@@ -205,10 +216,23 @@ class RingReader:
             self._free.append(emptied.buffer)
         while self._free and (following := number + len(self._fetches)) < len(self._transfers):
             buffer, transfer = self._free.pop(), self._transfers[following]
+            buffer.prepare(self._device)
             view = buffer.view[: transfer.end - transfer.begin]
-            filled = submit(self._threads.reading, self._read, view, transfer.begin)
+            filled = submit(self._threads.reading, self._read_file, view, transfer.begin)
             self._fetches.append(_Fetch(transfer.begin, buffer, filled, []))
         return self._fetches[0]
+
+
+def _copied(target: memoryview | DeviceTarget, source: memoryview, checksum: bool) -> int:
+    if isinstance(target, DeviceTarget):
+        return target.copy(source, checksum=checksum)
+    return copy_with_checksum(target, source, checksum)
+
+
+def _read_at_once(reader: Reader, offset: int, target: memoryview | DeviceTarget, checksum: bool) -> int:
+    if isinstance(target, DeviceTarget):
+        return read_through_host(reader, offset, target, checksum=checksum)
+    return reader.readinto(offset, target, checksum=checksum)
 
 
 class _ReadThreads:

@@ -7,7 +7,7 @@ noticed at load.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, Self, cast
 
@@ -15,6 +15,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.memory import Buffer, borrowed_ring, copy_memory
+from fastensor.backends.to_device import entered
 from fastensor.errors import StateChangedError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Payload, Piece
 from fastensor.stitch.source import FileBytes, Plan, Source
@@ -202,7 +203,9 @@ class Copier:
     def __init__(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> None:
         self._storages = storages
         self._addresses = [_address(storage) for storage in storages]
-        self._streams = _streams_behind_current(storages)
+        self._streams = streams_behind_current(
+            {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
+        )
         self.asynchronous = bool(self._streams)
         """Whether copies go on after :meth:`copy` has returned: until events recorded behind them have come."""
         self.device = next(iter(self._streams), None)
@@ -223,18 +226,14 @@ class Copier:
             StateChangedError: the storage has another size than when the file was planned.
         """
         storage = cast(torch.UntypedStorage, self._storages[payload.index])
-        if storage.nbytes() != payload.storage_nbytes:
-            raise StateChangedError(
-                f"a storage of {payload.storage_nbytes} bytes was resized to {storage.nbytes()} while it was being "
-                f"saved; keep the state unchanged until save returns"
-            )
+        check_size(storage, payload)
         start, at = payload.before + piece.begin, begin + piece.position
         if address := self._addresses[payload.index]:
             copy_memory(buffer.address + at, address + start, piece.nbytes)
             return
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         stream = self._streams.get(storage.device)
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else entered(stream):
             buffer.as_tensor()[at : at + piece.nbytes].copy_(
                 source[start : start + piece.nbytes], non_blocking=stream is not None
             )
@@ -298,11 +297,21 @@ def _address(storage: torch.UntypedStorage | FileBytes) -> int:
     return 0
 
 
-def _streams_behind_current(
-    storages: Sequence[torch.UntypedStorage | FileBytes],
-) -> dict[torch.device, torch.cuda.Stream]:
+def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
+    """
+    Raises:
+        StateChangedError: the storage has another size than when the file was planned.
+    """
+    if storage.nbytes() != payload.storage_nbytes:
+        raise StateChangedError(
+            f"a storage of {payload.storage_nbytes} bytes was resized to {storage.nbytes()} while it was being saved; "
+            "keep the state unchanged until save returns"
+        )
+
+
+def streams_behind_current(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
+    """A new stream for each CUDA device, behind the work that is queued on its current one."""
     streams = {}
-    devices = {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
     for device in {device for device in devices if device.type == "cuda"}:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
         stream.wait_stream(torch.cuda.current_stream(device))

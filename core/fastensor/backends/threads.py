@@ -18,6 +18,10 @@ from fastensor.errors import BackendUnavailableError
 T = TypeVar("T")
 
 
+class NoThreadsError(BackendUnavailableError):
+    """None can be started, or they accept no more work: the interpreter exits, or there are too many."""
+
+
 def usable_cores(most: int) -> int:
     """How many threads can compute at once, up to ``most``."""
     return min(most, len(os.sched_getaffinity(0)))
@@ -27,7 +31,7 @@ def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
     """A pool all of whose threads run: later work only fails to be accepted if the interpreter exits.
 
     Raises:
-        BackendUnavailableError: a thread cannot be started, because the interpreter exits or there are too many.
+        NoThreadsError: a thread cannot be started, because the interpreter exits or there are too many.
     """
     pool = ThreadPoolExecutor(threads, name)
     everyone = threading.Barrier(threads)
@@ -36,7 +40,7 @@ def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
     except RuntimeError as error:
         everyone.abort()
         shut_down(pool)
-        raise BackendUnavailableError(f"no thread can be started ({error})") from error
+        raise NoThreadsError(f"no thread can be started ({error})") from error
     finish(started)
     return pool
 
@@ -45,12 +49,12 @@ def submit(pool: Executor, function: Callable[..., T], *arguments: Any, **option
     """Give work to a pool.
 
     Raises:
-        BackendUnavailableError: it accepts none any more, because the interpreter exits.
+        NoThreadsError: it accepts none any more, because the interpreter exits.
     """
     try:
         return pool.submit(function, *arguments, **options)
     except RuntimeError as error:
-        raise BackendUnavailableError(f"threads accept no more work ({error})") from error
+        raise NoThreadsError(f"threads accept no more work ({error})") from error
 
 
 def run_together(work: Callable[[], None], threads: int) -> None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
+import torch
+
 from fastensor.backends.base import Reader
+from fastensor.backends.to_device import Filler, storage_on
 from fastensor.checkpoint.checksums import Checked, checksum_of
-from fastensor.checkpoint.opened import FileView, OpenedFile
+from fastensor.checkpoint.opened import FileView, OpenedFile, explained
+from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.torch_records import Checks, OpenRecord
 from fastensor.stitch.zip_directory import LOCAL_HEADER, Record
+
+
+class NotAskedForError(Exception):
+    """torch did not ask where a storage goes whose reading was postponed until then."""
 
 
 class CheckedFile(FileView):
@@ -23,13 +31,20 @@ class CheckedFile(FileView):
         checks: what can be compared.
         skipped: names of records of which nothing is read: torch's memory for their data is left as it is, and whoever
             calls torch sees to it that nobody looks.
+        postpones: leave the memory of storages as it is until :meth:`fill` is called for each of them, which has to be
+            before torch asks for the next one.
     """
 
-    def __init__(self, file: OpenedFile, reader: Reader, checks: Checks, skipped: Container[str] = ()) -> None:
+    def __init__(
+        self, file: OpenedFile, reader: Reader, checks: Checks, skipped: Container[str] = (), *, postpones: bool = False
+    ) -> None:
         super().__init__(file)
         self._reader = reader
         self._checks = checks
         self.skipped = skipped
+        self._filler = Filler(reader)
+        self._postpones = postpones
+        self._postponed: OpenRecord | None = None
         self._current: OpenRecord | None = None
         self.failure: BaseException | None = None
         """What went wrong in a read. torch calls from C code that exceptions must not cross, so it gets a short
@@ -39,6 +54,40 @@ class CheckedFile(FileView):
     def record(self) -> Record | None:
         """The one that torch has asked for last."""
         return None if self._current is None else self._current.record
+
+    def take_postponed(self) -> OpenRecord | None:
+        """The storage whose memory was left as it is, once."""
+        postponed, self._postponed = self._postponed, None
+        return postponed
+
+    def check_none_postponed(self) -> None:
+        """
+        Raises:
+            NotAskedForError: a storage was left empty.
+        """
+        if self._postponed is not None:
+            raise NotAskedForError(self._postponed.record.name)
+
+    def fill(self, postponed: OpenRecord, storage: torch.UntypedStorage) -> None:
+        """Read it to where it goes. A record may be longer than what the pickle says of it, and is compared as a whole.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or shorter.
+            OSError: it cannot be read.
+        """
+        record, nbytes = postponed.record, storage.nbytes()
+        if nbytes > record.nbytes:
+            raise CorruptCheckpointError(
+                f"{self.where}: record {record.name!r} has {record.nbytes} bytes, the pickle asks for {nbytes}: the "
+                "file was damaged after it was written"
+            )
+        whole = storage if nbytes == record.nbytes else storage_on(storage.device, record.nbytes)
+        with explained(self.where):
+            found = self._filler.fill(whole, postponed.begin, checksum=postponed.compared)
+        if postponed.compared:
+            Checked.of_record(postponed).compare(found, self.where)
+        if whole is not storage:
+            storage.copy_(whole[:nbytes])
 
     def readinto(self, buffer: Any) -> int:
         if self.failure is not None:
@@ -62,6 +111,10 @@ class CheckedFile(FileView):
         current = self._current
         inside = current is not None and current.contains(offset, view.nbytes)
         if current is not None and inside and current.record.name in self.skipped:
+            return
+        if self._postpones and current is not None and inside and self._checks.is_whole_storage(current, view.nbytes):
+            self.check_none_postponed()
+            self._postponed = current
             return
         compared = current is not None and inside and current.compared
         found = self._reader.readinto(offset, view, checksum=compared)

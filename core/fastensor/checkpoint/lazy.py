@@ -11,6 +11,7 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
+from fastensor.backends.to_device import memory_of, storage_on
 from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
 from fastensor.checkpoint.choosing import Wanted
@@ -18,7 +19,6 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
 from fastensor.checkpoint.placement import MapLocation, place
 from fastensor.checkpoint.report import warn_unverified
-from fastensor.checkpoint.safetensors_file import host_storage, memory_of
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice, check_choice
 
@@ -193,7 +193,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         offset = int(view.storage_offset()) * view.dtype.itemsize
         steps = zip(view.shape, view.stride(), strict=True)
         numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
-        storage = host_storage(numel * view.dtype.itemsize)
+        storage = storage_on(torch.device("cpu"), numel * view.dtype.itemsize)
         if numel:
             with explained(self._file.where):
                 self._fill(part, offset, memory_of(storage))

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from fastensor.backends import registry
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
-from fastensor.checkpoint.placement import MapLocation
+from fastensor.checkpoint.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest
 from fastensor.checkpoint.safetensors_file import load_safetensors
@@ -103,6 +103,7 @@ def load_with_report(
     check_choice(backend)
     names = keys if keys is None or isinstance(keys, str) else tuple(keys)
     request = LoadRequest(map_location, names, weights_only, mmap, verify is not False and not mmap, backend)
+    begin_to_use(map_location)
     with opened(path) as file:
         if mmap and file.path is None:
             raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")

@@ -7,7 +7,7 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, BinaryIO, Protocol
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent, Reader
 from fastensor.backends.fallback import Fallback, give_up
+from fastensor.backends.to_device import DeviceReader, DeviceTarget
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
@@ -81,7 +82,8 @@ class LocalFile:
         reader = transfer.run(
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(give_up, fallbacks)
         )
-        measured = _MeasuredReader(reader, transfer, order[-1].begin if order else 0, self.where)
+        measuring = _MeasuredDeviceReader if isinstance(reader, DeviceReader) else _MeasuredReader
+        measured = measuring(reader, transfer, order[-1].begin if order else 0, self.where)
         return OpenedReader(transfer.used, transfer.reason, measured)
 
 
@@ -103,9 +105,12 @@ class _MeasuredReader:
         self._verified = False
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+        return self._measure(self._reader.readinto, offset, buffer, checksum)
+
+    def _measure(self, read: Callable[..., int], offset: int, target: object, checksum: bool) -> int:
         started = time.perf_counter()
         try:
-            found = self._reader.readinto(offset, buffer, checksum=checksum)
+            found = read(offset, target, checksum=checksum)
         except Exception as error:
             if is_to_blame(error):
                 self._transfer.failed(f"it raised {error!r}")
@@ -124,6 +129,15 @@ class _MeasuredReader:
             self._complete = False
             self._transfer.done(self._seconds)
         self._transfer.withdraw()
+
+
+class _MeasuredDeviceReader(_MeasuredReader):
+    """The same of one that can fill memory of devices."""
+
+    _reader: Any
+
+    def read_to_device(self, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
+        return self._measure(self._reader.read_to_device, offset, target, checksum)
 
 
 class StreamFile:

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fastensor.backends.to_device import FILLED_AT_ONCE, storage_on
+
 MapLocation: TypeAlias = Any
 """As for ``torch.load``: a device, its name, a dict between names, a callable, or None."""
 
@@ -20,6 +22,30 @@ def kind_of_device(map_location: MapLocation) -> str:
     if isinstance(map_location, torch.device):
         return map_location.type
     return map_location.partition(":")[0] if isinstance(map_location, str) else "cpu"
+
+
+def may_be_filled_at_once(map_location: MapLocation) -> bool:
+    """Whether storages may go to a device that they can be read to. A callable of the user's gets them filled.
+
+    >>> may_be_filled_at_once("cuda"), may_be_filled_at_once("cpu"), may_be_filled_at_once(lambda storage, _: storage)
+    (True, False, False)
+    """
+    if callable(map_location) and not isinstance(map_location, torch.device):
+        return False
+    if map_location is None or isinstance(map_location, dict):
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch gives it no types
+    return kind_of_device(map_location) in FILLED_AT_ONCE
+
+
+def begin_to_use(map_location: MapLocation) -> None:
+    """Initialise CUDA if a load will do so anyway: there are backends that wait for it."""
+    if kind_of_device(map_location) == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+def destination(location: str, map_location: MapLocation) -> torch.device:
+    """Where a storage that was saved from ``location`` will go. Raises what ``torch.load`` would."""
+    return place(storage_on(torch.device("cpu"), 0), location, map_location).device
 
 
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:

@@ -6,15 +6,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from fastensor.backends.base import Extent, Reader
+from fastensor.backends.base import Extent
+from fastensor.backends.to_device import Filler, is_filled_at_once, storage_on
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
-from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import (
@@ -28,6 +27,7 @@ from fastensor.stitch.safetensors import (
 
 _SAVED_FROM = "cpu"
 """The format does not say where tensors were."""
+_HOST = torch.device("cpu")
 
 
 def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -41,11 +41,10 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     order = [Extent(entry.begin, entry.end) for entry in sorted(entries, key=lambda entry: entry.begin)]
     with explained(file.where):
         used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
-    tensors = {}
+    tensors, filler = {}, Filler(reader)
     with closing(reader):
         for entry in sorted(entries, key=lambda entry: entry.begin):
-            storage = read_storage(file, reader, entry, verify=request.checked)
-            tensors[entry.name] = _as_tensor(storage, entry, request.map_location, file.where)
+            tensors[entry.name] = _read(file, filler, entry, request)
     in_order = {entry.name: tensors[entry.name] for entry in entries}
     return Loaded(in_order, used, why, header.checked and request.checked)
 
@@ -65,28 +64,22 @@ def checked_entry(entry: Entry) -> Checked | None:
     return Checked(f"tensor {entry.name!r}", entry.begin, entry.nbytes, entry.crc32)
 
 
-def read_storage(file: OpenedFile, reader: Reader, entry: Entry, *, verify: bool) -> torch.UntypedStorage:
-    """The bytes of a tensor on the host, verified if they can be."""
-    storage = host_storage(entry.nbytes)
-    if not entry.nbytes:
-        return storage
-    checked = checked_entry(entry) if verify else None
-    with explained(file.where):
-        found = reader.readinto(entry.begin, memory_of(storage), checksum=checked is not None)
-    if checked is not None:
-        checked.compare(found, file.where)
-    return storage
-
-
-def host_storage(nbytes: int) -> torch.UntypedStorage:
-    """Memory of its own, not touched yet."""
-    return torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]  # torch gives it no types
-
-
-def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage on the host. Keeps it alive."""
-    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-    return array.data
+def _read(file: OpenedFile, filler: Filler, entry: Entry, request: LoadRequest) -> torch.Tensor:
+    """A tensor where it is to be, verified if it can be."""
+    device = _HOST
+    if may_be_filled_at_once(request.map_location):
+        final = destination(_SAVED_FROM, request.map_location)
+        device = final if is_filled_at_once(final) else _HOST
+    storage = storage_on(device, entry.nbytes)
+    if entry.nbytes:
+        checked = checked_entry(entry) if request.checked else None
+        with explained(file.where):
+            found = filler.fill(storage, entry.begin, checksum=checked is not None)
+        if checked is not None:
+            checked.compare(found, file.where)
+    return _as_tensor(
+        storage if device != _HOST else place(storage, _SAVED_FROM, request.map_location), entry, file.where
+    )
 
 
 def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
@@ -96,8 +89,7 @@ def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) ->
     return [entry for entry in entries if entry.name in names]
 
 
-def _as_tensor(storage: torch.UntypedStorage, entry: Entry, map_location: MapLocation, where: str) -> torch.Tensor:
-    placed = place(storage, _SAVED_FROM, map_location)
+def _as_tensor(placed: torch.UntypedStorage, entry: Entry, where: str) -> torch.Tensor:
     stride = torch.empty(entry.shape, device="meta").stride()
     return torch.empty(0, dtype=torch_dtype(entry, where), device=placed.device).set_(placed, 0, entry.shape, stride)
 
@@ -106,5 +98,6 @@ def _map(file: OpenedFile, entries: Sequence[Entry], map_location: MapLocation) 
     """Tensors that are read when they are used, and whose changes stay private, as with ``torch.load(mmap=True)``."""
     mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
     return {
-        entry.name: _as_tensor(mapped[entry.begin : entry.end], entry, map_location, file.where) for entry in entries
+        entry.name: _as_tensor(place(mapped[entry.begin : entry.end], _SAVED_FROM, map_location), entry, file.where)
+        for entry in entries
     }

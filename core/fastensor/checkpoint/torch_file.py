@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Any, cast
 
 import torch
 
 from fastensor.backends.base import Extent, Reader
 from fastensor.backends.fallback import announce, give_up
+from fastensor.backends.to_device import is_filled_at_once, storage_on
 from fastensor.checkpoint.archive import (
     find_pickle,
     is_of_other_byte_order,
@@ -23,7 +25,7 @@ from fastensor.checkpoint.archive import (
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained
-from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.torch_errors import explain
 from fastensor.errors import CorruptCheckpointError, FastensorError
@@ -110,6 +112,29 @@ def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
 
 def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, skipped: Collection[str]) -> Loaded:
     """Let torch rebuild the object from our file; the records to skip become tensors on the meta device."""
+    if may_be_filled_at_once(request.map_location) and not is_of_other_byte_order(archive):
+        try:
+            return _attempt(file, archive, request, skipped, _filling)
+        except (FastensorError, OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  # it is raised again if it was not for that
+            give_up(
+                request.fallbacks, "filling devices at once", f"torch cannot rebuild the object that way ({error!r})"
+            )
+    return _attempt(file, archive, request, skipped, _skipping)
+
+
+def _attempt(
+    file: OpenedFile,
+    archive: ZipDirectory,
+    request: LoadRequest,
+    skipped: Collection[str],
+    placing: Callable[[CheckedFile, MapLocation], MapLocation],
+) -> Loaded:
+    """
+    Args:
+        placing: makes the ``map_location`` that torch gets.
+    """
     ends = record_ends(archive)
     order = [
         Extent(record.header_offset, ends[record.header_offset])
@@ -120,13 +145,35 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
     with explained(file.where):
         used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
     with closing(reader):
-        view = CheckedFile(file, reader, checks, skipped)
+        view = CheckedFile(file, reader, checks, skipped, postpones=placing is _filling)
         try:
-            result = _rebuild(view, _skipping(view, request.map_location), request.weights_only)
+            result = _rebuild(view, placing(view, request.map_location), request.weights_only)
+            view.check_none_postponed()
         except Exception as error:
-            explain(error, file, request, is_zip=True, rebuild=lambda: _rebuild_without_values(file, archive, reader))
+            if placing is not _filling:
+                rebuild = partial(_rebuild_without_values, file, archive, reader)
+                explain(error, file, request, is_zip=True, rebuild=rebuild)
             raise
     return Loaded(result, used, why, checks.complete)
+
+
+def _filling(view: CheckedFile, map_location: MapLocation) -> MapLocation:
+    """A ``map_location`` that reads what was postponed to where it goes."""
+    skipping = _skipping(view, map_location)
+
+    def fill(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        postponed = view.take_postponed()
+        if postponed is None:
+            return skipping(storage, location) if callable(skipping) else place(storage, location, map_location)
+        device = destination(location, map_location)
+        if not is_filled_at_once(device):
+            view.fill(postponed, storage)
+            return place(storage, location, map_location)
+        filled = storage_on(device, storage.nbytes())
+        view.fill(postponed, filled)
+        return filled
+
+    return fill
 
 
 def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:

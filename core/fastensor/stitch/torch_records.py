@@ -60,6 +60,7 @@ class Checks:
         compared = [group for group in groups if enabled and any(record.crc32 for record in group)]
         self.complete = enabled and len(compared) == len(groups)
         """Whether everything is compared."""
+        self._payload_names = names
         self._compared = {record.name for group in compared for record in group}
         self._ends = record_ends(archive)
         self._records = {record.header_offset: record for record in archive.records}
@@ -71,6 +72,10 @@ class Checks:
     def record_at(self, header_offset: int) -> Record | None:
         """The record whose local header begins there."""
         return self._records.get(header_offset)
+
+    def is_whole_storage(self, record: OpenRecord, nbytes: int) -> bool:
+        """Whether so many bytes of a record are all bytes of a storage."""
+        return nbytes == record.record.nbytes and record.record.name in self._payload_names
 
     def stand_in(self, record: Record, header: memoryview) -> OpenRecord:
         """Write a local header as it could be, for a record of which nothing is read."""

@@ -14,6 +14,7 @@ from isal import isal_zlib
 from torch import Tensor
 
 from fastensor.backends.base import Backend, Extent
+from fastensor.backends.to_device import Filler, is_filled_at_once, storage_on
 from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
 from fastensor.stitch import npy
 from fastensor.stitch.torch_records import Checks, payload_records
@@ -37,12 +38,12 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
         if start:
             reader.readinto(0, memoryview(start), checksum=False)
         header = _checked_header(bytes(start), file, npy.NpyHeader.of(dtype, ref.shape, ref.stride))
-        data = torch.empty(ref.nbytes, dtype=torch.uint8, device="cpu")
-        if ref.nbytes:
-            crc32 = reader.readinto(npy.DATA_BEGIN, data.numpy().data, checksum=verify)
-            if verify:
-                _compare(crc32, ref, file.path)
-    return elements(data.to(device), header, dtype)
+        data = storage_on(device if is_filled_at_once(device) else torch.device("cpu"), ref.nbytes)
+        crc32 = Filler(reader).fill(data, npy.DATA_BEGIN, checksum=verify)
+        if verify:
+            _compare(crc32, ref, file.path)
+    values = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data)
+    return elements(values.to(device), header, dtype)
 
 
 def _checked_header(start: bytes, file: StoredFile, expected: npy.NpyHeader) -> npy.NpyHeader:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
-from fastensor.backends.fallback import announce, why_unavailable
+from fastensor.backends.fallback import announce, available_names
 from fastensor.select.choice import Mode, SelectorStatistics
 from fastensor.select.context import Context, Operation
 from fastensor.select.selector import Selector
@@ -113,14 +113,16 @@ class Tools:
     def __init__(self, tool: str, selector: Callable[[], Selector], mode: Mode) -> None:
         self.tool = tool if tool == registry.AUTO else registry.get(tool).name
         self.mode = mode
-        automatic = self.tool == registry.AUTO
-        self.available = tuple(name for name in registry.names() if not why_unavailable(name)) if automatic else ()
-        """What the selector chooses among."""
         self._selector = selector
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._used: dict[Operation, Counter[str]] = {"write": Counter(), "read": Counter()}
         self._fallbacks: dict[str, str] = {}
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """What the selector chooses among, now; nothing if there is no choice."""
+        return available_names() if self.tool == registry.AUTO else ()
 
     def use(self, ways: Ways, context: Context, nbytes: int, rule: str, act: Callable[[Backend], T]) -> T:
         """Do something with the best backend that can.
