@@ -1,10 +1,12 @@
-# The first use of any target builds .venv; a second use finds it and is instant.
+# The first use of any target but `gpu` builds .venv; a second use finds it and is instant.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check torture bench gpu clean
+GDS := $(VENV)/gds
+
+.PHONY: demo test test-gds check torture bench gpu wheels clean
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -17,7 +19,21 @@ demo: $(STAMP)
 	$(BIN)/python examples/resume_after_kill.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not torture"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not torture" --ignore tests/gds
+	$(MAKE) test-gds
+
+# In an environment of its own, so that the others find a machine without kvikio. FASTENSOR_TESTS_NEED_GDS=1 makes it an
+# error that they cannot be run here.
+test-gds: $(STAMP)
+	-$(MAKE) --no-print-directory $(GDS)/.installed
+	if test -e $(GDS)/.installed; then \
+	    LD_LIBRARY_PATH=$(CURDIR)/$(GDS)/driver$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
+	    $(GDS)/bin/python -m pytest tests/gds; \
+	else test -z "$$FASTENSOR_TESTS_NEED_GDS"; fi
+
+$(GDS)/.installed: $(STAMP) tests/gds/install.sh
+	tests/gds/install.sh $(VENV) $(GDS)
+	touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,7 +43,8 @@ check: $(STAMP)
 	$(MAKE) test
 
 torture: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture --ignore tests/gds
+	$(MAKE) test-gds
 
 bench: $(STAMP)
 	benchmarks/install-fio.sh
@@ -35,9 +52,16 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/async_checkpoint.py
 	$(BIN)/python benchmarks/tensor_io.py
 
-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu -rs
-	$(BIN)/python benchmarks/checkpoint.py --device cuda --models gpt2_adam --output benchmarks/results/gpu
+# On a machine with a GPU, which needs no network: from the checkout, what is installed there, and a folder of wheels,
+# which `make wheels` fills elsewhere.
+WHEELS ?= .whl
+gpu:
+	benchmarks/gpu.sh $(PYTHON) $(WHEELS)
+
+WHEELS_PYTHON ?= 3.12
+WHEELS_CUDA ?= 13
+wheels:
+	benchmarks/wheels.sh $(PYTHON) $(WHEELS) $(WHEELS_PYTHON) $(WHEELS_CUDA)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .bench

@@ -16,8 +16,8 @@ from states import assert_equal, trees
 
 import fastensor
 from fastensor import AsyncWriter
-from fastensor.backends import registry
 from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.fallback import available_names
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint.asynchronous import operations
 from fastensor.errors import LayoutError
@@ -67,7 +67,7 @@ def test_the_file_is_the_one_of_a_synchronous_save(state: Any, tmp_path_factory:
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
-@pytest.mark.parametrize("backend", ["auto", *registry.names()])
+@pytest.mark.parametrize("backend", ["auto", *available_names()])
 @pytest.mark.parametrize("staging_bytes", [None, BLOCK_NBYTES, 3 * BLOCK_NBYTES + 17], ids=["all", "one", "three"])
 def test_a_file_larger_than_the_staging_memory(
     tmp_path: Path, backend: str, name: str, staging_bytes: int | None

@@ -20,7 +20,7 @@ import torch
 
 import fastensor
 from fastensor import FastensorError
-from fastensor.backends import registry
+from fastensor.backends.fallback import available_names
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.checkpoint.publish import wait_for_space
 from fastensor.errors import LayoutError
@@ -33,7 +33,7 @@ NEW = {"w": torch.full(((2 << 20) + 5000,), 2, dtype=torch.uint8), "b": torch.on
 """Two transfers of every backend, or more."""
 SHORT = 0
 """In place of an error: the call succeeds, but moves only a part."""
-WAYS = [*((backend, "x") for backend in registry.names()), ("direct", "x.safetensors")]
+WAYS = [*((backend, "x") for backend in available_names()), ("direct", "x.safetensors")]
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, SHORT]
 MOST_CALLS = 300
 
@@ -307,7 +307,7 @@ class FullAfter(io.BytesIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", available_names())
 def test_signals_arriving_all_the_time(tmp_path: Path, backend: str) -> None:
     """Real ones, every millisecond: they cut transfers short and interrupt waits."""
     state = {"w": torch.arange(8 << 20), "b": torch.ones(5)}
@@ -326,7 +326,7 @@ def test_signals_arriving_all_the_time(tmp_path: Path, backend: str) -> None:
     assert_equal(torch.load(tmp_path / "x"), state)
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", available_names())
 def test_every_write_and_read_is_short(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(4096, len(data) // 8192 * 4096)], at))

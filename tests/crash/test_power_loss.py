@@ -15,11 +15,11 @@ import torch
 
 import fastensor
 from fastensor import FastensorError
-from fastensor.backends import registry
+from fastensor.backends.fallback import available_names
 from fastensor.testing.disk import File, Operation, Rename, Resize, SyncFile, SyncFolder, Write
 from fastensor.testing.power_loss import look_at, power_failures, recorded, replay
 
-WAYS = [*((backend, "x") for backend in registry.names()), ("direct", "x.safetensors")]
+WAYS = [*((backend, "x") for backend in available_names()), ("direct", "x.safetensors")]
 SAMPLE, LARGE_SAMPLE = 8, 600
 
 

@@ -16,7 +16,7 @@ import torch
 
 import fastensor
 from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpointWarning
-from fastensor.backends import registry
+from fastensor.backends.fallback import available_names
 from fastensor.stitch.containers import SAFETENSORS_SUFFIX
 
 BRANCH = "plain"
@@ -149,9 +149,9 @@ ENTRY_POINTS: Mapping[str, Callable[[Path], Reading]] = {
     "inspect": inspect,
     "verify": verify,
     "convert": convert,
-    **{f"load_{name}": partial(load, backend=name) for name in registry.names()},
+    **{f"load_{name}": partial(load, backend=name) for name in available_names()},
 }
-EVERY = tuple(name for name in ENTRY_POINTS if name.removeprefix("load_") not in registry.names())
+EVERY = tuple(name for name in ENTRY_POINTS if name.removeprefix("load_") not in available_names())
 """All of them, backends apart."""
 BY_BACKEND = tuple(name for name in ENTRY_POINTS if name not in EVERY)
 COMPARING = ("load", "load_keys", "open", "verify", "convert")

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastensor
-from fastensor.backends import registry
+from fastensor.backends.fallback import available_names
 
 
 def through_torch(obj: object) -> Any:
@@ -30,7 +30,7 @@ def through_torch(obj: object) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-@given(tree=states.trees(), backend=st.sampled_from(registry.names()))
+@given(tree=states.trees(), backend=st.sampled_from(available_names()))
 def test_any_state_comes_back_as_torch_would_bring_it(tree: Any, backend: str) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -111,7 +111,7 @@ class Counted:
         return str, ()
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", available_names())
 @pytest.mark.parametrize("numel", [10, 1 << 22])
 def test_an_object_is_pickled_exactly_once(tmp_path: Path, backend: str, numel: int) -> None:
     Counted.times = 0
@@ -138,12 +138,12 @@ def test_what_torch_refuses_is_refused_and_nothing_is_left(tmp_path: Path) -> No
 def test_crc32s_are_written_whatever_the_user_chose_for_torch(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        for backend in registry.names():
+        for backend in available_names():
             fastensor.save({"a": torch.ones(5)}, tmp_path / backend, backend=backend)
         assert torch.serialization.get_crc32_options() is False
     finally:
         torch.serialization.set_crc32_options(True)
-    for backend in registry.names():
+    for backend in available_names():
         with zipfile.ZipFile(tmp_path / backend) as archive:
             assert archive.testzip() is None
             assert all(info.CRC for info in archive.infolist() if info.file_size)
@@ -211,7 +211,7 @@ def test_records_over_four_gibibytes(tmp_path: Path) -> None:
     assert not torch.empty(0, dtype=torch.uint8).set_(found["big"])[:: 1 << 20].any()
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", available_names())
 def test_values_are_saved_while_torch_skips_them(tmp_path: Path, backend: str) -> None:
     with torch.serialization.skip_data():
         fastensor.save({"w": torch.full((1000,), 7)}, tmp_path / "x", backend=backend)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsupportedContentError, UnverifiedCheckpointWarning
-from fastensor.backends import registry
+from fastensor.backends.fallback import available_names
 
 DTYPES = [d for d in states.DTYPES if d != torch.complex128] + [
     dtype for name in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu") if (dtype := getattr(torch, name, None))
 ]
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "n": torch.tensor(3)}
-BACKENDS = [name for name in registry.names() if name != "torch"]
+BACKENDS = [name for name in available_names() if name != "torch"]
 
 texts = st.text(max_size=8)
 shapes = st.lists(st.integers(0, 5), max_size=4) | st.just([70_001])
@@ -98,7 +98,7 @@ def test_packed_four_bit_floats(tmp_path: Path) -> None:
     assert_same(fastensor.load(tmp_path / "a.safetensors"), state)
 
 
-@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("backend", available_names())
 def test_large_tensors_by_every_backend(tmp_path: Path, backend: str) -> None:
     base = torch.randint(0, 256, (11 << 20,), dtype=torch.uint8)
     state = {"a": base[: 5 << 20], "b": base[5 << 20 : -3], "small": torch.ones(3), "none": torch.empty(0, 3)}

@@ -20,7 +20,7 @@ import torch
 
 import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
-from fastensor.backends import registry
+from fastensor.backends.fallback import available_names
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import npy
 from fastensor.store.files import NewFile, _remove_leftovers
@@ -35,7 +35,7 @@ CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, SHORT]
 MOST_CALLS = 300
 
 codes = pytest.mark.parametrize("code", CODES, ids=lambda code: errno.errorcode.get(code, "SHORT"))
-tools = pytest.mark.parametrize("tool", registry.names())
+tools = pytest.mark.parametrize("tool", available_names())
 
 
 def every_call(code: int, tally: Counter[str], attempt: Callable[[], None]) -> list[Any]:

@@ -19,6 +19,7 @@ import fastensor
 from fastensor.backends import direct, memory, posix, registry, ring_reader, staging, threads
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.direct import DirectBackend
+from fastensor.backends.fallback import available_names
 from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError, UnknownBackendError
 from fastensor.stitch.torch_zip import TorchZip, plan
@@ -69,7 +70,7 @@ class TestTorch(BackendTests):
 def test_all_backends_write_the_same_bytes(disk: Path) -> None:
     state = {"a": torch.arange(100_000), "b": torch.randn(3, 5)}
     files = {}
-    for name in registry.names():
+    for name in available_names():
         fastensor.save(state, disk / name, backend=name)
         files[name] = bytearray((disk / name).read_bytes())
         _blank_serialization_id(files[name])
@@ -86,13 +87,19 @@ def _blank_serialization_id(data: bytearray) -> None:
     data[entry + 16 : entry + 20] = bytes(4)
 
 
+def test_what_needs_nothing_is_always_available() -> None:
+    """Tests ask what is available: it must not be that nothing is."""
+    assert set(available_names()) >= {"direct", "numpy", "torch"}
+
+
 def test_names_of_the_paper_are_accepted() -> None:
+    assert registry.get("cpy").name == "gds"
     assert registry.get("npy").name == "numpy"
     assert registry.get("pt").name == "torch"
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names(tmp_path: Path) -> None:
-    with pytest.raises(UnknownBackendError, match=r"'turbo'.*auto, direct, numpy, torch"):
+    with pytest.raises(UnknownBackendError, match=r"'turbo'.*auto, direct, gds, numpy, torch"):
         fastensor.save({}, tmp_path / "x", backend="turbo")
     assert not list(tmp_path.iterdir())
 

@@ -22,7 +22,7 @@ PLUGIN = Path(__file__).parents[1] / "plugin"
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has looked for other backends yet."""
     monkeypatch.setattr(
-        registry, "_backends", {name: registry._backends[name] for name in ("direct", "numpy", "torch")}
+        registry, "_backends", {name: registry._backends[name] for name in ("direct", "gds", "numpy", "torch")}
     )
     monkeypatch.setattr(registry, "_others_wanted", True)
 
@@ -50,7 +50,7 @@ class TestElsewhere(BackendTests):
 
 
 def test_it_joins_the_others(plugin: None) -> None:
-    assert registry.names() == ("direct", "numpy", "torch", "elsewhere")
+    assert registry.names() == ("direct", "gds", "numpy", "torch", "elsewhere")
     assert type(registry.get("elsewhere")).__module__ == "elsewhere"
 
 
@@ -96,8 +96,8 @@ def test_a_broken_one_is_left_out_with_a_warning(
     reason: str,
 ) -> None:
     install(tmp_path, monkeypatch, source, "bad = brought:Bad")
-    assert registry.names() == ("direct", "numpy", "torch")
-    assert registry.names() == ("direct", "numpy", "torch")
+    assert registry.names() == ("direct", "gds", "numpy", "torch")
+    assert registry.names() == ("direct", "gds", "numpy", "torch")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "the backend bad (brought:Bad) is left out" in record.message
@@ -108,9 +108,9 @@ def test_a_broken_one_does_not_keep_others_away(
     forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(tmp_path, monkeypatch, PRELUDE, "a = brought:Bad", "b = brought:Mine")
-    assert registry.names() == ("direct", "numpy", "torch", "mine")
+    assert registry.names() == ("direct", "gds", "numpy", "torch", "mine")
     assert len(caplog.records) == 1
-    with pytest.raises(UnknownBackendError, match=r"'yours'.*auto, direct, numpy, torch, mine"):
+    with pytest.raises(UnknownBackendError, match=r"'yours'.*auto, direct, gds, numpy, torch, mine"):
         registry.get("yours")
 
 
@@ -121,7 +121,7 @@ def test_damaged_metadata_of_anybody_is_survived(
         raise ValueError("a line without a section")
 
     monkeypatch.setattr(registry, "entry_points", fail)
-    assert registry.names() == ("direct", "numpy", "torch")
+    assert registry.names() == ("direct", "gds", "numpy", "torch")
     assert "a line without a section" in caplog.text
 
 

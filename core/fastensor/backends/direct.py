@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -19,9 +17,9 @@ from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.numpy import BufferedReader
-from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader, transfer_nbytes
-from fastensor.backends.staging import Stager, Window, open_stager
-from fastensor.backends.threads import open_pool, shut_down, submit
+from fastensor.backends.pipeline import write_windows
+from fastensor.backends.ring_reader import RingReader
+from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
 
@@ -44,8 +42,9 @@ class DirectBackend:
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
         limits = _limits(fd)
-        with _direct_mode(fd):
-            checksums = _write(source, fd, limits)
+        with _direct_mode(fd), _refusals_reported():
+            write = partial(posix.write_fully, fd)
+            checksums = write_windows(source.nbytes, open_stager(source), limits.offset_alignment, write)
         posix.truncate(fd, source.nbytes)
         return checksums
 
@@ -99,69 +98,3 @@ def _direct_mode(fd: int) -> Iterator[None]:
         yield
     finally:
         posix.set_direct(fd, False)
-
-
-def _write(source: Source, fd: int, limits: posix.DirectLimits) -> Sequence[int]:
-    size = transfer_nbytes(source.nbytes)
-    begun: Window | None = None
-    with (
-        open_stager(source) as stager,
-        _Writers(fd, limits.offset_alignment, -(-source.nbytes // size), stager) as writers,
-    ):
-        for number, offset in enumerate(range(0, source.nbytes, size)):
-            if number >= BUFFER_COUNT:
-                writers.wait_for_oldest()
-            with _refusals_reported():  # of windows before, which it may have to wait for
-                window = stager.begin(offset, min(size, source.nbytes - offset))
-            if not stager.asynchronous:
-                stager.finish(window)
-                writers.submit(window)
-                continue
-            # The device copies the next window while this one is checksummed and written.
-            if begun is not None:
-                stager.finish(begun)
-                writers.submit(begun)
-            begun = window
-        if begun is not None:
-            stager.finish(begun)
-            writers.submit(begun)
-        writers.wait_for_all()
-        return stager.checksums
-
-
-class _Writers:
-    """Threads that write windows and release them. Left only when none of them is writing any more."""
-
-    def __init__(self, fd: int, alignment: int, windows: int, stager: Stager) -> None:
-        self._fd = fd
-        self._alignment = alignment
-        self._stager = stager
-        threads = min(TRANSFERS_IN_FLIGHT, max(windows // 2, 1))  # two transfers each, or more
-        self._pool = open_pool(threads, "fastensor-write")
-        self._pending: deque[Future[None]] = deque()
-
-    def __enter__(self) -> _Writers:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        shut_down(self._pool)
-
-    def submit(self, window: Window) -> None:
-        """Write a finished window; its tail is padded to a whole block, which truncation takes away again."""
-        self._pending.append(submit(self._pool, self._write, window, window.padded(self._alignment)))
-
-    def wait_for_oldest(self) -> None:
-        with _refusals_reported():
-            self._pending.popleft().result()
-
-    def _write(self, window: Window, data: memoryview) -> None:
-        try:
-            posix.write_fully(self._fd, data, window.offset)
-        except BaseException as failure:
-            self._stager.fail(failure)
-            raise
-        self._stager.release(window)
-
-    def wait_for_all(self) -> None:
-        while self._pending:
-            self.wait_for_oldest()

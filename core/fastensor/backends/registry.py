@@ -18,6 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from fastensor.backends.base import Backend
 from fastensor.backends.direct import DirectBackend
+from fastensor.backends.gds import GdsBackend
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import UnknownBackendError
@@ -102,6 +103,5 @@ def _make(point: EntryPoint) -> Backend:
     return made
 
 
-register(DirectBackend())
-register(NumpyBackend())
-register(TorchBackend())
+for _backend in (DirectBackend(), GdsBackend(), NumpyBackend(), TorchBackend()):
+    register(_backend)

@@ -9,9 +9,11 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from fastensor.cli.checkup.advice import Advice, advise
 from fastensor.cli.checkup.backends import (
@@ -120,6 +122,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
     kvikio, gds = find_kvikio()
+    cuda = find_cuda()
+    if cuda.devices:
+        with suppress(RuntimeError, AssertionError):  # gds will say that it is not available, and why
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
     folder = examine(path)
     states = backend_states()
     names = [state.name for state in states if state.available]
@@ -131,7 +137,7 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
     return Checkup(
         version=VERSION,
         software=find_software(),
-        cuda=find_cuda(),
+        cuda=cuda,
         kvikio=kvikio,
         gds=gds,
         folder=folder,
