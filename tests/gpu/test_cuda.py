@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import io
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastensor
-from fastensor.backends import registry
-from fastensor_lightning import FastensorCheckpointIO
+from fastensor.backends import gds, registry
+from fastensor.backends.device_crc32 import PendingCrc32s
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cuda() -> None:
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # gds is available only then
+
+
+def skip_unless_available(backend: str) -> None:
+    found = registry.get(backend).availability() if backend != registry.AUTO else None
+    if found is not None and not found.available:
+        pytest.skip(f"{backend}: {found.reason}")
 
 
 @pytest.mark.parametrize("backend", registry.names())
@@ -26,6 +38,7 @@ def test_device_tensors_come_back_equal(tmp_path: Path, backend: str) -> None:
         "host": torch.arange(1000),
     }
     state["tied"] = state["large"][5:50]
+    skip_unless_available(backend)
     report = fastensor.save(state, tmp_path / "x", backend=backend)
     assert report.fallbacks == ()
     for location in (None, "cuda", "cpu"):
@@ -34,9 +47,10 @@ def test_device_tensors_come_back_equal(tmp_path: Path, backend: str) -> None:
         assert loaded["tied"].data_ptr() == loaded["large"][5:].data_ptr()
 
 
-@pytest.mark.parametrize("backend", ["direct", "numpy"])
+@pytest.mark.parametrize("backend", ["direct", "gds", "numpy"])
 def test_a_save_waits_for_work_that_is_queued(tmp_path: Path, backend: str) -> None:
     """The tensor gets its value only after a second of other work on the stream; nothing synchronizes before."""
+    skip_unless_available(backend)
     tensor = torch.zeros(32 << 20, device="cuda")
     fastensor.save(tensor, tmp_path / "warm", backend=backend)
     for attempt in range(5):
@@ -61,7 +75,7 @@ def test_saving_takes_no_device_memory(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fastensor.save(tensor, tmp_path / "x")
+    fastensor.save(tensor, tmp_path / "x", backend="direct")
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
@@ -133,13 +147,14 @@ def test_a_part_of_a_checkpoint_straight_to_the_device(tmp_path: Path) -> None:
 
 
 def test_the_plugin_loads_straight_to_the_device(tmp_path: Path) -> None:
-    plugin = FastensorCheckpointIO(map_location="cuda")
+    plugin = pytest.importorskip("fastensor_lightning").FastensorCheckpointIO(map_location="cuda")
     plugin.save_checkpoint({"w": torch.arange(5)}, tmp_path / "x")
     assert plugin.load_checkpoint(tmp_path / "x")["w"].is_cuda
 
 
 @pytest.mark.parametrize("backend", ["auto", *registry.names()])
 def test_stored_tensors_come_back_to_the_device(tmp_path: Path, backend: str) -> None:
+    skip_unless_available(backend)
     store = fastensor.TensorStore(tmp_path, backend=backend, mode="write_read")
     large = torch.randn(8, 16, 256, 256, device="cuda")
     tensors = [large, large[3], large.bfloat16(), large[:, ::2], large[0, 0].t(), torch.tensor(3, device="cuda"),
@@ -166,3 +181,78 @@ def test_a_store_waits_for_work_that_is_queued(tmp_path: Path) -> None:
         tensor.zero_()
         assert (store.get(ref, "cpu") == attempt + 1).all()
         store.delete(ref)
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_a_load_takes_no_memory_of_a_tensors_size_on_the_host(tmp_path: Path, backend: str) -> None:
+    skip_unless_available(backend)
+    tensor = torch.randn(128 << 20, device="cuda")
+    for name in ("x", "x.safetensors"):
+        fastensor.save({"w": tensor}, tmp_path / name)
+        fastensor.load(tmp_path / name, "cuda", backend=backend)  # what is loaded and pinned once
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_nbytes("VmRSS")
+        found = fastensor.load(tmp_path / name, "cuda", backend=backend)
+        assert resident_nbytes("VmHWM") - before < 128 << 20
+        assert torch.equal(found["w"], tensor)
+
+
+def resident_nbytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+@pytest.mark.parametrize("backend", registry.names())
+def test_loads_and_saves_race_with_the_training(tmp_path: Path, backend: str) -> None:
+    """Memory is freed and given out again all the time, on two streams, while kernels are still queued on it: a load
+    must not write to what they still use, and what is queued behind it must find its values."""
+    skip_unless_available(backend)
+    expected = {str(number): torch.full((2 << 20,), float(number), device="cuda") for number in range(12)}
+    fastensor.save(expected, tmp_path / "x", backend=backend)
+    side = torch.cuda.Stream()
+    for attempt in range(6):
+        busy = [torch.ones(2 << 20, device="cuda") for _ in range(12)]
+        torch.cuda._sleep(50_000_000)
+        sums = [one.mul_(2.0).sum() for one in busy]  # still to be done when its memory is free
+        del busy
+        with torch.cuda.stream(side if attempt % 2 else torch.cuda.current_stream()):
+            found = fastensor.load(tmp_path / "x", "cuda", backend=backend)
+            means = {name: one.mean() for name, one in found.items()}
+            for one in found.values():
+                one.add_(attempt)
+            fastensor.save(found, tmp_path / "y", backend=backend)
+            for one in found.values():
+                one.zero_()
+        torch.cuda.synchronize()
+        assert all(total.item() == 2.0 * (2 << 20) for total in sums)
+        assert {name: mean.item() for name, mean in means.items()} == {name: float(name) for name in expected}
+        again = fastensor.load(tmp_path / "y", "cpu", backend="numpy")
+        assert all(torch.equal(again[name], expected[name].cpu() + attempt) for name in expected)
+
+
+def test_several_devices_in_one_state(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    state = {str(number): torch.randn(3 << 20, device=f"cuda:{number}") for number in range(2)}
+    for backend in registry.names():
+        if not registry.get(backend).availability().available:
+            continue
+        fastensor.save(state, tmp_path / "x", backend=backend)
+        found = fastensor.load(tmp_path / "x", backend=backend)
+        assert all(torch.equal(found[name], state[name]) and found[name].device == state[name].device for name in state)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 70_001, (9 << 20) + 5])
+def test_checksums_are_computed_on_the_device(nbytes: int) -> None:
+    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    pending = PendingCrc32s([values, values[: nbytes // 2 + 1]])
+    torch.cuda.synchronize()
+    host = values.cpu().numpy()
+    assert pending.values() == [zlib.crc32(host.data), zlib.crc32(host[: nbytes // 2 + 1].data)]
+
+
+def test_compat_mode_is_told_apart_from_gpudirect_storage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    skip_unless_available("gds")
+    gds._announce_mode.cache_clear()
+    fastensor.save({"w": torch.ones(1 << 20, device="cuda")}, tmp_path / "x", backend="gds")
+    assert ("compat mode" in caplog.text) == bool(gds.compat_reason())
