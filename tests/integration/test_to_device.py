@@ -7,6 +7,7 @@ import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fastensor.backends.base import Extent
 from fastensor.backends.fallback import available_names
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.to_device import DeviceTarget, Filler, read_through_host
-from fastensor.checkpoint import torch_file
+from fastensor.checkpoint import safetensors_file, torch_file
 
 LARGE = torch.randn(5 << 20)
 STATE: dict[str, Any] = OrderedDict(
@@ -56,7 +57,8 @@ def test_objects(tmp_path: Path, backend: str, map_location: Any) -> None:
 def test_safetensors(tmp_path: Path, backend: str) -> None:
     state = {"a": LARGE, "b": torch.arange(5), "c": torch.empty(0)}
     fastensor.save(state, tmp_path / "x.safetensors")
-    with filled_at_once() as filled:
+    on_the_host = mock.patch.object(safetensors_file, "place", side_effect=AssertionError("it was on the host first"))
+    with filled_at_once() as filled, on_the_host:
         found, report = fastensor.load_with_report(tmp_path / "x.safetensors", "cpu", backend=backend)
     assert equal(dict(sorted(found.items())), state)
     assert report.verified

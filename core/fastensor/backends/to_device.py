@@ -21,7 +21,7 @@ from fastensor.backends.base import Reader
 from fastensor.backends.memory import BUFFER_NBYTES, Buffer, borrowed_ring
 
 FILLED_AT_ONCE = {"cuda"}
-"""Kinds of devices."""
+"""Kinds of devices that bytes are read to without a tensor of theirs on the host."""
 _LEAST_NBYTES = 256 << 10
 """What is smaller is copied at once, by way of memory that is not pinned."""
 _BUFFERS = 3
@@ -117,15 +117,16 @@ class Filler:
         Raises:
             OSError: the file cannot be read there; what the storage holds is undefined.
         """
+        if not storage.nbytes():
+            return 0
         if not is_filled_at_once(storage.device):
-            return self._reader.readinto(offset, memory_of(storage), checksum=checksum) if storage.nbytes() else 0
+            return self._reader.readinto(offset, memory_of(storage), checksum=checksum)
         with torch.inference_mode(False):  # other threads may write to it, whatever mode this one is in
             values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if values.numel() < _LEAST_NBYTES:
             buffer = bytearray(values.numel())
-            crc32 = self._reader.readinto(offset, memoryview(buffer), checksum=checksum) if buffer else 0
-            if buffer:
-                values.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+            crc32 = self._reader.readinto(offset, memoryview(buffer), checksum=checksum)
+            values.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
             return crc32
         stream = self._stream_for(storage.device)
         target = DeviceTarget(values, stream)

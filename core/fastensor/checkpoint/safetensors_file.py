@@ -66,20 +66,18 @@ def checked_entry(entry: Entry) -> Checked | None:
 
 def _read(file: OpenedFile, filler: Filler, entry: Entry, request: LoadRequest) -> torch.Tensor:
     """A tensor where it is to be, verified if it can be."""
-    device = _HOST
-    if may_be_filled_at_once(request.map_location):
-        final = destination(_SAVED_FROM, request.map_location)
-        device = final if is_filled_at_once(final) else _HOST
-    storage = storage_on(device, entry.nbytes)
+    final = destination(_SAVED_FROM, request.map_location) if may_be_filled_at_once(request.map_location) else None
+    if final is not None and not is_filled_at_once(final):
+        final = None
+    storage = storage_on(final or _HOST, entry.nbytes)
     if entry.nbytes:
         checked = checked_entry(entry) if request.checked else None
         with explained(file.where):
             found = filler.fill(storage, entry.begin, checksum=checked is not None)
         if checked is not None:
             checked.compare(found, file.where)
-    return _as_tensor(
-        storage if device != _HOST else place(storage, _SAVED_FROM, request.map_location), entry, file.where
-    )
+    placed = place(storage, _SAVED_FROM, request.map_location) if final is None else storage
+    return _as_tensor(placed, entry, file.where)
 
 
 def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
