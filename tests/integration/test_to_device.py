@@ -20,7 +20,7 @@ from fastensor.backends.base import Extent
 from fastensor.backends.fallback import available_names
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.to_device import DeviceTarget, Filler, read_through_host
-from fastensor.checkpoint import safetensors_file, torch_file
+from fastensor.checkpoint import placement, torch_file
 
 LARGE = torch.randn(5 << 20)
 STATE: dict[str, Any] = OrderedDict(
@@ -57,12 +57,32 @@ def test_objects(tmp_path: Path, backend: str, map_location: Any) -> None:
 def test_safetensors(tmp_path: Path, backend: str) -> None:
     state = {"a": LARGE, "b": torch.arange(5), "c": torch.empty(0)}
     fastensor.save(state, tmp_path / "x.safetensors")
-    on_the_host = mock.patch.object(safetensors_file, "place", side_effect=AssertionError("it was on the host first"))
-    with filled_at_once() as filled, on_the_host:
+    on_the_host = mock.patch.object(placement, "place", side_effect=AssertionError("it was on the host first"))
+    destination = mock.patch.object(placement, "destination", return_value=torch.device("cpu"))
+    with filled_at_once() as filled, on_the_host, destination:
         found, report = fastensor.load_with_report(tmp_path / "x.safetensors", "cpu", backend=backend)
     assert equal(dict(sorted(found.items())), state)
     assert report.verified
     assert max(filled) == LARGE.nbytes
+
+
+@pytest.mark.parametrize("name", ["x", "x.safetensors"])
+@pytest.mark.parametrize("backend", ["auto", *available_names()])
+def test_tensors_and_slices_of_an_open_checkpoint(tmp_path: Path, backend: str, name: str) -> None:
+    fastensor.save({"a": LARGE, "b": torch.arange(5), "c": torch.empty(0)}, tmp_path / name)
+    on_the_host = mock.patch.object(placement, "place", side_effect=AssertionError("it was on the host first"))
+    destination = mock.patch.object(placement, "destination", return_value=torch.device("cpu"))
+    with (
+        filled_at_once() as filled,
+        on_the_host,
+        destination,
+        fastensor.open(tmp_path / name, "cpu", backend=backend) as found,
+    ):
+        assert torch.equal(found["a"], LARGE)
+        assert torch.equal(found["a", 1000:-1000], LARGE[1000:-1000])
+        assert found["b", 2] == 2
+        assert found["c"].numel() == 0
+    assert filled == [LARGE.nbytes, LARGE.nbytes - 8000, 8]
 
 
 @pytest.mark.parametrize("backend", available_names())

@@ -348,7 +348,8 @@ def _stage(source: TorchZip, nbytes: int) -> bytes:
     with open_stager(source) as stager:
         for offset in range(0, source.nbytes, nbytes):
             window = stager.begin(offset, min(nbytes, source.nbytes - offset))
-            parts.append(bytes(stager.finish(window)))
+            stager.finish(window)
+            parts.append(bytes(window.data))
             stager.release(window)
     return b"".join(parts)
 

@@ -40,7 +40,8 @@ def staged(source: TorchZip) -> bytes:
     with open_stager(source) as stager:
         for offset in range(0, source.nbytes, BUFFER_NBYTES):
             window = stager.begin(offset, min(BUFFER_NBYTES, source.nbytes - offset))
-            parts.append(bytes(stager.finish(window)))
+            stager.finish(window)
+            parts.append(bytes(window.data))
             stager.release(window)
     return b"".join(parts)
 
@@ -77,7 +78,7 @@ def test_what_is_in_host_memory_is_not_gathered() -> None:
 
 def test_a_ring_that_was_made_in_inference_mode_serves_others() -> None:
     source = make_source(100_000)
-    gather._shelf.forget()
+    gather._rings.forget()
     with torch.inference_mode():
         assert gathered(source, 4096) == staged(source)
     assert gathered(source, 4096) == staged(source)

@@ -19,7 +19,7 @@ from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
 from fastensor.backends.ring_reader import RingReader
-from fastensor.backends.staging import open_stager
+from fastensor.backends.staging import Window, open_stager
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
 
@@ -43,8 +43,8 @@ class DirectBackend:
     def write(self, source: Source, fd: int) -> Sequence[int]:
         limits = _limits(fd)
         with _direct_mode(fd), _refusals_reported():
-            write = partial(posix.write_fully, fd)
-            checksums = write_windows(source.nbytes, open_stager(source), limits.offset_alignment, write)
+            write = partial(_write_direct, fd, limits.offset_alignment)
+            checksums = write_windows(source.nbytes, open_stager(source), write)
         posix.truncate(fd, source.nbytes)
         return checksums
 
@@ -62,6 +62,10 @@ class DirectBackend:
             reader = RingReader(read, limits.offset_alignment, order, elsewhere=BufferedReader(fd), resources=resources)
             resources.push(undo.pop_all())
         return reader
+
+
+def _write_direct(fd: int, alignment: int, window: Window) -> None:
+    posix.write_fully(fd, window.padded(alignment), window.offset)
 
 
 def _read_direct(fd: int, alignment: int, buffer: memoryview, offset: int) -> int:

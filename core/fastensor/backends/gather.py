@@ -6,18 +6,17 @@ CRC32s are taken there, of the copies. Headers come from the host, once the chec
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self, TypeAlias, cast
 
 import torch
 
 from fastensor.backends.device_crc32 import PendingCrc32s
-from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES
+from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Shelf
 from fastensor.backends.staging import Checksums, check_size, copy_header, streams_behind_current
 from fastensor.backends.to_device import entered
 from fastensor.stitch.image import Header, Payload, Piece
@@ -191,38 +190,9 @@ class DeviceRing:
         self.release = prepare(used)
 
 
-class _Shelf:
-    """Keeps one idle ring of each device for the next transfer."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: dict[torch.device, DeviceRing] = {}
-
-    def take(self, device: torch.device, prepare: Prepare) -> DeviceRing:
-        with self._lock:
-            ring = self._idle.pop(device, None)
-        return ring or DeviceRing(device, prepare)
-
-    def put(self, device: torch.device, ring: DeviceRing) -> None:
-        with self._lock:
-            kept = self._idle.setdefault(device, ring)
-        if kept is not ring:
-            ring.release()
-
-    def forget(self) -> None:
-        """In a forked child, which shares neither the lock's holder nor the device, and must not free its memory."""
-        self._lock, self._forgotten, self._idle = threading.Lock(), self._idle, {}
+_rings: Shelf[torch.device, DeviceRing] = Shelf()
 
 
-_shelf = _Shelf()
-os.register_at_fork(after_in_child=_shelf.forget)
-
-
-@contextmanager
-def borrowed_device_ring(device: torch.device, prepare: Prepare) -> Iterator[DeviceRing]:
+def borrowed_device_ring(device: torch.device, prepare: Prepare) -> AbstractContextManager[DeviceRing]:
     """A ring for the length of one transfer. No buffer may be in use any more when the block is left."""
-    ring = _shelf.take(device, prepare)
-    try:
-        yield ring
-    finally:
-        _shelf.put(device, ring)
+    return _rings.borrowed(device, partial(DeviceRing, device, prepare))

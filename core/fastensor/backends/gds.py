@@ -27,12 +27,12 @@ from isal import isal_zlib
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.device_crc32 import PendingCrc32s
-from fastensor.backends.gather import ALIGNMENT, DeviceStager, gathering_device
+from fastensor.backends.gather import ALIGNMENT, DeviceStager, DeviceWindow, gathering_device
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
-from fastensor.backends.staging import open_stager
+from fastensor.backends.staging import Window, open_stager
 from fastensor.backends.threads import NoThreadsError, finish, submit
 from fastensor.backends.to_device import DeviceTarget, entered, read_through_host
 from fastensor.errors import BackendUnavailableError
@@ -55,7 +55,7 @@ class GdsBackend:
         return Availability(not reason, reason)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES)
+        return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES + _bounce_nbytes())
 
     def can_write(self, source: Source) -> bool:
         return True
@@ -84,10 +84,10 @@ def _write_all(source: Source, fd: int) -> Sequence[int]:
     with _opened(fd, "r+") as file:
         write = partial(_write, file)
         if device is None:
-            return write_windows(source.nbytes, open_stager(source), ALIGNMENT, write)
+            return write_windows(source.nbytes, open_stager(source), write)
         _announce_mode()
         gathered = DeviceStager(cast(Plan, source), device, prepare=_register)
-        return write_windows(source.nbytes, gathered, ALIGNMENT, write)
+        return write_windows(source.nbytes, gathered, write)
 
 
 class _GdsReader(RingReader):
@@ -232,6 +232,14 @@ def _announce_mode() -> None:
         _logger.warning("kvikio is in compat mode, not using GPUDirect Storage: %s", compat)
 
 
+def _bounce_nbytes() -> int:
+    """What kvikio's threads hold of the host at most for bytes of a device that do not go around it."""
+    if _kvikio.why_unavailable():
+        return 0
+    defaults = _kvikio.module.defaults
+    return int(defaults.get("num_threads")) * int(defaults.get("bounce_buffer_size"))
+
+
 def compat_reason() -> str:
     """Why bytes of GPUs go through host memory; empty if they do not.
 
@@ -264,10 +272,11 @@ def _opened(fd: int, flags: str) -> Iterator[Any]:
         file.close()
 
 
-def _write(file: Any, data: memoryview | torch.Tensor, offset: int) -> None:
+def _write(file: Any, window: Window | DeviceWindow) -> None:
+    data = window.padded(ALIGNMENT)
     buffer = data.numpy() if isinstance(data, torch.Tensor) and not data.is_cuda else data
     with _errors_told():
-        written = file.pwrite(buffer, data.nbytes, offset, BUFFER_NBYTES).get()
+        written = file.pwrite(buffer, data.nbytes, window.offset, BUFFER_NBYTES).get()
     if written != data.nbytes:
         raise OSError(errno.EIO, f"kvikio has written {written} of {data.nbytes} bytes")
 

@@ -12,10 +12,10 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -122,41 +122,53 @@ class Ring:
             buffer.release()
 
 
-class _Shelf:
-    """Keeps one idle ring for the next transfer."""
+class Releasable(Protocol):
+    """What a shelf keeps."""
+
+    @property
+    def release(self) -> Callable[[], None]:
+        """Called when it is not kept."""
+
+
+Key = TypeVar("Key")
+Kept = TypeVar("Kept", bound=Releasable)
+
+
+class Shelf(Generic[Key, Kept]):
+    """Keeps what a transfer needs for the next one: one idle ring of each kind."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: Ring | None = None
+        self._idle: dict[Key, Kept] = {}
+        self._forgotten: dict[Key, Kept] = {}
+        os.register_at_fork(after_in_child=self.forget)
 
-    def take(self) -> Ring:
+    @contextmanager
+    def borrowed(self, key: Key, make: Callable[[], Kept]) -> Iterator[Kept]:
+        """One for the length of a transfer. Nothing may use it any more when the block is left."""
         with self._lock:
-            ring, self._idle = self._idle, None
-        return ring or Ring()
-
-    def put(self, ring: Ring) -> None:
-        with self._lock:
-            if self._idle is None:
-                self._idle = ring
-                return
-        ring.release()
+            ring = self._idle.pop(key, None)
+        if ring is None:
+            ring = make()
+        try:
+            yield ring
+        finally:
+            with self._lock:
+                kept = self._idle.setdefault(key, ring)
+            if kept is not ring:
+                ring.release()
 
     def forget(self) -> None:
-        self.__init__()  # type: ignore[misc]  # a forked child shares neither the lock's holder nor pinned pages
+        """In a forked child, which shares neither the lock's holder nor pinned pages, and must not free a device's."""
+        self._lock, self._forgotten, self._idle = threading.Lock(), self._idle, {}
 
 
-_shelf = _Shelf()
-os.register_at_fork(after_in_child=_shelf.forget)
+_rings: Shelf[None, Ring] = Shelf()
 
 
-@contextmanager
-def borrowed_ring() -> Iterator[Ring]:
+def borrowed_ring() -> AbstractContextManager[Ring]:
     """A ring for the length of one transfer. No buffer may be in use any more when the block is left."""
-    ring = _shelf.take()
-    try:
-        yield ring
-    finally:
-        _shelf.put(ring)
+    return _rings.borrowed(None, Ring)
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:

@@ -46,7 +46,8 @@ class NumpyBackend:
         with open_stager(source) as stager:
             for offset in range(0, total, _WINDOW_NBYTES):
                 window = stager.begin(offset, min(_WINDOW_NBYTES, total - offset))
-                posix.write_fully(fd, stager.finish(window), offset)
+                stager.finish(window)
+                posix.write_fully(fd, window.data, offset)
                 stager.release(window)
         posix.truncate(fd, total)
         return stager.checksums

@@ -267,9 +267,8 @@ class SnapshotStager:
         self._before_window(nbytes)
         return Window(block, begin, offset, nbytes)
 
-    def finish(self, window: Window) -> memoryview:
+    def finish(self, window: Window) -> None:
         self._checksums.take(self._image.pieces(window.offset, window.offset + window.nbytes), window.data)
-        return window.data
 
     def release(self, window: Window) -> None:
         self._snapshot.hand_back(window.offset // BLOCK_NBYTES, window.nbytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, Self, cast
+from typing import Protocol, Self, TypeVar, cast
 
 import torch
 from isal import isal_zlib
@@ -50,8 +50,11 @@ class Window:
         return self.buffer.view[self.begin : stop]
 
 
-class Stager(Protocol):
-    """Produces the windows of one file, from front to back.
+W = TypeVar("W")
+
+
+class Stager(Protocol[W]):
+    """Produces the windows of one file, from front to back, in memory of the host or of a device.
 
     One thread calls :meth:`begin` and :meth:`finish` for each window, each of them in the order of the windows. Any
     thread calls :meth:`release` as soon as the window's bytes are where they belong: beginning another one may have to
@@ -67,17 +70,17 @@ class Stager(Protocol):
     def checksums(self) -> tuple[int, ...]:
         """The CRC32 of each storage's part, as far as windows are finished; 0 for those that are empty."""
 
-    def begin(self, offset: int, nbytes: int) -> Window:
+    def begin(self, offset: int, nbytes: int) -> W:
         """Start to produce the file's bytes ``[offset, offset + nbytes)``.
 
         Raises:
             StateChangedError: a storage has another size than when the file was planned.
         """
 
-    def finish(self, window: Window) -> memoryview:
-        """Wait until the window is complete, and return its bytes."""
+    def finish(self, window: W) -> None:
+        """Wait until the window is complete."""
 
-    def release(self, window: Window) -> None:
+    def release(self, window: W) -> None:
         """Its buffer may be used for another one."""
 
     def fail(self, failure: BaseException) -> None:
@@ -87,11 +90,11 @@ class Stager(Protocol):
 class StagedSource(Source, Protocol):
     """A source that has been staged by somebody else."""
 
-    def open_stager(self) -> AbstractContextManager[Stager]:
+    def open_stager(self) -> AbstractContextManager[Stager[Window]]:
         """What hands over its windows."""
 
 
-def open_stager(source: Source) -> AbstractContextManager[Stager]:
+def open_stager(source: Source) -> AbstractContextManager[Stager[Window]]:
     """What produces the windows of a source."""
     return RingStager(source) if isinstance(source, Plan) else cast(StagedSource, source).open_stager()
 
@@ -141,11 +144,10 @@ class RingStager:
         window.events += self._copier.record_events()
         return window
 
-    def finish(self, window: Window) -> memoryview:
+    def finish(self, window: Window) -> None:
         for event in window.events:
             event.synchronize()
         self._checksums.take(window.late, window.data)
-        return window.data
 
     def release(self, window: Window) -> None:
         self._buffers.append(window.buffer)

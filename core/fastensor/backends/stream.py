@@ -13,7 +13,7 @@ from isal import isal_zlib
 
 from fastensor.backends import posix
 from fastensor.backends.memory import BUFFER_NBYTES
-from fastensor.backends.staging import Stager, open_stager
+from fastensor.backends.staging import Stager, Window, open_stager
 from fastensor.errors import StateChangedError
 from fastensor.stitch.source import Source
 
@@ -48,11 +48,12 @@ def checksums_of(source: Source) -> tuple[int, ...]:
         return stager.checksums
 
 
-def _windows(source: Source, stager: Stager) -> Iterator[tuple[int, memoryview]]:
+def _windows(source: Source, stager: Stager[Window]) -> Iterator[tuple[int, memoryview]]:
     """The file in pieces: where each begins, and its bytes, which are lent until the next one is asked for."""
     for offset in range(0, source.nbytes, BUFFER_NBYTES):
         window = stager.begin(offset, min(BUFFER_NBYTES, source.nbytes - offset))
-        yield offset, stager.finish(window)
+        stager.finish(window)
+        yield offset, window.data
         stager.release(window)
 
 

@@ -11,13 +11,13 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.to_device import memory_of, storage_on
+from fastensor.backends.to_device import Filler
 from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
 from fastensor.checkpoint.checksums import checksum_of
 from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
-from fastensor.checkpoint.placement import MapLocation, place
+from fastensor.checkpoint.placement import MapLocation, filled
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -193,25 +193,26 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         offset = int(view.storage_offset()) * view.dtype.itemsize
         steps = zip(view.shape, view.stride(), strict=True)
         numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
-        storage = storage_on(torch.device("cpu"), numel * view.dtype.itemsize)
-        if numel:
+
+        def fill(storage: torch.UntypedStorage) -> None:
             with explained(self._file.where):
-                self._fill(part, offset, memory_of(storage))
-        placed = place(storage, "cpu", self._map_location)
+                self._fill(part, offset, storage)
+
+        placed = filled(numel * view.dtype.itemsize, "cpu", self._map_location, fill)
         empty = torch.empty(0, dtype=view.dtype, device=placed.device)
         return empty.set_(placed, 0, view.shape, view.stride())
 
-    def _fill(self, part: Part, offset: int, memory: memoryview) -> None:
+    def _fill(self, part: Part, offset: int, storage: torch.UntypedStorage) -> None:
         """Read a range of a part. If it is not the whole part, that is verified first, once."""
-        begin = self._catalog.begin_of(part, self._reader, self._file.where)
+        nbytes, begin = storage.nbytes(), self._catalog.begin_of(part, self._reader, self._file.where)
         checked = part.checked(begin) if self._verify else None
-        if checked is not None and memory.nbytes < part.nbytes:
+        if checked is not None and nbytes < part.nbytes:
             if part.name not in self._sound:
                 checked.compare(checksum_of(self._reader, begin, part.nbytes), self._file.where)
                 self._sound.add(part.name)
             checked = None
-        with self._reader_for(Extent(begin + offset, begin + offset + memory.nbytes)) as reader:
-            found = reader.readinto(begin + offset, memory, checksum=checked is not None)
+        with self._reader_for(Extent(begin + offset, begin + offset + nbytes)) as reader:
+            found = Filler(reader).fill(storage, begin + offset, checksum=checked is not None)
         if checked is not None:
             checked.compare(found, self._file.where)
 

@@ -1,4 +1,4 @@
-"""What ``map_location`` means: where a storage goes that has been read to the host."""
+"""What ``map_location`` means: where a storage goes, and whether it has to be on the host before."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastensor.backends.to_device import FILLED_AT_ONCE, storage_on
+from fastensor.backends.to_device import FILLED_AT_ONCE, is_filled_at_once, storage_on
 
+_HOST = torch.device("cpu")
 MapLocation: TypeAlias = Any
 """As for ``torch.load``: a device, its name, a dict between names, a callable, or None."""
 
@@ -45,7 +46,7 @@ def begin_to_use(map_location: MapLocation) -> None:
 
 def destination(location: str, map_location: MapLocation) -> torch.device:
     """Where a storage that was saved from ``location`` will go. Raises what ``torch.load`` would."""
-    return place(storage_on(torch.device("cpu"), 0), location, map_location).device
+    return place(storage_on(_HOST, 0), location, map_location).device
 
 
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
@@ -65,3 +66,22 @@ def place(storage: torch.UntypedStorage, location: str, map_location: MapLocatio
     elif map_location is not None:
         location = str(map_location)
     return restore(storage, location)
+
+
+def filled(
+    nbytes: int, location: str, map_location: MapLocation, fill: Callable[[torch.UntypedStorage], object]
+) -> torch.UntypedStorage:
+    """A storage where ``torch.load`` would put it; on its way it is on the host only if it has to be.
+
+    Args:
+        nbytes: its size.
+        location: where it was saved from.
+        map_location: as for ``torch.load``.
+        fill: called with the storage, wherever it is, unless it is empty.
+    """
+    final = destination(location, map_location) if may_be_filled_at_once(map_location) else _HOST
+    at_once = is_filled_at_once(final)
+    storage = storage_on(final if at_once else _HOST, nbytes)
+    if nbytes:
+        fill(storage)
+    return storage if at_once else place(storage, location, map_location)

@@ -9,11 +9,11 @@ from contextlib import closing
 import torch
 
 from fastensor.backends.base import Extent
-from fastensor.backends.to_device import Filler, is_filled_at_once, storage_on
+from fastensor.backends.to_device import Filler
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
-from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
+from fastensor.checkpoint.placement import MapLocation, filled, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import (
@@ -27,7 +27,6 @@ from fastensor.stitch.safetensors import (
 
 _SAVED_FROM = "cpu"
 """The format does not say where tensors were."""
-_HOST = torch.device("cpu")
 
 
 def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -66,18 +65,15 @@ def checked_entry(entry: Entry) -> Checked | None:
 
 def _read(file: OpenedFile, filler: Filler, entry: Entry, request: LoadRequest) -> torch.Tensor:
     """A tensor where it is to be, verified if it can be."""
-    final = destination(_SAVED_FROM, request.map_location) if may_be_filled_at_once(request.map_location) else None
-    if final is not None and not is_filled_at_once(final):
-        final = None
-    storage = storage_on(final or _HOST, entry.nbytes)
-    if entry.nbytes:
-        checked = checked_entry(entry) if request.checked else None
+    checked = checked_entry(entry) if request.checked else None
+
+    def fill(storage: torch.UntypedStorage) -> None:
         with explained(file.where):
             found = filler.fill(storage, entry.begin, checksum=checked is not None)
         if checked is not None:
             checked.compare(found, file.where)
-    placed = place(storage, _SAVED_FROM, request.map_location) if final is None else storage
-    return _as_tensor(placed, entry, file.where)
+
+    return _as_tensor(filled(entry.nbytes, _SAVED_FROM, request.map_location, fill), entry, file.where)
 
 
 def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
