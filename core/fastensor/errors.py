@@ -90,3 +90,11 @@ class LayoutError(FastensorError, RuntimeError):
 
 class UnverifiedCheckpointWarning(UserWarning):
     """A file carries no checksums, so what was loaded from it could not be verified."""
+
+
+class OffloadError(FastensorError, RuntimeError):
+    """Activations cannot be offloaded, or an offloaded one cannot be brought back."""
+
+
+class CorruptActivationError(OffloadError):
+    """An offloaded activation has come back with other bytes than it was written with."""

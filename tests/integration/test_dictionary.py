@@ -74,7 +74,7 @@ def learned(changes: list[Change]) -> Dictionary:
 def test_single_tensors_have_a_dictionary_of_their_own(capsys: Any, file: DictionaryFile) -> None:
     assert "write cpu" in run(capsys, "show")[1]
     assert "of: single tensors\n\nNothing is known yet." in run(capsys, "show", "--tensors")[1]
-    file_for(".", tensors=True).update(CHANGES[:1])
+    file_for(".", of="tensors").update(CHANGES[:1])
     assert len(json.loads(run(capsys, "show", "--tensors", "--json")[1])["entries"]) == 1
     assert run(capsys, "clear", "--tensors")[0] == 0
     assert file.path.exists()

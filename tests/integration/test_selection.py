@@ -22,7 +22,7 @@ from fastensor.backends.direct import DirectBackend
 from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
-from fastensor.select.files import file_for
+from fastensor.select.files import Kind, file_for
 from fastensor.select.sizes import bucket_of
 from fastensor.testing.calls import Call, intercepted
 
@@ -311,16 +311,16 @@ def test_selectors_are_copied_with_what_they_know() -> None:
 PROGRAM = """
 import itertools, sys, time, torch, fastensor
 time.perf_counter = itertools.count().__next__  # every transfer takes equally long: nothing drifts
-path, uses, tensors = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "tensors"
+path, uses, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 state = {"w": torch.arange(200_000)}
 store = fastensor.TensorStore(path + ".tensors")
 for _ in range(uses):
-    if tensors:
+    if what == "tensors":
         store.get(store.put(state["w"]))
     else:
         fastensor.save(state, path)
         fastensor.load(path)
-statistics = fastensor.current_selector(path, tensors=tensors).statistics()
+statistics = fastensor.current_selector(path, of=what).statistics()
 print(statistics.explored, statistics.exploited)
 """
 
@@ -335,12 +335,12 @@ def run(folder: Path, uses: int, what: str, **variables: str) -> list[int]:
 
 
 @pytest.mark.parametrize("what", ["files", "tensors"])
-def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path, what: str) -> None:
+def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path, what: Kind) -> None:
     explored, exploited = run(tmp_path, 12, what, FASTENSOR_EXPLORE="1")
     assert explored > 4
     assert explored + exploited == 24
     (file,) = (tmp_path / "dictionaries").glob("*.json")
-    assert file.name == file_for(tmp_path, tensors=what == "tensors").path.name
+    assert file.name == file_for(tmp_path, of=what).path.name
     Dictionary.from_json(file.read_text())
     assert run(tmp_path, 2, what, FASTENSOR_EXPLORE="1")[0] == 0
     before = file.read_bytes()

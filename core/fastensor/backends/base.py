@@ -54,6 +54,46 @@ class Reader(Protocol):
         """Stop reading ahead and give back memory. The file stays open. Calling it again does nothing."""
 
 
+class Slots(Protocol):
+    """An open file any part of which is written and read, again and again. Every method may be called from several
+    threads at once, for parts that do not overlap. What has been written stays out of the page cache, or leaves it."""
+
+    @property
+    def alignment(self) -> int:
+        """What offsets, lengths and addresses of memory are multiples of; a power of two, at most 4096."""
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write all of it.
+
+        Raises:
+            OSError: the file does not take it.
+            BackendUnavailableError: this backend cannot write to this file after all.
+        """
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer.
+
+        Raises:
+            OSError: the file cannot be read there, or ends before.
+            BackendUnavailableError: this backend cannot read from this file after all.
+        """
+
+    def close(self) -> None:
+        """Nothing is written or read any more. The descriptor that it was opened with stays open."""
+
+
+@runtime_checkable
+class SlotBackend(Protocol):
+    """A backend that moves parts of files, too."""
+
+    def open_slots(self, fd: int) -> Slots:
+        """Of a file that is open for reading and writing, and stays so.
+
+        Raises:
+            BackendUnavailableError: this backend cannot use this file.
+        """
+
+
 @runtime_checkable
 class Backend(Protocol):
     """A way of moving images. Stateless between calls; every method may be called from several threads at once."""

@@ -63,6 +63,31 @@ class DirectBackend:
             resources.push(undo.pop_all())
         return reader
 
+    def open_slots(self, fd: int) -> DirectSlots:
+        limits = _limits(fd)
+        with _refusals_reported():
+            return DirectSlots(posix.reopen_direct(fd, os.O_RDWR), limits.offset_alignment)
+
+
+class DirectSlots:
+    """See :class:`fastensor.backends.base.Slots`."""
+
+    def __init__(self, fd: int, alignment: int) -> None:
+        self._fd = fd
+        self.alignment = alignment
+
+    def write(self, data: memoryview, offset: int) -> None:
+        with _refusals_reported():
+            posix.write_fully(self._fd, data, offset)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        with _refusals_reported():
+            filled = posix.read_fully(self._fd, buffer, offset, alignment=self.alignment)
+        posix.check_end(filled, buffer, offset)
+
+    def close(self) -> None:
+        posix.close_read_only(self._fd)  # nobody will read what was written
+
 
 def _write_direct(fd: int, alignment: int, window: Window) -> None:
     posix.write_fully(fd, window.padded(alignment), window.offset)

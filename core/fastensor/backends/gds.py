@@ -78,6 +78,34 @@ class GdsBackend:
             resources.push(undo.pop_all())
         return reader
 
+    def open_slots(self, fd: int) -> GdsSlots:
+        with ExitStack() as undo:
+            file = undo.enter_context(_opened(fd, "r+"))
+            return GdsSlots(file, undo.pop_all())
+
+
+class GdsSlots:
+    """See :class:`fastensor.backends.base.Slots`."""
+
+    alignment = ALIGNMENT
+
+    def __init__(self, file: Any, resources: ExitStack) -> None:
+        self._file = file
+        self._resources = resources
+
+    def write(self, data: memoryview, offset: int) -> None:
+        with _errors_told():
+            written = self._file.pwrite(data, data.nbytes, offset, BUFFER_NBYTES).get()
+        _check_written(written, data.nbytes)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        with _errors_told():
+            filled = self._file.pread(buffer, buffer.nbytes, offset, BUFFER_NBYTES).get()
+        posix.check_end(filled, buffer, offset)
+
+    def close(self) -> None:
+        self._resources.close()
+
 
 def _write_all(source: Source, fd: int) -> Sequence[int]:
     device = gathering_device(source)
@@ -277,8 +305,12 @@ def _write(file: Any, window: Window | DeviceWindow) -> None:
     buffer = data.numpy() if isinstance(data, torch.Tensor) and not data.is_cuda else data
     with _errors_told():
         written = file.pwrite(buffer, data.nbytes, window.offset, BUFFER_NBYTES).get()
-    if written != data.nbytes:
-        raise OSError(errno.EIO, f"kvikio has written {written} of {data.nbytes} bytes")
+    _check_written(written, data.nbytes)
+
+
+def _check_written(written: int, nbytes: int) -> None:
+    if written != nbytes:
+        raise OSError(errno.EIO, f"kvikio has written {written} of {nbytes} bytes")
 
 
 def _read(file: Any, nbytes: int, buffer: memoryview, offset: int) -> int:

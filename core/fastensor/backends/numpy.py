@@ -55,6 +55,28 @@ class NumpyBackend:
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         return BufferedReader(fd)
 
+    def open_slots(self, fd: int) -> BufferedSlots:
+        return BufferedSlots(fd)
+
+
+class BufferedSlots:
+    """See :class:`fastensor.backends.base.Slots`."""
+
+    alignment = 1
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: memoryview, offset: int) -> None:
+        posix.write_fully(self._fd, data, offset)
+        posix.write_back(self._fd, offset, data.nbytes)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        posix.check_end(posix.read_fully(self._fd, buffer, offset), buffer, offset)
+
+    def close(self) -> None:
+        pass
+
 
 class BufferedReader:
     """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.Reader`."""
@@ -98,8 +120,7 @@ def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool
     crc32 = 0
     for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
         block = buffer[at : at + _BLOCK_NBYTES]
-        if posix.read_fully(fd, block, offset + at) != block.nbytes:
-            raise posix.EndOfFile(f"the file ends before offset {offset + at + block.nbytes}")
+        posix.check_end(posix.read_fully(fd, block, offset + at), block, offset + at)
         if checksum:
             crc32 = isal_zlib.crc32(block, crc32)
     return crc32

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 import struct
 import time
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
 _STATX_DIO_OFFSET = 0x98  # stx_dio_mem_align and stx_dio_offset_align, two u32 (linux/stat.h)
 _STATFS_NBYTES = 256
+_SYNC_FILE_RANGE_AND_WAIT = 7  # WAIT_BEFORE, WRITE, WAIT_AFTER
 _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 _SYS_CACHESTAT = 451
 """Of all architectures."""
@@ -90,6 +92,21 @@ def read_fully(fd: int, buffer: memoryview, offset: int, *, alignment: int = 1) 
     return filled
 
 
+def check_end(filled: int, buffer: memoryview, offset: int) -> None:
+    """
+    Raises:
+        EndOfFile: a read into the buffer has met the end.
+    """
+    if filled < buffer.nbytes:
+        raise EndOfFile(f"the file ends before offset {offset + buffer.nbytes}")
+
+
+def write_back(fd: int, offset: int, nbytes: int) -> None:
+    """Have a part of a file leave the page cache for the disk, whose own cache may still hold it."""
+    _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_AND_WAIT)
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
 def sync_file(fd: int) -> None:
     """``fsync``: contents and metadata of the file are on stable storage when this returns."""
     os.fsync(fd)
@@ -136,9 +153,27 @@ def set_direct(fd: int, enabled: bool) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if enabled else flags & ~os.O_DIRECT)
 
 
-def reopen_direct(fd: int) -> int:
-    """A second descriptor of the same file, for reading with O_DIRECT. The caller closes it."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+def reopen_direct(fd: int, mode: int = os.O_RDONLY) -> int:
+    """A second descriptor of the same file, which may have no name, with O_DIRECT. The caller closes it."""
+    return os.open(f"/proc/self/fd/{fd}", mode | os.O_DIRECT | os.O_CLOEXEC)
+
+
+def open_nameless(directory: str) -> int:
+    """A new file for reading and writing that has no name, so that nothing is left of it when it is closed."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOENT):
+            raise
+    path = os.path.join(directory, f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.unlink(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def try_lock(fd: int) -> bool:

@@ -29,7 +29,8 @@ def add_to(commands: Any) -> None:
         "dictionary",
         help="what was learned about how fast each backend is here",
         description="Show and move what Fastensor has learned, by size and context, about how long each backend takes. "
-        "There is one dictionary for each machine and kind of filesystem, and another one for single tensors; the "
+        "There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for offloaded "
+        "activations; the "
         "environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -73,9 +74,10 @@ def add_to(commands: Any) -> None:
 
 def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument(
-        "--tensors", action="store_true", help="the dictionary of single tensors that a TensorStore has"
-    )
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, whose in (("tensors", "single tensors that a TensorStore has"), ("activations", "offloaded activations")):
+        kinds.add_argument(f"--{kind}", action="store_const", const=kind, dest="of", help=f"the dictionary of {whose}")
+    parser.set_defaults(of="files")
     parser.set_defaults(run=run)
     return parser
 
@@ -92,7 +94,7 @@ def _add_path(parser: Any) -> Any:
 
 
 def _file(options: argparse.Namespace) -> DictionaryFile:
-    return file_for(options.path, tensors=options.tensors)
+    return file_for(options.path, of=options.of)
 
 
 def _context(text: str) -> Context:

@@ -1,6 +1,6 @@
 """The selectors that ``backend="auto"`` asks, with what is known of this machine.
 
-For each filesystem there is one of whole files, and one of single tensors."""
+For each filesystem there is one of whole files, one of single tensors, and one of activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 
 from fastensor.select.dictionary import Change
-from fastensor.select.files import DictionaryFile, file_for
+from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
 
@@ -57,8 +57,8 @@ class _Keeper:
 
 
 _lock = threading.RLock()
-_made: dict[tuple[int, bool], tuple[Selector, _Keeper]] = {}
-"""By device, and whether they are of single tensors."""
+_made: dict[tuple[int, Kind], tuple[Selector, _Keeper]] = {}
+"""By device, and what they are of."""
 _for_all: Selector | None = None
 
 
@@ -72,7 +72,7 @@ def use_selector(selector: Selector | None) -> None:
     _for_all = selector
 
 
-def current_selector(path: str | os.PathLike[str], *, tensors: bool = False) -> Selector:
+def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Selector:
     """The selector for files at a path, which need not exist.
 
     It knows what earlier processes have learned about this machine and the path's filesystem, and adds to it. After
@@ -80,15 +80,16 @@ def current_selector(path: str | os.PathLike[str], *, tensors: bool = False) -> 
 
     Args:
         path: of a file or folder.
-        tensors: the one that a :class:`fastensor.TensorStore` there asks.
+        of: ``"files"``; ``"tensors"`` for the one that a :class:`fastensor.TensorStore` there asks; ``"activations"`` for
+            that of :class:`fastensor.offload.ActivationOffload`.
     """
     if _for_all is not None:
         return _for_all
-    key = (nearest(path)[1], tensors)
+    key = (nearest(path)[1], of)
     found = _made.get(key)
     if found is None:
         with _lock:
-            found = _made[key] = _made.get(key) or _make(file_for(path, tensors=tensors))
+            found = _made[key] = _made.get(key) or _make(file_for(path, of=of))
     selector, keeper = found
     keeper.flush_if_due()
     return selector

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from platformdirs import user_cache_path
 
@@ -39,6 +39,12 @@ MOST_NOTED = 10_000
 LOCK_SECONDS = 2.0
 """How long a flush waits for one of another process, or thread."""
 
+Kind: TypeAlias = Literal["files", "tensors", "activations"]
+_KINDS: dict[Kind, dict[str, str]] = {
+    "files": {},
+    "tensors": {"of": "single tensors"},
+    "activations": {"of": "activations"},
+}
 _POLL_SECONDS = 0.005
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _BESIDE = r"(\.lock|\.damaged|\.[0-9a-f]{16}\.tmp)?"
@@ -179,16 +185,16 @@ def default_folder() -> Path:
     return Path(os.devnull) / "dictionaries"  # cannot be written, and that is said
 
 
-def file_for(path: str | os.PathLike[str], folder: Path | None = None, *, tensors: bool = False) -> DictionaryFile:
+def file_for(path: str | os.PathLike[str], folder: Path | None = None, *, of: Kind = "files") -> DictionaryFile:
     """The dictionary of the filesystem that a path is on.
 
     Args:
         path: of a file or folder, which need not exist.
         folder: of the dictionaries; None means the default one.
-        tensors: the one of single tensors in files of their own. Theirs takes another time than a checkpoint of the
-            same size, above all if that is small.
+        of: what is moved. A single tensor in a file of its own, or in a part of a file that is there already, takes
+            another time than a checkpoint of the same size, above all if that is small.
     """
-    machine = identity(path) | ({"of": "single tensors"} if tensors else {})
+    machine = identity(path) | _KINDS[of]
     return DictionaryFile((default_folder() if folder is None else folder) / f"{digest(machine)}.json", machine)
 
 

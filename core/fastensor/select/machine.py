@@ -17,12 +17,21 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
 """What the distribution is called, by where it comes from."""
 _SECTOR_NBYTES = 512
 """Sizes of disks are counted in these, whatever theirs are."""
+
+_IN_MEMORY = frozenset(["tmpfs", "ramfs", "devtmpfs", "hugetlbfs"])
+_SERVED = frozenset((
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2",
+    "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs",
+))  # fmt: skip
+"""Kinds of filesystems that another machine keeps, or the host of a virtual one."""
+
+Keeper: TypeAlias = Literal["disk", "memory", "server"]
 
 
 def identity(path: str | os.PathLike[str], root: Path = Path("/")) -> dict[str, str]:
@@ -45,6 +54,17 @@ def digest(machine: Mapping[str, str]) -> str:
     ('7693a3202c826ffe', '44136fa355b3678a')
     """
     return hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keeper(filesystem: str) -> Keeper:
+    """Who keeps what is saved to a filesystem of that kind.
+
+    >>> keeper("ext4"), keeper("tmpfs"), keeper("nfs4"), keeper("fuse.sshfs")
+    ('disk', 'memory', 'server', 'server')
+    """
+    if filesystem in _IN_MEMORY:
+        return "memory"
+    return "server" if filesystem in _SERVED or filesystem.startswith("fuse.") else "disk"
 
 
 @cache

@@ -55,7 +55,7 @@ class TensorStore:
     Args:
         directory: where the files are; created if it is missing. Closing the store removes nothing.
         selector: what chooses backends, and learns from every transfer; None is the one that knows this machine and
-            filesystem (``fastensor.current_selector(directory, tensors=True)``). One made with ``explore=False`` keeps
+            filesystem (``fastensor.current_selector(directory, of="tensors")``). One made with ``explore=False`` keeps
             to its dictionary.
         backend: ``"auto"``, or the name of the backend to use, here or in the paper (``npy``, ``pt``): then the
             selector is neither asked nor told. Where it cannot, another one is used, which is logged.
@@ -92,7 +92,7 @@ class TensorStore:
         verify: bool = True,
     ) -> None:
         self._directory = os.path.abspath(directory)
-        current = partial(current_selector, self._directory, tensors=True)
+        current = partial(current_selector, self._directory, of="tensors")
         self._tools = Tools(backend, current if selector is None else lambda: selector, check_mode(mode))
         self._durable = durable
         self._verify = verify

@@ -6,24 +6,15 @@ import os
 import stat
 import tempfile
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
 from fastensor.backends import posix, registry
 from fastensor.errors import BackendUnavailableError
-from fastensor.select.machine import identity
+from fastensor.select.machine import Keeper, identity, keeper
 from fastensor.select.rule import RESIDENT_FRACTION
 
 PREFIX = ".fastensor-doctor-"
 """What all that is created in the folder begins with, as far as it has a name."""
 _PROBE_NBYTES = 1 << 20
-_IN_MEMORY = frozenset(["tmpfs", "ramfs", "devtmpfs", "hugetlbfs"])
-_SERVED = frozenset((
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2",
-    "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs",
-))  # fmt: skip
-"""Kinds of filesystems that another machine keeps, or the host of a virtual one."""
-
-Keeper: TypeAlias = Literal["disk", "memory", "server"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +94,6 @@ def examine(path: str) -> Folder:
         return replace(found, error="there is no such folder")
     except OSError as error:
         return replace(found, error=f"no file can be written there ({error.strerror})")
-
-
-def keeper(filesystem: str) -> Keeper:
-    """Who keeps what is saved to a filesystem of that kind.
-
-    >>> keeper("ext4"), keeper("tmpfs"), keeper("nfs4"), keeper("fuse.sshfs")
-    ('disk', 'memory', 'server', 'server')
-    """
-    if filesystem in _IN_MEMORY:
-        return "memory"
-    return "server" if filesystem in _SERVED or filesystem.startswith("fuse.") else "disk"
 
 
 def _space(found: os.statvfs_result) -> Space | None:

@@ -1,0 +1,393 @@
+"""``ActivationOffload``: what autograd saves in the forward pass goes to an SSD, and is back when it is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Self
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastensor.errors import OffloadError
+from fastensor.offload.cell import Cell, Token
+from fastensor.offload.config import OffloadConfig
+from fastensor.offload.geometry import View, bytes_to_move, spanned
+from fastensor.offload.modules import AttachedModel
+from fastensor.offload.mover import Mover, event_now
+from fastensor.offload.order import Course, Orders
+from fastensor.offload.persistent import reason_to_keep
+from fastensor.offload.statistics import OffloadStatistics, drive_days
+
+_FORGET_ALIVE_EVERY = 64
+"""Steps, after which it is found out anew whose memory others keep alive."""
+_MOST_AHEAD = 64
+"""Activations that are read ahead, at most."""
+_LEAST_SECONDS = 60.0
+"""So long is watched before anything is said about the lives of drives."""
+_logger = logging.getLogger("fastensor")
+
+
+class ActivationOffload:
+    """Moves saved activations to an SSD in the forward pass, and back in the backward pass. Gradients are the same.
+
+    In the ``with`` block of :meth:`step` autograd hands over what it saves for the backward pass
+    (``torch.autograd.graph.saved_tensors_hooks``), in this thread. What is large, and not a parameter, a buffer (of an
+    attached model), a view or a cast of one, or alive anyway, is written to a nameless file by threads, and its memory
+    is free as soon as that is done. The backward pass may run anywhere, any number of times, wholly or in part or not
+    at all; what is wanted next is read ahead, in the order of the last step of the same form. When the graph goes, so
+    does all that it has offloaded.
+
+    In-place changes of saved tensors are found as without offloading, at the backward pass. Changes that autograd does
+    not see (``tensor.data``, other frameworks) are not: the gradients are those of the values that were saved.
+
+    Every method may be called from several threads; steps may overlap and nest. Pickled, or in a forked child, it is a
+    new one with the same configuration. Files and threads begin with the first tensor that is offloaded.
+    ``torch.func`` refuses to work under hooks of this kind.
+
+    Args:
+        config: how much goes where.
+
+    >>> import torch
+    >>> from fastensor.offload import ActivationOffload, OffloadConfig
+    >>> weight = torch.randn(512, 512, requires_grad=True)
+    >>> with ActivationOffload(OffloadConfig(min_bytes=1 << 16)) as offload:
+    ...     with offload.step():
+    ...         loss = torch.randn(64, 512).mm(weight).sigmoid().mm(weight).exp().sum()
+    ...     loss.backward()
+    ...     offload.statistics().offloaded
+    2
+    """
+
+    def __init__(self, config: OffloadConfig | None = None) -> None:
+        self.config = config or OffloadConfig()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._mover: Mover | None = None
+        self._model: AttachedModel | None = None
+        self._orders = Orders()
+        self._counts: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
+        self._hook_seconds = 0.0
+        self._begun = time.monotonic()
+        self._worn = False
+        self._closed = False
+        _engines.add(self)
+
+    # For users. ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Offload what this thread's forward pass saves in the block.
+
+        Raises:
+            OffloadError: it has been closed; or, with ``when_full="raise"``, an activation could not be written.
+        """
+        if self._closed:
+            raise OffloadError("this ActivationOffload has been closed; make another one")
+        if (self.config.include or self.config.exclude) and self._model is None:
+            raise OffloadError("include and exclude name modules of a model: call attach(model) before the first step")
+        with self._lock:
+            self._counts["steps"] += 1
+            if self._mover is not None and self._counts["steps"] % _FORGET_ALIVE_EVERY == 0:
+                self._mover.alive_anyway.clear()
+        step = _Step(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
+                yield
+        finally:
+            self._check_drives()
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Say which model runs in the steps, so that its buffers are not offloaded, and ``include`` and ``exclude`` of
+        the configuration can name its modules. It takes the place of the one before.
+
+        Raises:
+            ValueError: a pattern fits no module of the model.
+        """
+        attached = AttachedModel(model, self.config.include, self.config.exclude)
+        self.detach()
+        self._model = attached
+
+    def detach(self) -> None:
+        """Forget the model, and take the hooks out of it. Calling it again does nothing."""
+        model, self._model = self._model, None
+        if model is not None:
+            model.remove()
+
+    def settle(self) -> None:
+        """Wait until all that is to be on the SSD is there."""
+        if self._mover is not None:
+            self._mover.settle()
+
+    def close(self) -> None:
+        """Give back files, threads and memory. What graphs that still live have on the SSD is lost: their backward
+        passes raise. Calling it again does nothing."""
+        self._closed = True
+        self.detach()
+        if self._mover is not None:
+            self._mover.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.config,)
+
+    def gauge(self) -> dict[str, int]:
+        """How much is where now, in bytes: to watch, and to test, that budgets hold."""
+        return {} if self._mover is None else self._mover.gauge()
+
+    def statistics(self) -> OffloadStatistics:
+        """What has been done so far."""
+        gauge = self.gauge()
+        moved: Counter[str] = Counter() if self._mover is None else self._mover.counts
+        kept = self._kept + Counter({"failed": moved["kept_nbytes"]})
+        waited = {} if self._mover is None else dict(self._mover.seconds)
+        written_by = {
+            name.removeprefix("written by "): n for name, n in moved.items() if name.startswith("written by ")
+        }
+        return OffloadStatistics(
+            steps=self._counts["steps"],
+            packed=self._counts["packed"],
+            shared_nbytes=self._counts["shared_nbytes"],
+            kept={why: nbytes for why, nbytes in kept.items() if nbytes},
+            waited_to_write=waited.get("waited_to_write", 0.0),
+            waited_to_read=waited.get("waited_to_read", 0.0),
+            hook_seconds=self._hook_seconds,
+            reserved_ssd_nbytes=gauge.get("reserved_on_ssd", 0),
+            written_by=written_by,
+            drive_days=drive_days(
+                moved["written_nbytes"], time.monotonic() - self._begun, self.config.drive_tbw
+            ),
+            **{name: moved[name] for name in (
+                "offloaded", "offloaded_nbytes", "written_nbytes", "read_nbytes", "taken_back_nbytes", "failed_writes",
+                "prefetch_hits", "prefetch_late", "misses", "peak_pending_nbytes", "peak_resident_nbytes",
+                "peak_resting_nbytes", "peak_ssd_nbytes",
+            )},
+        )  # fmt: skip
+
+    # For steps. ------------------------------------------------------------------------------------------------------
+
+    def mover(self) -> Mover:
+        with self._lock:
+            if self._mover is None:
+                self._mover = Mover(self.config)
+            return self._mover
+
+    def begin_course(self, form: int, count: int) -> Course:
+        with self._lock:
+            return self._orders.begin(form, count)
+
+    def persistent_storages(self) -> set[int]:
+        return set() if self._model is None else self._model.storages()
+
+    @property
+    def wants_now(self) -> bool:
+        return self._model is None or self._model.wants
+
+    def count(self, counts: Counter[str], kept: Counter[str], seconds: float) -> None:
+        with self._lock:
+            self._counts += counts
+            self._kept += kept
+            self._hook_seconds += seconds
+
+    def _check_drives(self) -> None:
+        if self.config.drive_tbw is None or self._worn or time.monotonic() - self._begun < _LEAST_SECONDS:
+            return
+        days = self.statistics().drive_days
+        if days < self.config.drive_days:
+            self._worn = True
+            _logger.warning(
+                "at this pace the drives last %.0f days: they are guaranteed for %g TB. Offload less, by a larger "
+                "min_bytes, by exclude, or with dram_bytes",
+                days,
+                self.config.drive_tbw,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the graph holds of a tensor that stays in memory."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        if not self.tensor.is_inference():
+            _check_version(self.tensor, self.version, self.tensor)
+        return self.tensor
+
+
+@dataclass(slots=True)
+class _Offloaded:
+    """What the graph holds of a tensor that does not."""
+
+    token: Token
+    view: View
+    witness: torch.Tensor
+    """Has no memory, but the version counter of the tensor."""
+    version: int
+
+
+class _Step:
+    """What is saved in one ``step()`` block. Packs come from one thread, unpacks from any."""
+
+    def __init__(self, engine: ActivationOffload) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._persistent = engine.persistent_storages()
+        self._tokens: dict[tuple[int, int], list[tuple[weakref.ref[Token], weakref.ref[torch.Tensor], range]]] = {}
+        """By storage and version: what of it is offloaded already, and the tensor whose counter the version is of."""
+        self._cells: list[weakref.ref[Cell]] = []
+        self._form = 0
+        self._course: Course | None = None
+
+    def pack(self, tensor: torch.Tensor) -> _Kept | _Offloaded:
+        """Called by autograd for what it saves. What is returned belongs to the graph."""
+        started = time.perf_counter()
+        counts, kept = Counter(packed=1), Counter[str]()
+        try:
+            reason, span = self._why_kept(tensor)
+            if not reason:
+                return self._offload(tensor, span, counts, kept)
+            kept[reason] += len(span)
+            return _keep(tensor)
+        finally:
+            self._engine.count(counts, kept, time.perf_counter() - started)
+
+    def unpack(self, packed: _Kept | _Offloaded) -> torch.Tensor:
+        """Called by autograd for what it needs again."""
+        if isinstance(packed, _Kept):
+            return packed.unpack()
+        started = time.perf_counter()
+        try:
+            _check_version(packed.witness, packed.version, packed.view)
+            cell = packed.token.cell
+            mover = self._engine.mover()
+            self._look_ahead(mover, cell)
+            storage, origin = mover.bring(cell)
+            tensor = packed.view.on(storage, origin)
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            return tensor
+        finally:
+            self._engine.count(Counter(), Counter(), time.perf_counter() - started)
+
+    def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
+        """Why it stays in memory, if it does, and the bytes of its storage that are concerned."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward", range(0)
+        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+            return "subclass", range(0)
+        if reason := reason_to_keep(tensor):
+            return reason, spanned(tensor) if reason in ("parameter",) and tensor.layout == torch.strided else range(0)
+        storage = tensor.untyped_storage()
+        span = bytes_to_move(spanned(tensor), storage.nbytes())
+        if storage._cdata in self._persistent:
+            return "buffer", span
+        if len(span) < self._engine.config.min_bytes:
+            return "small", span
+        return "" if self._engine.wants_now else "module", span
+
+    def _offload(
+        self, tensor: torch.Tensor, span: range, counts: Counter[str], kept: Counter[str]
+    ) -> _Kept | _Offloaded:
+        storage = tensor.untyped_storage()
+        version = tensor._version
+        base = tensor if tensor._base is None else tensor._base
+        known = self._tokens.setdefault((storage._cdata, version), [])
+        for reference, owner, covered in known:
+            token = reference()
+            if token is not None and owner() is base and covered.start <= span.start and span.stop <= covered.stop:
+                token.cell.unread += 1
+                counts["shared_nbytes"] += len(span)
+                return _Offloaded(token, View.of(tensor), _witness(tensor), version)
+        self._form = hash((self._form, len(span), tensor.dtype))
+        mover = self._engine.mover()
+        if self._form in mover.alive_anyway:
+            kept["alive anyway"] += len(span)
+            return _keep(tensor)
+        cell = Cell(
+            nbytes=len(span),
+            origin=span.start,
+            device=tensor.device,
+            live=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
+            source=storage,
+            ready=event_now(tensor.device),
+            mark=self._form,
+            position=len(self._cells),
+        )
+        mover.admit(cell)
+        token = Token(cell, *mover.token_parts())
+        with self._lock:
+            self._cells.append(weakref.ref(cell))
+        known.append((weakref.ref(token), weakref.ref(base), span))
+        return _Offloaded(token, View.of(tensor), _witness(tensor), version)
+
+    def _look_ahead(self, mover: Mover, cell: Cell) -> None:
+        """Note that a cell is wanted, and have those read that will be next."""
+        with self._lock:
+            if self._course is None:
+                self._course = self._engine.begin_course(self._form, len(self._cells))
+            course, cells = self._course, self._cells
+            expected = course.take(cell.position)
+            upcoming = [
+                found for position in islice(course.upcoming(), _MOST_AHEAD) if (found := cells[position]()) is not None
+            ]
+        if not expected:
+            wanted = set(upcoming)
+            mover.forget(one for one in (ref() for ref in cells) if one is not None and one not in wanted)
+        mover.prefetch(upcoming)
+
+
+def _keep(tensor: torch.Tensor) -> _Kept:
+    """Detached: an output that the graph held itself would be held for ever."""
+    return _Kept(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor:
+    """Without memory, but with the tensor's version counter, which in-place changes of it and its views increase."""
+    witness = tensor.detach()
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+def _check_version(witness: torch.Tensor, version: int, shown: torch.Tensor | View) -> None:
+    """
+    Raises:
+        RuntimeError: as eager autograd does.
+    """
+    if witness._version == version:
+        return
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{shown.dtype} {list(shown.shape)}] is at version {witness._version}; expected version {version} instead. "
+        f"Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        f"torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+_engines: weakref.WeakSet[ActivationOffload] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """In a forked child: threads, locks and slots are the parent's."""
+    for engine in _engines:
+        engine._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,83 @@
+"""Which parts of a slot file are in use. Pure: counts, and moves nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """A part of a file, in bytes."""
+
+    begin: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
+class Extents:
+    """Hands out parts of a file, from its start, lowest first: what is allocated in turn lies in turn, and once all
+    is free the same parts are used again, so that the file grows no larger than the most that was in use at a time
+    (but for gaps).
+
+    Args:
+        alignment: what begin and length of parts are multiples of.
+        limit: where the file may end at most.
+
+    >>> extents = Extents(4096, limit=16384)
+    >>> first, second = extents.allocate(5000), extents.allocate(1)
+    >>> first, second
+    (Extent(begin=0, nbytes=8192), Extent(begin=8192, nbytes=4096))
+    >>> extents.free(first); extents.allocate(10000) is None, extents.allocate(4096), extents.used_nbytes
+    (True, Extent(begin=0, nbytes=4096), 8192)
+    """
+
+    def __init__(self, alignment: int, limit: int) -> None:
+        self._alignment = alignment
+        self._limit = limit // alignment * alignment
+        self._free: list[Extent] = []
+        """In order, none next to another, none at the end."""
+        self._end = 0
+        self.used_nbytes = 0
+
+    @property
+    def end(self) -> int:
+        """Behind the last part that is in use."""
+        return self._end
+
+    def allocate(self, nbytes: int) -> Extent | None:
+        """A part that holds so many bytes; None if none is left."""
+        needed = -(-nbytes // self._alignment) * self._alignment
+        for index, gap in enumerate(self._free):
+            if gap.nbytes >= needed:
+                rest = Extent(gap.begin + needed, gap.nbytes - needed)
+                self._free[index : index + 1] = [rest] if rest.nbytes else []
+                self.used_nbytes += needed
+                return Extent(gap.begin, needed)
+        if self._end + needed > self._limit:
+            return None
+        self._end += needed
+        self.used_nbytes += needed
+        return Extent(self._end - needed, needed)
+
+    def free(self, extent: Extent) -> None:
+        """A part is not used any more."""
+        self.used_nbytes -= extent.nbytes
+        at = bisect_left(self._free, extent)
+        before = self._free[at - 1] if at else None
+        after = self._free[at] if at < len(self._free) else None
+        assert (before is None or before.end <= extent.begin) and extent.end <= (after.begin if after else self._end), (
+            f"{extent} was free already"
+        )
+        if after is not None and after.begin == extent.end:
+            del self._free[at]
+            extent = Extent(extent.begin, extent.nbytes + after.nbytes)
+        if before is not None and before.end == extent.begin:
+            del self._free[at - 1]
+            extent = Extent(before.begin, before.nbytes + extent.nbytes)
+        if extent.end == self._end:
+            self._end = extent.begin
+        else:
+            insort(self._free, extent)

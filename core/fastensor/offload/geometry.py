@@ -1,0 +1,54 @@
+"""How saved tensors lie in memory: which bytes of a storage are moved, and how a tensor is made of them again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_ALIGNMENT = 64
+"""Of torch's own memory, so that kernels find the bytes aligned as they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A dense tensor's place in a storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """In the storage that it was saved from, in bytes."""
+    conjugated: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        offset = tensor.storage_offset() * tensor.dtype.itemsize
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(offset), tensor.is_conj())
+
+    def on(self, storage: torch.UntypedStorage, origin: int) -> torch.Tensor:
+        """The tensor, of a storage that begins with byte ``origin`` of the one that it was saved from."""
+        offset = (self.offset - origin) // self.dtype.itemsize
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor = empty.set_(storage, offset, self.shape, self.stride)
+        return tensor.conj() if self.conjugated else tensor
+
+
+def spanned(tensor: torch.Tensor) -> range:
+    """The bytes of its storage between a tensor's first and last element."""
+    itemsize = tensor.dtype.itemsize
+    begin = int(tensor.storage_offset()) * itemsize
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(begin, begin + (steps + 1) * itemsize if tensor.numel() else begin)
+
+
+def bytes_to_move(span: range, storage_nbytes: int) -> range:
+    """What is moved for a tensor: all of its storage, which other saved tensors may share, unless it is the lesser part.
+
+    >>> bytes_to_move(range(1000, 1100), 10_000), bytes_to_move(range(1000, 9000), 10_000)
+    (range(960, 1100), range(0, 10000))
+    """
+    if 2 * len(span) > storage_nbytes:
+        return range(storage_nbytes)
+    return range(span.start // _ALIGNMENT * _ALIGNMENT, span.stop)

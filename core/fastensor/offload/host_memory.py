@@ -1,0 +1,78 @@
+"""Host memory that activations are read into, straight from the disk, and that goes from one tensor to the next.
+
+First touches of memory cost more than reading into it, so what a tensor leaves behind is kept for another of its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+
+_PAGE_NBYTES = 4096
+_HUGE_PAGES_FROM = 4 << 20
+
+
+class HostMemory:
+    """Gives out page-aligned storages, and keeps what is left of them. Used by one thread at a time.
+
+    Storages may be freed by any thread at any time.
+
+    Args:
+        budget: how many bytes are kept for later at most.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._returned: deque[mmap.mmap] = deque()
+        """Appended to by finalizers, which may wait for nothing."""
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_nbytes = 0
+
+    @property
+    def idle_nbytes(self) -> int:
+        """How much is kept for later."""
+        self._sort_in()
+        return self._idle_nbytes
+
+    def storage(self, nbytes: int) -> tuple[torch.UntypedStorage, memoryview]:
+        """A storage of at least so many bytes, rounded up to whole pages, and its memory, for filling it."""
+        rounded = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        self._sort_in()
+        memory = self._take(rounded)
+        array = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(array, self._returned.append, memory).atexit = False
+        with torch.inference_mode(False):
+            storage = torch.from_numpy(array).untyped_storage()
+        return storage, memoryview(memory)
+
+    def clear(self) -> None:
+        """Keep nothing of what has been given back so far."""
+        self._sort_in()
+        self._idle.clear()
+        self._idle_nbytes = 0
+
+    def _take(self, nbytes: int) -> mmap.mmap:
+        if same := self._idle.get(nbytes):
+            self._idle_nbytes -= nbytes
+            return same.pop()
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE_PAGES_FROM:
+            with contextlib.suppress(OSError):  # this kernel does not have them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            memory = self._returned.popleft()
+            self._idle.setdefault(len(memory), []).append(memory)
+            self._idle_nbytes += len(memory)
+        for nbytes in list(self._idle):
+            if self._idle_nbytes <= self._budget:
+                break
+            same = self._idle.pop(nbytes)
+            self._idle_nbytes -= nbytes * len(same)

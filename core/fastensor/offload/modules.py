@@ -1,0 +1,81 @@
+"""Which module's forward runs, and whether what it saves is offloaded; and what of a model is alive anyway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
+    """Whether a module's name says something about what it saves; None if that is up to the module around it.
+
+    >>> decision("layers.0", ["layers.*"], []), decision("head", ["layers.*"], []), decision("layers.0", [], ["*.0"])
+    (True, None, False)
+    """
+    if any(fnmatchcase(name, pattern) for pattern in exclude):
+        return False
+    return True if any(fnmatchcase(name, pattern) for pattern in include) else None
+
+
+class AttachedModel:
+    """Hooks in a model, until they are removed. Forwards may run in several threads.
+
+    Args:
+        model: whose parameters and buffers are not offloaded. They are looked up at each step: they may be replaced.
+        include: patterns of modules.
+        exclude: patterns of modules.
+
+    Raises:
+        ValueError: a pattern fits no module.
+    """
+
+    def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
+        self._model = model
+        self._default = not include
+        self._running = threading.local()
+        self._handles: list[RemovableHandle] = []
+        names = [name for name, _ in model.named_modules()]
+        for pattern in (*include, *exclude):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(f"no module of {type(model).__name__} is called {pattern!r}; there are {names[:20]}")
+        for name, module in model.named_modules():
+            decided = decision(name, include, exclude)
+            if decided is not None:
+                self._handles.append(module.register_forward_pre_hook(self._entering(decided), prepend=True))
+                self._handles.append(module.register_forward_hook(self._left, always_call=True))
+
+    @property
+    def wants(self) -> bool:
+        """Whether what is saved now, in this thread, is to be offloaded."""
+        stack: list[bool] = self._running.__dict__.get("stack", [])
+        return stack[-1] if stack else self._default
+
+    def storages(self) -> set[int]:
+        """The identities of the storages of parameters and buffers, as they are now."""
+        found = set()
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided:
+                found.add(tensor.untyped_storage()._cdata)
+        return found
+
+    def remove(self) -> None:
+        """Take the hooks out. Calling it again does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _entering(self, decided: bool) -> Any:
+        def enter(module: nn.Module, arguments: Any) -> None:
+            self._running.__dict__.setdefault("stack", []).append(decided)
+
+        return enter
+
+    def _left(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        stack: list[bool] = self._running.__dict__.get("stack", [])
+        if stack:
+            stack.pop()

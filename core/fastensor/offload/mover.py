@@ -1,0 +1,757 @@
+"""Moving activations out and in, behind the back of the training: who may begin what when, and in which memory.
+
+A cell goes from ``QUEUED`` by ``WRITING`` to ``STORED``, and from there by ``READING`` to ``LOADED`` and back, as often
+as it is wanted. Until it is stored it is in memory, where it is taken back from if it is needed so soon. All decisions
+are made with one lock held; bytes are moved without it, a piece at a time, by threads that claim pieces, and by the
+threads of the training when they have to wait. So nothing depends on a thread being there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from isal import isal_zlib
+
+from fastensor.backends import registry
+from fastensor.backends.arena import BLOCK_NBYTES, Arena
+from fastensor.backends.memory import Buffer
+from fastensor.backends.threads import NoThreadsError, open_pool, shut_down, submit
+from fastensor.backends.to_device import storage_on
+from fastensor.errors import BackendUnavailableError, CorruptActivationError, OffloadError
+from fastensor.offload.cell import Cell, State
+from fastensor.offload.config import OffloadConfig
+from fastensor.offload.copying import copy_in, copy_out
+from fastensor.offload.host_memory import HostMemory
+from fastensor.offload.slots import SlotFiles
+from fastensor.select.context import Context, Operation
+from fastensor.select.current import current_selector
+from fastensor.select.transfer import Transfer, is_to_blame
+
+THREADS = 4
+"""That write, and as many that read."""
+STAGED_FIRST = {"cuda"}
+"""Kinds of devices whose memory is to be free as soon as the bytes are in the host's."""
+Job: TypeAlias = Callable[[], None]
+_SHARE_OF_FREE_MEMORY = 0.5
+_logger = logging.getLogger("fastensor")
+
+
+class Mover:
+    """Cells, where they are, and the threads that move them. Every method may be called from several threads.
+
+    Args:
+        config: how much may be where.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._config = config
+        self._process = os.getpid()
+        self._changed = threading.Condition(threading.Lock())
+        self._released: deque[Cell] = deque()
+        self._slots: SlotFiles | None = None
+        self._host = HostMemory(config.prefetch_bytes)
+        self._dram_nbytes = _dram_budget(config)
+        self._staged = Arena(lambda: self._dram_nbytes + config.staging_bytes // BLOCK_NBYTES * BLOCK_NBYTES)
+        self._bounce = Arena(lambda: 2 * THREADS * BLOCK_NBYTES)
+        self._pools: dict[Operation, ThreadPoolExecutor] = {}
+        self._running: Counter[Operation] = Counter()
+        """Threads that look for work."""
+        self._to_stage: deque[Cell] = deque()
+        self._to_write: deque[Cell] = deque()
+        self._to_read: deque[Cell] = deque()
+        self._resting: dict[Cell, None] = {}
+        self._resident: dict[Cell, None] = {}
+        """Those that are, or will be, ``LOADED``; the one that was wanted longest ago is the first."""
+        self._pending_nbytes = 0
+        """Of cells that are to be stored, and are not yet."""
+        self._resting_nbytes = 0
+        self._resident_nbytes = 0
+        self._failure: BaseException | None = None
+        """To be raised by the next :meth:`admit`."""
+        self._broken = ""
+        """Why nothing is written any more; empty if it is."""
+        self._closed = False
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """That threads of the training have waited."""
+        self.alive_anyway: set[int] = set()
+        """Marks of tensors whose memory was not freed by storing them."""
+
+    # What the engine calls. ------------------------------------------------------------------------------------------
+
+    def token_parts(self) -> tuple[deque[Cell], Callable[[], None]]:
+        """What a :class:`~fastensor.offload.cell.Token` needs."""
+        return self._released, self._sort_out_if_free
+
+    def admit(self, cell: Cell) -> None:
+        """Take over a cell's memory. Waits while there is more to write than may be.
+
+        Raises:
+            OffloadError: an earlier cell could not be written, and that is to be raised; or no file can be made.
+        """
+        with self._changed:
+            self._sort_out()
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise OffloadError(f"an activation could not be written: {failure}") from failure
+            self.counts["offloaded"] += 1
+            self.counts["offloaded_nbytes"] += cell.nbytes
+            if self._broken or self._closed:
+                self._keep(cell)
+            elif self._is_staged_first(cell):
+                self._admit_to_staging(cell)
+            else:
+                self._settle(cell)
+
+    def bring(self, cell: Cell) -> tuple[torch.UntypedStorage, int]:
+        """A storage with the cell's bytes, and where in the storage that they are from it begins.
+
+        Raises:
+            OffloadError: they cannot be read, or have changed.
+        """
+        if os.getpid() != self._process:
+            raise OffloadError(
+                "an activation of the parent process is wanted in a forked child, which has no share in it"
+            )
+        with self._changed:
+            self._sort_out()
+            if cell.unread:
+                cell.unread -= 1
+                self._count_hit(cell)
+            started = time.perf_counter()
+            while True:
+                if cell.state in (State.QUEUED, State.RESTING):
+                    self._take_back(cell)
+                if cell.state is State.BROKEN:
+                    assert cell.failure is not None
+                    raise type(cell.failure)(*cell.failure.args) from cell.failure.__cause__
+                if cell.source is not None:
+                    return cell.source, 0
+                if cell.blocks:
+                    return self._unstage(cell), cell.origin
+                if cell.storage is not None and cell.state in (State.LOADED, State.KEPT):
+                    if cell in self._resident:
+                        self._resident[cell] = self._resident.pop(cell)
+                    return cell.storage, cell.origin
+                if cell.state is State.STORED:
+                    if self._closed:
+                        raise OffloadError(
+                            "an activation is wanted that was lost when its ActivationOffload was closed"
+                        )
+                    if (alive := self._still_alive(cell)) is not None:
+                        return alive, 0
+                    self._make_room(cell.nbytes)
+                    self._begin_to_read(cell, urgent=True)
+                self._work_or_wait(partial(self._claim_read, cell))
+                now = time.perf_counter()
+                self.seconds["waited_to_read"] += now - started
+                started = now
+
+    def prefetch(self, cells: Iterable[Cell]) -> None:
+        """Begin to read what will be wanted next, in that order, as far as the budget goes."""
+        with self._changed:
+            window = 0 if self._closed else self._config.prefetch_bytes
+            for cell in cells:
+                window -= cell.nbytes
+                if window < 0:
+                    break
+                if cell.state is State.QUEUED and not self._is_staged_first(cell):
+                    self._take_back(cell)
+                if cell.state is not State.STORED or self._still_alive(cell) is not None:
+                    continue
+                if not self._make_room(cell.nbytes):
+                    break
+                self._begin_to_read(cell, urgent=False)
+
+    def forget(self, cells: Iterable[Cell]) -> None:
+        """Those were not wanted after all: what was read of them may go."""
+        with self._changed:
+            for cell in cells:
+                if cell.state is State.LOADED and cell.prefetched:
+                    self._evict(cell)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to the SSD, and sort out what nobody wants any more."""
+        with self._changed:
+            self._sort_out()
+            while self._pending_nbytes:
+                self._work_or_wait(self._claim_write)
+
+    def gauge(self) -> dict[str, int]:
+        """How much is where, in bytes."""
+        with self._changed:
+            self._sort_out()
+            return {
+                "pending": self._pending_nbytes,
+                "resting": self._resting_nbytes,
+                "resident": self._resident_nbytes,
+                "idle": self._host.idle_nbytes,
+                "staged": self._staged.nbytes + self._bounce.nbytes,
+                "on_ssd": self._slots.used_nbytes if self._slots else 0,
+                "reserved_on_ssd": self._slots.reserved_nbytes if self._slots else 0,
+            }
+
+    def close(self) -> None:
+        """Stop the threads and give files and memory back. What is stored is lost; what is in memory stays there."""
+        with self._changed:
+            self._closed = True
+            for cell in (*self._to_stage, *self._to_write):
+                if cell.state is State.QUEUED:
+                    self._take_back(cell)
+                else:
+                    cell.failure = OffloadError("it was closed")
+                    self._claim_no_more(cell, self._to_write)
+                    if not cell.moving:
+                        self._written(cell)
+            pools, self._pools = list(self._pools.values()), {}
+            self._changed.notify_all()
+        for pool in pools:
+            shut_down(pool)
+        with self._changed:
+            self._sort_out()
+            if self._slots is not None:
+                self._slots.close()
+                self._slots = None
+            self._staged.close()
+            self._bounce.close()
+            self._host.clear()
+
+    # Everything below is called with the lock held, but for jobs. ------------------------------------------------------
+
+    def _settle(self, cell: Cell) -> None:
+        """The bytes are in host memory. They stay there while they are among the latest."""
+        if self._config.target == "dram" or self._dram_nbytes:
+            cell.state = State.RESTING
+            self._resting[cell] = None
+            self._resting_nbytes += self._cost(cell)
+            self._note_peak("resting_nbytes", self._resting_nbytes)
+            while self._resting_nbytes > self._dram_nbytes:
+                oldest = next(iter(self._resting))
+                self._leave_rest(oldest)
+                if self._config.target == "dram":
+                    self._keep(oldest)
+                else:
+                    self._enqueue(oldest)
+        else:
+            self._enqueue(cell)
+
+    def _enqueue(self, cell: Cell) -> None:
+        """It is to be written, as soon as there is room among what is; what has left a device is among that already."""
+        if not cell.blocks:
+            self._wait_for_room(self._cost(cell))
+        cell.state = State.QUEUED
+        self._pending_nbytes += self._cost(cell)
+        self._note_peak("pending_nbytes", self._pending_nbytes)
+        self._to_write.append(cell)
+        self._call_threads("write")
+
+    def _admit_to_staging(self, cell: Cell) -> None:
+        if self._config.target == "dram" and self._resting_nbytes + self._cost(cell) > self._dram_nbytes:
+            self._keep(cell)
+            return
+        self._wait_for_room(self._cost(cell))
+        self._pending_nbytes += self._cost(cell)
+        self._note_peak("pending_nbytes", self._pending_nbytes)
+        self._to_stage.append(cell)
+        self._call_threads("write")
+
+    def _wait_for_room(self, nbytes: int) -> None:
+        started = time.perf_counter()
+        while self._pending_nbytes and self._pending_nbytes + nbytes > self._config.staging_bytes:
+            self._work_or_wait(self._claim_write)
+        self.seconds["waited_to_write"] += time.perf_counter() - started
+
+    def _work_or_wait(self, claim: Callable[[], Job | None]) -> None:
+        """Do something of what is waited for, or wait until something changes."""
+        job = claim()
+        if job is None:
+            self._changed.wait()
+            return
+        self._changed.release()
+        try:
+            job()
+        finally:
+            self._changed.acquire()
+        self._sort_out()
+
+    def _call_threads(self, operation: Operation) -> None:
+        """See that threads look for work. Where there are none, whoever waits does it."""
+        self._changed.notify_all()
+        if self._running[operation] >= THREADS or self._closed:
+            return
+        with suppress(NoThreadsError):
+            if operation not in self._pools:
+                self._pools[operation] = open_pool(THREADS, f"fastensor-offload-{operation}")
+            submit(self._pools[operation], self._work, operation)
+            self._running[operation] += 1
+
+    def _work(self, operation: Operation) -> None:
+        """What a thread does: jobs, until there are none."""
+        claim = self._claim_write if operation == "write" else self._claim_read
+        job: Job | None = None
+        while True:
+            try:
+                if job is not None:
+                    job()
+            except BaseException:
+                with self._changed:
+                    self._running[operation] -= 1
+                raise
+            with self._changed:
+                self._sort_out()
+                job = claim()
+                if job is None:
+                    self._running[operation] -= 1
+                    return
+
+    # Out. ----------------------------------------------------------------------------------------------------------
+
+    def _claim_write(self) -> Job | None:
+        if self._to_stage:
+            cell = self._to_stage[0]
+            count = -(-cell.nbytes // BLOCK_NBYTES)
+            self._staged.reserve(self._staged.nbytes - self._staged.free_nbytes + count * BLOCK_NBYTES)
+            if self._staged.free_nbytes >= count * BLOCK_NBYTES:
+                self._to_stage.popleft()
+                cell.state, cell.moving = State.WRITING, 1
+                for _ in range(count):
+                    self._staged.take(cell.blocks, while_waiting=nullcontext, stopped=lambda: False)
+                return partial(self._stage, cell)
+        while self._to_write:
+            cell = self._to_write[0]
+            if cell.state is State.QUEUED and not self._begin_to_write(cell):
+                self._to_write.popleft()
+                continue
+            index = cell.claimed
+            cell.claimed += 1
+            cell.moving += 1
+            if cell.claimed == len(cell.pieces):
+                self._to_write.popleft()
+            return partial(self._write_piece, cell, index)
+        return None
+
+    def _begin_to_write(self, cell: Cell) -> bool:
+        """Find a place for it. False if it stays in memory."""
+        try:
+            if self._slots is None:
+                self._slots = SlotFiles(self._config)
+            slot = self._slots.allocate(cell.nbytes)
+        except (OSError, OffloadError) as error:
+            self._could_not_write(cell, error)
+            return False
+        if slot is None:
+            self._could_not_write(cell, OffloadError(f"ssd_bytes leave no room for {cell.nbytes} bytes more"))
+            return False
+        cell.slot, cell.state = slot, State.WRITING
+        cell.pieces = list(slot.pieces())
+        cell.crc32s = [0] * len(cell.pieces)
+        cell.claimed = cell.moving = 0
+        cell.transfer = self._transfer("write", cell, self._slots.transports)
+        cell.transport = cell.transfer.used
+        cell.transfer.started = time.perf_counter()
+        self._note_peak("ssd_nbytes", self._slots.used_nbytes)
+        return True
+
+    def _transfer(self, operation: Operation, cell: Cell, names: tuple[str, ...]) -> Transfer:
+        """What chooses the backend, and hears how long it took."""
+        assert self._slots is not None
+        selector = None
+        if self._config.backend == registry.AUTO:
+            selector = current_selector(self._slots.files[0].folder, of="activations")
+        context = Context(operation, cell.device.type)
+        return Transfer(
+            names, cell.nbytes, context, selector, choose=operation == "write", mode="write_read", default=names[0]
+        )
+
+    def _stage(self, cell: Cell) -> None:
+        """A job: copy all of it to the host."""
+        failure: BaseException | None = None
+        try:
+            assert cell.source is not None
+            for number, block in enumerate(cell.blocks):
+                position = number * BLOCK_NBYTES
+                copy_out(
+                    cell.source, cell.origin + position, min(BLOCK_NBYTES, cell.nbytes - position), block, cell.ready
+                )
+        except BaseException as error:  # noqa: BLE001  # noted
+            failure = error
+        with self._changed:
+            cell.moving = 0
+            if cell.state is State.RELEASED or failure is not None:
+                self._give_blocks_back(cell)
+            if cell.state is State.RELEASED:
+                self._no_longer_pending(cell)
+                cell.source = None
+            elif failure is not None:
+                self._could_not_write(cell, failure)
+            else:
+                cell.source = None
+                self._no_longer_pending(cell)
+                self._settle(cell)
+            self._changed.notify_all()
+        _raise_interrupt(failure)
+
+    def _write_piece(self, cell: Cell, index: int) -> None:
+        """A job."""
+        failure: BaseException | None = None
+        crc32 = 0
+        try:
+            assert self._slots is not None
+            position, place = cell.pieces[index]
+            nbytes = cell.piece_nbytes(index)
+            with self._block_of(cell, position) as block:
+                if not cell.blocks:
+                    assert cell.source is not None
+                    copy_out(cell.source, cell.origin + position, nbytes, block, cell.ready)
+                block.array[nbytes : place.extent.nbytes] = 0
+                if self._config.verify:
+                    crc32 = isal_zlib.crc32(block.view[:nbytes])
+                self._slots.write(cell.transport, place, block.view[: place.extent.nbytes])
+        except BaseException as error:  # noqa: BLE001  # noted
+            failure = error
+        with self._changed:
+            cell.crc32s[index] = crc32
+            cell.failure = cell.failure or failure
+            cell.moving -= 1
+            if cell.failure is not None:
+                self._claim_no_more(cell, self._to_write)
+            if not cell.moving and cell.claimed == len(cell.pieces):
+                self._written(cell)
+            self._changed.notify_all()
+        _raise_interrupt(failure)
+
+    def _written(self, cell: Cell) -> None:
+        """Nobody writes it any more."""
+        assert self._slots is not None
+        assert cell.slot is not None
+        assert cell.transfer is not None
+        transfer, cell.transfer = cell.transfer, None
+        if cell.state is State.WRITING and cell.failure is None:
+            transfer.done(time.perf_counter() - transfer.started)
+            cell.state, cell.source, cell.ready = State.STORED, None, None
+            self._give_blocks_back(cell)
+            self._no_longer_pending(cell)
+            self.counts["written_nbytes"] += cell.nbytes
+            self.counts[f"written by {cell.transport}"] += cell.nbytes
+            return
+        self._slots.free(cell.slot)
+        cell.slot = None
+        failure, cell.failure = cell.failure, None
+        if cell.state is State.RELEASED:
+            transfer.withdraw()
+            self._no_longer_pending(cell)
+            self._drop(cell)
+        elif isinstance(failure, Exception) and is_to_blame(failure) and len(self._slots.transports) > 1:
+            transfer.failed(str(failure))
+            self._slots.give_up(cell.transport, str(failure))
+            cell.state = State.QUEUED
+            self._to_write.appendleft(cell)
+            self._call_threads("write")
+        else:
+            transfer.withdraw()
+            assert failure is not None
+            self._could_not_write(cell, failure)
+
+    def _could_not_write(self, cell: Cell, failure: BaseException) -> None:
+        """It stays in memory, and that is told."""
+        self._no_longer_pending(cell)
+        self._keep(cell)
+        self._changed.notify_all()
+        if not isinstance(failure, Exception):  # an interrupt
+            return
+        self.counts["failed_writes"] += 1
+        if self.counts["failed_writes"] == 1:
+            _logger.warning("an activation stays in memory, because it could not be written: %s", failure)
+        if isinstance(failure, OSError) and not _is_out_of_space(failure):
+            self._broken = str(failure)
+            _logger.error("no activations are offloaded any more: %s", failure)
+        if self._config.when_full == "raise" and self._failure is None:
+            self._failure = failure
+
+    def _keep(self, cell: Cell) -> None:
+        cell.state = State.KEPT
+        self.counts["kept_nbytes"] += cell.nbytes
+
+    def _take_back(self, cell: Cell) -> None:
+        """It is needed before anything was done: it stays where it is."""
+        if cell.state is State.RESTING:
+            self._leave_rest(cell)
+        else:
+            (self._to_write if cell in self._to_write else self._to_stage).remove(cell)
+            self._no_longer_pending(cell)
+        cell.state = State.KEPT
+        self.counts["taken_back_nbytes"] += cell.nbytes
+        self._changed.notify_all()
+
+    # In. -----------------------------------------------------------------------------------------------------------
+
+    def _claim_read(self, wanted: Cell | None = None) -> Job | None:
+        """A piece of the cell that is the first, or that is wanted."""
+        cell = wanted or next(iter(self._to_read), None)
+        if cell is None or cell not in self._to_read:
+            return None
+        index = cell.claimed
+        cell.claimed += 1
+        cell.moving += 1
+        if cell.claimed == len(cell.pieces):
+            self._to_read.remove(cell)
+        return partial(self._read_piece, cell, index)
+
+    def _begin_to_read(self, cell: Cell, *, urgent: bool) -> None:
+        if cell.device.type == "cpu":
+            cell.storage, cell.memory = self._host.storage(cell.nbytes)
+        else:
+            cell.storage, cell.memory = storage_on(cell.device, cell.nbytes), None
+            cell.ready = event_now(cell.device)
+        cell.state, cell.claimed, cell.moving, cell.prefetched = State.READING, 0, 0, not urgent
+        cell.transfer = self._transfer("read", cell, (cell.transport,))
+        cell.transfer.started = time.perf_counter()
+        self._resident[cell] = None
+        self._resident_nbytes += cell.nbytes
+        self._note_peak("resident_nbytes", self._resident_nbytes)
+        if urgent:
+            self._to_read.appendleft(cell)
+        else:
+            self._to_read.append(cell)
+        self._call_threads("read")
+
+    def _read_piece(self, cell: Cell, index: int) -> None:
+        """A job."""
+        failure: BaseException | None = None
+        try:
+            assert self._slots is not None
+            assert cell.storage is not None
+            position, place = cell.pieces[index]
+            nbytes = cell.piece_nbytes(index)
+            if cell.memory is not None:
+                target = cell.memory[position : position + place.extent.nbytes]
+                self._slots.read(cell.transport, place, target)
+                self._verify(cell, index, target[:nbytes])
+            else:
+                with self._bounce_block() as block:
+                    self._slots.read(cell.transport, place, block.view[: place.extent.nbytes])
+                    self._verify(cell, index, block.view[:nbytes])
+                    copy_in(cell.storage, position, nbytes, block, cell.ready)
+        except BaseException as error:  # noqa: BLE001  # raised by whoever wants the cell
+            failure = error
+        with self._changed:
+            cell.failure = cell.failure or failure
+            cell.moving -= 1
+            if cell.failure is not None:
+                self._claim_no_more(cell, self._to_read)
+            if not cell.moving and cell.claimed == len(cell.pieces):
+                self._read(cell)
+            self._changed.notify_all()
+        _raise_interrupt(failure)
+
+    def _verify(self, cell: Cell, index: int, data: memoryview) -> None:
+        if self._config.verify and (found := isal_zlib.crc32(data)) != cell.crc32s[index]:
+            place = cell.pieces[index][1]
+            raise CorruptActivationError(
+                f"an activation of {cell.nbytes} bytes has changed on the disk of {place.file.folder}: "
+                f"{data.nbytes} bytes at offset {place.extent.begin} have CRC32 {found:08x}, expected "
+                f"{cell.crc32s[index]:08x}. The disk is not to be trusted; take another folder"
+            )
+
+    def _read(self, cell: Cell) -> None:
+        """Nobody reads it any more."""
+        assert self._slots is not None
+        assert cell.transfer is not None
+        transfer, cell.transfer = cell.transfer, None
+        if cell.failure is None:
+            transfer.done(time.perf_counter() - transfer.started)
+            self.counts["read_nbytes"] += cell.nbytes
+            if cell.state is State.READING:
+                cell.state = State.LOADED
+                return
+        else:
+            transfer.withdraw()
+        self._leave_residence(cell)
+        if cell.state is State.RELEASED:
+            self._drop(cell)
+        elif isinstance(cell.failure, BackendUnavailableError) and cell.transport != "numpy":
+            self._slots.give_up(cell.transport, str(cell.failure))
+            cell.failure, cell.transport, cell.state = None, "numpy", State.STORED
+        elif not isinstance(cell.failure, Exception):  # an interrupt
+            cell.failure, cell.state = None, State.STORED
+        else:
+            assert cell.failure is not None
+            cell.state = State.BROKEN
+            if not isinstance(cell.failure, OffloadError):
+                error = OffloadError(f"an activation of {cell.nbytes} bytes cannot be read: {cell.failure}")
+                error.__cause__ = cell.failure
+                cell.failure = error
+
+    def _still_alive(self, cell: Cell) -> torch.UntypedStorage | None:
+        """The storage that it was saved from, if others have kept it."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(cell.live.cdata)
+        if storage is not None:
+            self.alive_anyway.add(cell.mark)
+        return storage
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Let go of what was wanted longest ago, and nobody is known to want again. False if that is not enough."""
+        for cell in list(self._resident):
+            if self._resident_nbytes + nbytes <= self._config.prefetch_bytes:
+                break
+            if cell.state is State.LOADED and not cell.unread:
+                self._evict(cell)
+        return not self._resident_nbytes or self._resident_nbytes + nbytes <= self._config.prefetch_bytes
+
+    def _evict(self, cell: Cell) -> None:
+        self._leave_residence(cell)
+        cell.state = State.STORED
+
+    def _unstage(self, cell: Cell) -> torch.UntypedStorage:
+        """Bring back what is in host memory, to where it was. The lock is released meanwhile."""
+        blocks = list(cell.blocks)
+        cell.borrowed += 1
+        self._changed.release()
+        try:
+            storage, event = storage_on(cell.device, cell.nbytes), event_now(cell.device)
+            for number, block in enumerate(blocks):
+                position = number * BLOCK_NBYTES
+                copy_in(storage, position, min(BLOCK_NBYTES, cell.nbytes - position), block, event)
+        finally:
+            self._changed.acquire()
+            cell.borrowed -= 1
+            if cell.state is not State.WRITING:
+                self._give_blocks_back(cell)
+        if cell.state is State.KEPT:
+            cell.storage = storage
+        return storage
+
+    def _count_hit(self, cell: Cell) -> None:
+        if cell.state in (State.STORED, State.READING, State.LOADED):
+            ready = cell.state is State.LOADED
+            self.counts["prefetch_hits" if ready else "prefetch_late" if cell.state is State.READING else "misses"] += 1
+
+    # Letting go. -----------------------------------------------------------------------------------------------------
+
+    def _sort_out_if_free(self) -> None:
+        """Called by finalizers, which may interrupt whoever holds the lock: then that one does it, or the next."""
+        if self._changed.acquire(blocking=False):
+            try:
+                self._sort_out()
+            finally:
+                self._changed.release()
+
+    def _sort_out(self) -> None:
+        while self._released:
+            self._release(self._released.popleft())
+
+    def _release(self, cell: Cell) -> None:
+        """Nobody wants it any more. What is being moved is let go of afterwards."""
+        state, cell.state = cell.state, State.RELEASED
+        if state is State.RESTING:
+            self._leave_rest(cell)
+        elif state is State.QUEUED:
+            (self._to_write if cell in self._to_write else self._to_stage).remove(cell)
+            self._no_longer_pending(cell)
+        elif state is State.WRITING or state is State.READING:
+            self._claim_no_more(cell, self._to_write if state is State.WRITING else self._to_read)
+            if cell.moving:
+                return
+            if state is State.WRITING:
+                self._written(cell)
+            else:
+                self._read(cell)
+            return
+        elif state is State.LOADED:
+            self._leave_residence(cell)
+        self._drop(cell)
+        self._changed.notify_all()
+
+    def _drop(self, cell: Cell) -> None:
+        """Give back all that it has."""
+        if cell.slot is not None and self._slots is not None:
+            self._slots.free(cell.slot)
+        self._give_blocks_back(cell)
+        cell.slot = cell.source = cell.storage = cell.memory = None
+
+    def _claim_no_more(self, cell: Cell, queue: deque[Cell]) -> None:
+        if cell.claimed < len(cell.pieces):
+            cell.claimed = len(cell.pieces)
+            queue.remove(cell)
+
+    def _no_longer_pending(self, cell: Cell) -> None:
+        self._pending_nbytes -= self._cost(cell)
+
+    def _leave_rest(self, cell: Cell) -> None:
+        del self._resting[cell]
+        self._resting_nbytes -= self._cost(cell)
+
+    def _leave_residence(self, cell: Cell) -> None:
+        del self._resident[cell]
+        self._resident_nbytes -= cell.nbytes
+        cell.storage = cell.memory = None
+
+    def _give_blocks_back(self, cell: Cell) -> None:
+        while cell.blocks and not cell.borrowed:
+            self._staged.give(cell.blocks.pop())
+
+    @contextmanager
+    def _bounce_block(self) -> Iterator[Buffer]:
+        """A block for a piece on its way. There are as many as threads; what is more waits for one."""
+        self._bounce.reserve(2 * THREADS * BLOCK_NBYTES)
+        holder: list[Buffer] = []
+        block = self._bounce.take(holder, while_waiting=nullcontext, stopped=lambda: False)
+        assert block is not None
+        try:
+            yield block
+        finally:
+            self._bounce.give(block)
+
+    def _block_of(self, cell: Cell, position: int) -> AbstractContextManager[Buffer]:
+        """Host memory for a piece that is written: its own if it is there already."""
+        return nullcontext(cell.blocks[position // BLOCK_NBYTES]) if cell.blocks else self._bounce_block()
+
+    def _cost(self, cell: Cell) -> int:
+        """What a cell takes of the budgets: whole blocks if it is to be in them."""
+        if cell.device.type not in STAGED_FIRST:
+            return cell.nbytes
+        return -(-cell.nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+
+    def _is_staged_first(self, cell: Cell) -> bool:
+        return cell.device.type in STAGED_FIRST and self._cost(cell) <= self._config.staging_bytes
+
+    def _note_peak(self, what: str, nbytes: int) -> None:
+        self.counts[f"peak_{what}"] = max(self.counts[f"peak_{what}"], nbytes)
+
+
+def _raise_interrupt(failure: BaseException | None) -> None:
+    """Whoever works must not lose what is no failure of the work."""
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure
+
+
+def event_now(device: torch.device) -> torch.cuda.Event | None:
+    """Comes when all is done that was queued on the device's current stream so far."""
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+def _dram_budget(config: OffloadConfig) -> int:
+    if config.dram_bytes is not None:
+        return config.dram_bytes
+    if config.target != "dram":
+        return 0
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_FREE_MEMORY)
+
+
+def _is_out_of_space(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,0 +1,44 @@
+"""Which saved tensors are never offloaded: their memory would not be freed, or they are more than their bytes."""
+
+from __future__ import annotations
+
+import torch
+
+MOVABLE_DEVICES = {"cpu", "cuda"}
+_SAME_VALUES = frozenset((
+    "T", "Transpose", "Permute", "View", "ReshapeAlias", "UnsafeView", "Expand", "Alias", "Select", "Slice", "Split",
+    "SplitWithSizes", "Unbind", "Squeeze", "Unsqueeze", "AsStrided", "Clone", "Detach", "ToCopy", "Unfold", "Diagonal",
+    "Movedim", "Flatten",
+))  # fmt: skip
+"""Operations that only move, cast or look at what they get; their nodes are called so, with ``Backward0`` behind."""
+
+
+def reason_to_keep(tensor: torch.Tensor) -> str:
+    """Why a saved tensor is not to be offloaded whatever its size; empty if there is no reason.
+
+    A leaf that requires gradients is kept alive by the graph itself; so is what shares its memory. A cast of a
+    parameter (autocast) would be written anew in each step; it is found by walking back from it to the parameter.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
+        return "parameter"
+    if type(tensor) is not torch.Tensor:
+        return "subclass"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_mkldnn or tensor.is_neg():
+        return "layout"
+    if tensor.device.type not in MOVABLE_DEVICES or tensor.is_inference():
+        return "device"
+    if _is_made_of_parameter(tensor) or (base is not tensor and _is_made_of_parameter(base)):
+        return "parameter"
+    return ""
+
+
+def _is_made_of_parameter(tensor: torch.Tensor) -> bool:
+    node = tensor.grad_fn
+    while node is not None:
+        if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+            return isinstance(variable, torch.nn.Parameter)
+        if node.name().rstrip("0123456789").removesuffix("Backward") not in _SAME_VALUES:
+            return False
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return False
