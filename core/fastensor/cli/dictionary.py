@@ -29,9 +29,8 @@ def add_to(commands: Any) -> None:
         "dictionary",
         help="what was learned about how fast each backend is here",
         description="Show and move what Fastensor has learned, by size and context, about how long each backend takes. "
-        "There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for offloaded "
-        "activations; the "
-        "environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
+        "There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for "
+        "offloaded activations; the environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 

@@ -22,7 +22,7 @@ from fastensor.offload.cell import Cell, Token
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.modules import AttachedModel
-from fastensor.offload.mover import Mover, event_now
+from fastensor.offload.mover import WRITTEN_BY, Mover, event_now
 from fastensor.offload.order import Course, Orders
 from fastensor.offload.persistent import reason_to_keep
 from fastensor.offload.statistics import OffloadStatistics, drive_days
@@ -158,7 +158,7 @@ class ActivationOffload:
         kept = self._kept + Counter({"failed": moved["kept_nbytes"]})
         waited = {} if self._mover is None else dict(self._mover.seconds)
         written_by = {
-            name.removeprefix("written by "): n for name, n in moved.items() if name.startswith("written by ")
+            name.removeprefix(WRITTEN_BY): nbytes for name, nbytes in moved.items() if name.startswith(WRITTEN_BY)
         }
         return OffloadStatistics(
             steps=self._counts["steps"],
@@ -345,9 +345,8 @@ class _Step:
                 self._course = self._engine.begin_course(self._form, len(self._cells))
             course, cells = self._course, self._cells
             expected = course.take(cell.position)
-            upcoming = [
-                found for position in islice(course.upcoming(), _MOST_AHEAD) if (found := cells[position]()) is not None
-            ]
+            ahead = (cells[position]() for position in islice(course.upcoming(), _MOST_AHEAD))
+            upcoming = [one for one in ahead if one is not None]
         if not expected:
             wanted = set(upcoming)
             mover.forget(one for one in (ref() for ref in cells) if one is not None and one not in wanted)

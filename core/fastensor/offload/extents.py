@@ -16,6 +16,10 @@ class Extent(NamedTuple):
     def end(self) -> int:
         return self.begin + self.nbytes
 
+    def part(self, at: int, most: int) -> Extent:
+        """From a position in it on, so many bytes at most."""
+        return Extent(self.begin + at, min(most, self.nbytes - at))
+
 
 class Extents:
     """Hands out parts of a file, from its start, lowest first: what is allocated in turn lies in turn, and once all
@@ -68,9 +72,8 @@ class Extents:
         at = bisect_left(self._free, extent)
         before = self._free[at - 1] if at else None
         after = self._free[at] if at < len(self._free) else None
-        assert (before is None or before.end <= extent.begin) and extent.end <= (after.begin if after else self._end), (
-            f"{extent} was free already"
-        )
+        assert before is None or before.end <= extent.begin, f"{extent} was free already"
+        assert extent.end <= (after.begin if after else self._end), f"{extent} was free already"
         if after is not None and after.begin == extent.end:
             del self._free[at]
             extent = Extent(extent.begin, extent.nbytes + after.nbytes)

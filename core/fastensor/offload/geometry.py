@@ -44,7 +44,7 @@ def spanned(tensor: torch.Tensor) -> range:
 
 
 def bytes_to_move(span: range, storage_nbytes: int) -> range:
-    """What is moved for a tensor: all of its storage, which other saved tensors may share, unless it is the lesser part.
+    """What is moved for a tensor: all of its storage, which others may share, unless it spans less than half of that.
 
     >>> bytes_to_move(range(1000, 1100), 10_000), bytes_to_move(range(1000, 9000), 10_000)
     (range(960, 1100), range(0, 10000))

@@ -43,6 +43,8 @@ THREADS = 4
 STAGED_FIRST = {"cuda"}
 """Kinds of devices whose memory is to be free as soon as the bytes are in the host's."""
 Job: TypeAlias = Callable[[], None]
+WRITTEN_BY = "written by "
+"""What counts by backend begin with."""
 _SHARE_OF_FREE_MEMORY = 0.5
 _logger = logging.getLogger("fastensor")
 
@@ -121,9 +123,7 @@ class Mover:
             OffloadError: they cannot be read, or have changed.
         """
         if os.getpid() != self._process:
-            raise OffloadError(
-                "an activation of the parent process is wanted in a forked child, which has no share in it"
-            )
+            raise OffloadError("an activation of the parent process is wanted in a forked child, which has none")
         with self._changed:
             self._sort_out()
             if cell.unread:
@@ -227,7 +227,7 @@ class Mover:
             self._bounce.close()
             self._host.clear()
 
-    # Everything below is called with the lock held, but for jobs. ------------------------------------------------------
+    # Everything below is called with the lock held, but for jobs. -----------------------------------------------------
 
     def _settle(self, cell: Cell) -> None:
         """The bytes are in host memory. They stay there while they are among the latest."""
@@ -443,7 +443,7 @@ class Mover:
             self._give_blocks_back(cell)
             self._no_longer_pending(cell)
             self.counts["written_nbytes"] += cell.nbytes
-            self.counts[f"written by {cell.transport}"] += cell.nbytes
+            self.counts[f"{WRITTEN_BY}{cell.transport}"] += cell.nbytes
             return
         self._slots.free(cell.slot)
         cell.slot = None

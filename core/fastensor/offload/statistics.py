@@ -9,8 +9,8 @@ from dataclasses import dataclass
 _TERABYTE = 10**12
 _SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
-"""What a drive writes for each byte that it is given. Writes are sequential and large, in few places that are used again
-and again, for which the FlashNeuron paper (section 3.4) takes nearly one."""
+"""What a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron paper
+(section 3.4) takes nearly one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class OffloadStatistics:
             f"{self.steps} steps: {moved}, {_human(self.shared_nbytes)} shared",
             f"stalled {self.stall_seconds:.2f} s, in hooks {self.hook_seconds:.2f} s; "
             f"{self.prefetch_hits} of {wanted} were there in time",
-            f"at most {_human(self.peak_pending_nbytes)} on the way out, {_human(self.peak_resident_nbytes)} on the way "
-            f"in, {_human(self.peak_ssd_nbytes)} on SSDs",
+            f"at most {_human(self.peak_pending_nbytes)} on the way out, {_human(self.peak_resident_nbytes)} on the "
+            f"way in, {_human(self.peak_ssd_nbytes)} on SSDs",
             "kept: " + (", ".join(f"{why} {_human(count)}" for why, count in self.kept.items()) or "nothing"),
         ]
         if math.isfinite(self.drive_days):

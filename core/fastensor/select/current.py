@@ -80,8 +80,8 @@ def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Sel
 
     Args:
         path: of a file or folder.
-        of: ``"files"``; ``"tensors"`` for the one that a :class:`fastensor.TensorStore` there asks; ``"activations"`` for
-            that of :class:`fastensor.offload.ActivationOffload`.
+        of: ``"files"``; ``"tensors"`` for the one that a :class:`fastensor.TensorStore` there asks;
+            ``"activations"`` for that of :class:`fastensor.offload.ActivationOffload`.
     """
     if _for_all is not None:
         return _for_all
