@@ -125,6 +125,9 @@ def test_a_read_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             fastensor.load(tmp_path / "x", "cpu", backend="gds")
         assert caught.value.errno == errno.EIO
         fail_in(monkeypatch, "pread", "cuFile error at: file_handle.cpp:60: CU_FILE_INTERNAL_ERROR")
+        if to_device:  # there is another way
+            assert equal(fastensor.load(tmp_path / "x", "cpu", backend=selector))
+            return
         with pytest.raises(BackendUnavailableError, match="CU_FILE_INTERNAL_ERROR"):
             fastensor.load(tmp_path / "x", "cpu", backend=selector)
         found, report = fastensor.load_with_report(tmp_path / "x", "cpu", backend=selector)
@@ -165,6 +168,16 @@ def test_it_reads_to_devices_by_itself(tmp_path: Path) -> None:
         store = TensorStore(tmp_path, backend="gds")
         assert torch.equal(store.get(store.put(STATE["w"])), STATE["w"])
     assert by_itself.call_count == 3
+
+
+def test_what_kvikio_cannot_read_to_a_device_goes_by_way_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fastensor.save(STATE, tmp_path / "x")
+    monkeypatch.setattr(gds, "_read_piece", mock.Mock(side_effect=BackendUnavailableError("CU_FILE_INTERNAL_ERROR")))
+    with filled_at_once():
+        assert equal(fastensor.load(tmp_path / "x", "cpu", backend="gds"))
+    assert "by way of the host: CU_FILE_INTERNAL_ERROR" in caplog.text
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeAlias, cast
@@ -93,8 +93,8 @@ class DeviceStager:
     def __enter__(self) -> Self:
         ring = self._resources.enter_context(borrowed_device_ring(self._device, self._prepare))
         devices = {cast(torch.UntypedStorage, storage).device for storage in self._plan.storages} | {self._device}
-        self._streams = streams_behind_current(devices)  # also behind what has used the ring's memory before
-        self._later = streams_behind_current({self._device})
+        self._streams = streams_behind_current(devices, "gather")  # also behind what has used the ring's memory before
+        self._later = streams_behind_current({self._device}, "headers")
         self._resources.callback(_synchronize, self._later)
         self._resources.callback(_synchronize, self._streams)
         self._free = list(ring.buffers)
@@ -179,11 +179,14 @@ def _synchronize(streams: dict[torch.device, torch.cuda.Stream]) -> None:
 
 
 class DeviceRing:
-    """The buffers of one transfer, in the memory of a device."""
+    """The buffers of one transfer, in the memory of a device: in a pool of their own, since libcufile registers all of
+    what torch has got from the driver at once."""
 
     def __init__(self, device: torch.device, prepare: Prepare) -> None:
         with torch.inference_mode(False):  # it is kept for when there is another mode
-            memory = torch.empty(BUFFER_COUNT * BUFFER_NBYTES + ALIGNMENT, dtype=torch.uint8, device=device)
+            self._pool = torch.cuda.MemPool() if device.type == "cuda" else None
+            with torch.cuda.use_mem_pool(self._pool, device) if self._pool is not None else nullcontext():
+                memory = torch.empty(BUFFER_COUNT * BUFFER_NBYTES + ALIGNMENT, dtype=torch.uint8, device=device)
         begin = -memory.data_ptr() % ALIGNMENT
         used = memory[begin : begin + BUFFER_COUNT * BUFFER_NBYTES]
         self.buffers = torch.split(used, BUFFER_NBYTES)

@@ -148,7 +148,12 @@ class _GdsReader(RingReader):
             return read_through_host(self._elsewhere, offset, target, checksum=checksum)
         finally:
             finish(pieces)  # nobody writes there any more when it is freed
-        if sum(piece.result() for piece in pieces) != target.nbytes:
+        try:
+            filled = sum(piece.result() for piece in pieces)
+        except BackendUnavailableError as error:
+            _logger.warning("kvikio cannot read to %s, which goes by way of the host: %s", target.values.device, error)
+            return read_through_host(self._elsewhere, offset, target, checksum=checksum)
+        if filled != target.nbytes:
             raise posix.EndOfFile(f"the file ends before offset {offset + target.nbytes}")
         return _checksum_of(target) if checksum else 0
 
@@ -251,7 +256,14 @@ def _register(memory: torch.Tensor) -> Callable[[], None]:
     except RuntimeError as error:
         _logger.info("the buffers of %s are not registered with libcufile: %s", memory.device, _first_line(error))
         return lambda: None
-    return partial(kvikio.memory_deregister, memory)
+    return partial(_deregister, memory)
+
+
+def _deregister(memory: torch.Tensor) -> None:
+    try:
+        _kvikio.module.memory_deregister(memory)
+    except RuntimeError as error:  # what was written with it is written
+        _logger.info("the buffers of %s are not deregistered: %s", memory.device, _first_line(error))
 
 
 @cache

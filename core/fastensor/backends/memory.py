@@ -33,7 +33,7 @@ _MADV_WIPEONFORK = 18
 class Buffer:
     """A page-aligned piece of a ring's memory. Belongs to one thread at a time: whoever fills it hands it on."""
 
-    __slots__ = ("_begin", "_memory", "_pinned", "_touched", "address", "array", "nbytes", "view")
+    __slots__ = ("_begin", "_memory", "_pinned_for", "_touched", "address", "array", "nbytes", "view")
 
     def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
         self._memory = memory
@@ -43,7 +43,7 @@ class Buffer:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self.view, dtype=np.uint8)
         self.address = int(self.array.ctypes.data)
         self._touched = False
-        self._pinned = False
+        self._pinned_for: torch.device | None = None
 
     def touch(self) -> None:
         """Back every page with memory, so that no transfer waits for it."""
@@ -63,13 +63,15 @@ class Buffer:
 
     def pin(self, device: torch.device) -> None:
         """Register the memory with CUDA, so that device copies into it are at full speed. They work without."""
-        if self._pinned:
+        if self._pinned_for is not None:
             return
         with torch.cuda.device(device):
             status = int(_cudart().cudaHostRegister(self.address, self.nbytes, 0))
-        self._pinned = status == 0
-        if status:
-            _report_unpinned(status)
+            if status == 0:
+                self._pinned_for = device
+                return
+            _forget_error()
+        _report_unpinned(status)
 
     def as_tensor(self) -> torch.Tensor:
         """A uint8 tensor over the same memory."""
@@ -77,14 +79,22 @@ class Buffer:
 
     def release(self) -> None:
         """Undo :meth:`pin`; the memory itself goes with the last reference to it."""
-        if self._pinned:
-            torch.cuda.check_error(int(_cudart().cudaHostUnregister(self.address)))
-            self._pinned = False
+        if self._pinned_for is not None:
+            with torch.cuda.device(self._pinned_for):
+                torch.cuda.check_error(int(_cudart().cudaHostUnregister(self.address)))
+            self._pinned_for = None
 
 
 @cache
 def _report_unpinned(status: int) -> None:
     _logger.warning("staging memory is not pinned: cudaHostRegister returned %d; device copies are slower", status)
+
+
+def _forget_error() -> None:
+    """CUDA remembers the last error of each thread, and torch would raise it after something else that it does."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with contextlib.suppress(OSError):  # torch has it linked in, where it cannot be reached
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def _cudart() -> Any:

@@ -15,7 +15,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.memory import Buffer, borrowed_ring, copy_memory
-from fastensor.backends.to_device import entered
+from fastensor.backends.to_device import entered, stream_behind_current
 from fastensor.errors import StateChangedError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Payload, Piece
 from fastensor.stitch.source import FileBytes, Plan, Source
@@ -206,7 +206,7 @@ class Copier:
         self._storages = storages
         self._addresses = [_address(storage) for storage in storages]
         self._streams = streams_behind_current(
-            {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
+            {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}, "save"
         )
         self.asynchronous = bool(self._streams)
         """Whether copies go on after :meth:`copy` has returned: until events recorded behind them have come."""
@@ -311,11 +311,6 @@ def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
         )
 
 
-def streams_behind_current(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
-    """A new stream for each CUDA device, behind the work that is queued on its current one."""
-    streams = {}
-    for device in {device for device in devices if device.type == "cuda"}:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
-        stream.wait_stream(torch.cuda.current_stream(device))
-        streams[device] = stream
-    return streams
+def streams_behind_current(devices: Iterable[torch.device], purpose: str) -> dict[torch.device, torch.cuda.Stream]:
+    """The stream of each CUDA device for a purpose, behind the work that is queued on its current one."""
+    return {device: stream_behind_current(device, purpose) for device in set(devices) if device.type == "cuda"}

@@ -7,6 +7,7 @@ still use memory that has been freed and given out again; and what is queued the
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +79,25 @@ def entered(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+
+def stream_behind_current(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """A CUDA device's stream for a purpose, from now on behind the work that is queued on its current one.
+
+    It is the same each time: torch keeps freed memory for the stream that it was used on.
+    """
+    key = (device, purpose)
+    if key not in _streams:
+        _streams.setdefault(key, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch gives no types
+    stream = _streams[key]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+os.register_at_fork(after_in_child=_streams.clear)
+
+
 @runtime_checkable
 class DeviceReader(Protocol):
     """A reader that can fill memory of devices by itself."""
@@ -107,7 +127,6 @@ class Filler:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def fill(self, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
         """Fill a storage from an offset of the file; returns the CRC32 of the bytes, or 0 without ``checksum``.
@@ -128,7 +147,7 @@ class Filler:
             crc32 = self._reader.readinto(offset, memoryview(buffer), checksum=checksum)
             values.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
             return crc32
-        stream = self._stream_for(storage.device)
+        stream = stream_behind_current(storage.device, "load") if storage.device.type == "cuda" else None
         target = DeviceTarget(values, stream)
         try:
             if isinstance(self._reader, DeviceReader):
@@ -137,15 +156,6 @@ class Filler:
         finally:
             if stream is not None:
                 torch.cuda.current_stream(storage.device).wait_stream(stream)
-
-    def _stream_for(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives no types
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
 
 
 def read_through_host(reader: Reader, offset: int, target: DeviceTarget, *, checksum: bool) -> int:

@@ -38,6 +38,15 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
     return kind_of_device(map_location) in FILLED_AT_ONCE
 
 
+def is_told(map_location: MapLocation) -> bool:
+    """Whether it is known before anything is read to what kind of device most of it goes.
+
+    >>> is_told("cuda:1"), is_told(torch.device("cpu"))
+    (True, True)
+    """
+    return isinstance(map_location, str | torch.device) or not may_be_filled_at_once(map_location)
+
+
 def begin_to_use(map_location: MapLocation) -> None:
     """Initialise CUDA if a load will do so anyway: there are backends that wait for it."""
     if kind_of_device(map_location) == "cuda" and torch.cuda.is_available():

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.choosing import Wanted
-from fastensor.checkpoint.placement import MapLocation, kind_of_device
+from fastensor.checkpoint.placement import MapLocation, is_told, kind_of_device
 from fastensor.select.transfer import BackendChoice
 
 MAPPED = "the file is mapped"
@@ -31,7 +31,8 @@ class LoadRequest:
     @property
     def wanted(self) -> Wanted:
         """How the file is to be read."""
-        return Wanted(self.backend, kind_of_device(self.map_location), learn=self.checked)
+        learn = self.checked and is_told(self.map_location)
+        return Wanted(self.backend, kind_of_device(self.map_location), learn=learn)
 
 
 @dataclass(frozen=True, slots=True)
