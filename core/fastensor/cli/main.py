@@ -8,8 +8,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import version
 
+from fastensor import __version__
 from fastensor.cli import convert, dictionary, doctor, inspect, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
 from fastensor.errors import FastensorError
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "fastensor", description="Look into PyTorch and safetensors checkpoints, and at how fast they are moved here."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('fastensor')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_to(commands)

@@ -42,6 +42,8 @@ THREADS = 4
 """That write, and as many that read."""
 STAGED_FIRST = {"cuda"}
 """Kinds of devices whose memory is to be free as soon as the bytes are in the host's."""
+READ_IN_PLACE = {"cpu"}
+"""Kinds of devices whose memory is read into from the disk; for others there are pieces of host memory between."""
 Job: TypeAlias = Callable[[], None]
 WRITTEN_BY = "written by "
 """What counts by backend begin with."""
@@ -60,6 +62,8 @@ class Mover:
         self._config = config
         self._process = os.getpid()
         self._changed = threading.Condition(threading.Lock())
+        self._changes = 0
+        """How often something has."""
         self._released: deque[Cell] = deque()
         self._slots: SlotFiles | None = None
         self._host = HostMemory(config.prefetch_bytes)
@@ -215,7 +219,7 @@ class Mover:
                     if not cell.moving:
                         self._written(cell)
             pools, self._pools = list(self._pools.values()), {}
-            self._changed.notify_all()
+            self._tell()
         for pool in pools:
             shut_down(pool)
         with self._changed:
@@ -274,9 +278,11 @@ class Mover:
 
     def _work_or_wait(self, claim: Callable[[], Job | None]) -> None:
         """Do something of what is waited for, or wait until something changes."""
+        changes = self._changes
         job = claim()
         if job is None:
-            self._changed.wait()
+            if changes == self._changes:
+                self._changed.wait()
             return
         self._changed.release()
         try:
@@ -285,9 +291,14 @@ class Mover:
             self._changed.acquire()
         self._sort_out()
 
+    def _tell(self) -> None:
+        """Something has changed that others may wait for."""
+        self._changes += 1
+        self._changed.notify_all()
+
     def _call_threads(self, operation: Operation) -> None:
         """See that threads look for work. Where there are none, whoever waits does it."""
-        self._changed.notify_all()
+        self._tell()
         if self._running[operation] >= THREADS or self._closed:
             return
         with suppress(NoThreadsError):
@@ -399,7 +410,7 @@ class Mover:
                 cell.source = None
                 self._no_longer_pending(cell)
                 self._settle(cell)
-            self._changed.notify_all()
+            self._tell()
         _raise_interrupt(failure)
 
     def _write_piece(self, cell: Cell, index: int) -> None:
@@ -428,7 +439,7 @@ class Mover:
                 self._claim_no_more(cell, self._to_write)
             if not cell.moving and cell.claimed == len(cell.pieces):
                 self._written(cell)
-            self._changed.notify_all()
+            self._tell()
         _raise_interrupt(failure)
 
     def _written(self, cell: Cell) -> None:
@@ -467,7 +478,7 @@ class Mover:
         """It stays in memory, and that is told."""
         self._no_longer_pending(cell)
         self._keep(cell)
-        self._changed.notify_all()
+        self._tell()
         if not isinstance(failure, Exception):  # an interrupt
             return
         self.counts["failed_writes"] += 1
@@ -492,7 +503,7 @@ class Mover:
             self._no_longer_pending(cell)
         cell.state = State.KEPT
         self.counts["taken_back_nbytes"] += cell.nbytes
-        self._changed.notify_all()
+        self._tell()
 
     # In. -----------------------------------------------------------------------------------------------------------
 
@@ -509,7 +520,7 @@ class Mover:
         return partial(self._read_piece, cell, index)
 
     def _begin_to_read(self, cell: Cell, *, urgent: bool) -> None:
-        if cell.device.type == "cpu":
+        if cell.device.type in READ_IN_PLACE:
             cell.storage, cell.memory = self._host.storage(cell.nbytes)
         else:
             cell.storage, cell.memory = storage_on(cell.device, cell.nbytes), None
@@ -552,7 +563,7 @@ class Mover:
                 self._claim_no_more(cell, self._to_read)
             if not cell.moving and cell.claimed == len(cell.pieces):
                 self._read(cell)
-            self._changed.notify_all()
+            self._tell()
         _raise_interrupt(failure)
 
     def _verify(self, cell: Cell, index: int, data: memoryview) -> None:
@@ -671,7 +682,7 @@ class Mover:
         elif state is State.LOADED:
             self._leave_residence(cell)
         self._drop(cell)
-        self._changed.notify_all()
+        self._tell()
 
     def _drop(self, cell: Cell) -> None:
         """Give back all that it has."""

@@ -26,7 +26,7 @@ ALIGNMENT = 4096
 """Of parts of the files: what any disk asks for."""
 _STRIPE_NBYTES = 8 << 20
 """What is smaller lies in one file."""
-_GROWTH_NBYTES = 256 << 20
+_GROWTH_NBYTES = 64 << 20
 """Space is reserved in steps of so much."""
 _SHARE_OF_FREE_SPACE = 0.9
 _logger = logging.getLogger("fastensor")

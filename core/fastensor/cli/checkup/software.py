@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from fastensor import __version__
 from fastensor.cli.checkup.ask import NoAnswerError, ask
 
 ROOT = Path("/")
@@ -78,7 +79,7 @@ class Gds:
 
 def find_software() -> Software:
     """What runs this."""
-    return Software(version("fastensor"), platform.python_version(), str(torch.__version__), platform.release())
+    return Software(__version__, platform.python_version(), str(torch.__version__), platform.release())
 
 
 def find_cuda() -> Cuda:
