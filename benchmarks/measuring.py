@@ -55,5 +55,6 @@ def describe_machine(folder: Path, device: str) -> dict[str, str]:
         "kernel": platform.release().partition("-")[0],
         "filesystem": filesystem.stdout.split()[-1],
         "device": torch.cuda.get_device_name() if device == "cuda" else "none",
-        **{name: version(name) for name in ("torch", "safetensors", "fastensor")},
+        **{name: version(name) for name in ("torch", "safetensors")},
+        "fastensor": fastensor.__version__,
     }

@@ -1,16 +1,29 @@
 #!/bin/sh
 # Wheels for a machine with a GPU that has torch and no network: what Fastensor and its tests need beside it.
-#     wheels.sh PYTHON FOLDER VERSION-OF-PYTHON-THERE MAJOR-VERSION-OF-CUDA-THERE
+#     wheels.sh PYTHON FOLDER VERSIONS-OF-PYTHON-THERE... MAJOR-VERSION-OF-CUDA-THERE
 set -eu
 cd "$(dirname "$0")/.."
-python=$1 folder=$2 version=$3 cuda=$4
-rm -rf "$folder"
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" .
+python=$1 folder=$2
+shift 2
+versions=
+while [ $# -gt 1 ]; do
+    versions="$versions $1"
+    shift
+done
+cuda=$1
+case $cuda in
+    12) cufile=nvidia-cufile-cu12 ;;
+    *) cufile="nvidia-cufile==1.15.*" ;; # of CUDA 13.0: later drivers take it as well
+esac
 platforms=
 for glibc in 39 35 34 31 28 27 24 17; do platforms="$platforms --platform manylinux_2_${glibc}_x86_64"; done
-# shellcheck disable=SC2086  # several options
-"$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
-    $platforms --platform manylinux2014_x86_64 --constraint constraints.txt --dest "$folder" \
-    "kvikio-cu$cuda" "libkvikio-cu$cuda" rapids-logger cuda-pathfinder isal safetensors fsspec platformdirs tqdm \
-    packaging typing-extensions pytest pluggy iniconfig pygments hypothesis sortedcontainers attrs
+rm -rf "$folder"
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" .
+for version in ${versions:?}; do
+    # shellcheck disable=SC2086  # several options
+    "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
+        $platforms --platform manylinux2014_x86_64 --constraint constraints.txt --dest "$folder" \
+        "kvikio-cu$cuda" "libkvikio-cu$cuda" "$cufile" rapids-logger cuda-pathfinder isal safetensors fsspec \
+        platformdirs tqdm packaging typing-extensions pytest pluggy iniconfig pygments hypothesis sortedcontainers attrs
+done
 ls "$folder"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,16 +93,36 @@ def test_the_benchmark_of_single_tensors_measures_every_backend(tmp_path: Path) 
 
 def test_the_benchmark_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
     """Its figures mean nothing then; what it would do is done."""
-    benchmark = str(ROOT / "benchmarks" / "gpu.py")
-    tiny = ["--device", "cpu", "--model", "tiny", "--gib", "0.01", "--rounds", "1", "--minutes", "0"]
-    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
-    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
-    for word in ("fastensor, direct", "safetensors", "the disk alone", "pinned copy to the host", "stall", "CRC32s"):
+    out = run(*gpu_benchmark(tmp_path, rounds=1), cwd=tmp_path)
+    for word in ("fastensor, auto", "safetensors", "the disk alone", "pinned copy to the host", "stall", "GB/s on the"):
         assert word in out
-    assert "- kvikio alone: ModuleNotFoundError" in out
-    assert len(json.loads((tmp_path / "out.json").read_text())["verdicts"]) == 6
+    assert "- tiny: kvikio alone: ModuleNotFoundError" in out
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [verdict["measured"] is not None for verdict in found["verdicts"]] == [True] * 6
+    assert {row["resident"] is not None for row in found["medians"] if row["contender"] == "torch"} == {True, False}
+    assert (tmp_path / "out.md").read_text() in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
+
+
+def test_the_benchmark_of_a_gpu_shows_what_it_has_when_it_is_told_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, *gpu_benchmark(tmp_path, rounds=10_000)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        next(line for line in process.stderr if "round 1" in line)
+        process.terminate()
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "| torch | 0 |" in out
+    assert "## promises" in out
+    assert json.loads((tmp_path / "out.json").read_text())["samples"]
+    assert not os.listdir(tmp_path / "files")
+
+
+def gpu_benchmark(folder: Path, *, rounds: int) -> list[str]:
+    tiny = ["--device", "cpu", "--model", "tiny", "--gib", "0.002", "--rounds", str(rounds), "--seconds", "600"]
+    folders = ["--folder", str(folder / "files"), "--output", str(folder / "out")]
+    return [str(ROOT / "benchmarks" / "gpu.py"), *tiny, *folders]
 
 
 def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
