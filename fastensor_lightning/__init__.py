@@ -1,6 +1,7 @@
-"""Fastensor in Lightning: ``Trainer(plugins=[FastensorCheckpointIO()], callbacks=[CheckpointMonitor()])``."""
+"""Fastensor in Lightning: ``Trainer(plugins=[FastensorCheckpointIO()], callbacks=[SSDActivationOffload()])``."""
 
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.checkpoint_monitor import CheckpointMonitor
+from fastensor_lightning.offload_callback import SSDActivationOffload
 
-__all__ = ["CheckpointMonitor", "FastensorCheckpointIO"]
+__all__ = ["CheckpointMonitor", "FastensorCheckpointIO", "SSDActivationOffload"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,8 @@ RICH = ("convolutions", "transformer", "attention_by_hand", "autocast", "complex
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [(way, name) for way in WAYS for name in (CASES if way in ("usual", "little on its way") else RICH)]
+    ("way", "name"),
+    [(way, name) for way in WAYS for name in (CASES if way in ("usual", "little on its way") else RICH)],
 )
 def test_gradients_are_the_same(make: Any, name: str, way: str) -> None:
     expected = gradients(CASES[name], None)
@@ -209,10 +209,9 @@ def test_the_same_memory_with_other_values_is_not_the_same(make: Any) -> None:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "PIECE_NBYTES", 8192)
     monkeypatch.setattr(slots, "_STRIPE_NBYTES", 16384)
-    yield
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -1,0 +1,168 @@
+"""A callback that offloads activations to an SSD in every training step of a Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastensor.errors import UnsupportedContentError
+from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
+from fastensor_lightning.frameworks import load_classes
+from fastensor_lightning.methods import replace_method
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+else:
+    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
+
+_REFUSED = {
+    "FSDPStrategy": "it frees and refills the memory of parameters that autograd has saved",
+    "ModelParallelStrategy": "its parameters may be DTensors whose memory FSDP2 frees and refills",
+}
+"""Strategies, by the names of their classes, and why they are refused."""
+_logger = logging.getLogger(__name__)
+
+
+class SSDActivationOffload(Callback):
+    """Larger batches and deeper models: what training steps save for the backward pass goes to an SSD meanwhile.
+
+    Gradients are the same, to the last bit; see :class:`fastensor.offload.ActivationOffload`. Training steps are
+    covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP;
+    validation is left alone. Parameters and buffers of the module stay where they are.
+
+    The end of ``fit`` logs what was done (level INFO of ``fastensor_lightning``), and warns if nothing was offloaded.
+    :attr:`statistics` has the same as numbers.
+
+    Args:
+        config: how much goes where. Without ``directories``, files are in the Trainer's ``default_root_dir``; they have
+            no names, and nothing of them is left when the process ends, however it ends. Each rank has its own, and its
+            own budgets.
+        log: whether loggers get ``offload/written_bytes``, ``offload/read_bytes``, ``offload/stall_seconds`` and
+            ``offload/prefetch_hit_rate`` of each training batch.
+
+    Raises:
+        UnsupportedContentError: in ``fit``, with DeepSpeed's ZeRO stage 3, FSDP and FSDP2.
+
+    >>> from lightning.pytorch import Trainer
+    >>> trainer = Trainer(callbacks=[SSDActivationOffload()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, config: OffloadConfig | None = None, *, log: bool = False) -> None:
+        super().__init__()
+        self.config = config or OffloadConfig()
+        self.log_each_batch = log
+        self.statistics: OffloadStatistics | None = None
+        """Of the latest run, once it has begun."""
+        self._offload: ActivationOffload | None = None
+        self._undo: Callable[[], None] = _nothing
+        """Takes the context away again."""
+        self._checked = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._stop()
+        _refuse(trainer.strategy)
+        config = self.config
+        if not config.directories and config.target == "ssd":
+            config = dataclasses.replace(config, directories=(trainer.default_root_dir,))
+        self._offload = offload = ActivationOffload(config)
+        offload.attach(pl_module)
+        self.statistics = offload.statistics()
+        self._checked = False
+        original = trainer.precision_plugin.train_step_context
+
+        @contextmanager
+        def train_step_context() -> Iterator[None]:
+            with offload.step(), original():
+                yield
+
+        self._undo = replace_method(trainer.precision_plugin, "train_step_context", train_step_context)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        if self._offload is None:
+            return
+        before, self.statistics = self.statistics, self._offload.statistics()
+        if not self._checked:
+            self._checked = True
+            self._check(trainer, self.statistics)
+        if self.log_each_batch and before is not None:
+            pl_module.log_dict(_of_batch(before, self.statistics))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        offload = self._offload
+        self._stop()
+        if offload is None or self.statistics is None:
+            return
+        _logger.info("activation offload on rank %d:\n%s", trainer.global_rank, self.statistics)
+        if not self.statistics.offloaded:
+            _logger.warning("no activations were offloaded in this run. %s", _why_nothing(self.statistics, self.config))
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Threads and files begin anew in the process that it is unpickled in."""
+        return {**self.__dict__, "_offload": None, "_undo": _nothing}
+
+    def _stop(self) -> None:
+        """Take the context out, and give files and threads back. Calling it again does nothing."""
+        undo, self._undo = self._undo, _nothing
+        undo()
+        offload, self._offload = self._offload, None
+        if offload is not None:
+            self.statistics = offload.statistics()
+            offload.close()
+
+    def _check(self, trainer: Trainer, found: OffloadStatistics) -> None:
+        """After the first batch: whether training steps come by here at all."""
+        if not found.steps:
+            _logger.warning(
+                "no activations are offloaded: %s does not run training steps in the precision plugin's "
+                "train_step_context",
+                type(trainer.strategy).__name__,
+            )
+        elif not found.offloaded:
+            _logger.warning("no activations are offloaded so far. %s", _why_nothing(found, self.config))
+
+
+def _nothing() -> None:
+    """There is nothing to undo."""
+
+
+def _refuse(strategy: Any) -> None:
+    """
+    Raises:
+        UnsupportedContentError: offloading is not safe with this strategy.
+    """
+    for kind in type(strategy).__mro__:
+        reason = _REFUSED.get(kind.__name__)
+        if kind.__name__ == "DeepSpeedStrategy" and getattr(strategy, "zero_stage_3", False):
+            reason = "ZeRO stage 3 frees and refills the memory of parameters that autograd has saved"
+        if reason is not None:
+            raise UnsupportedContentError(
+                f"SSDActivationOffload does not work with {kind.__name__}: {reason}. Use DDP, or DeepSpeed up to stage "
+                f"2, or activation checkpointing instead"
+            )
+
+
+def _why_nothing(found: OffloadStatistics, config: OffloadConfig) -> str:
+    if not found.packed:
+        return "Autograd has saved nothing in training steps: do they run under no_grad?"
+    kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in found.kept.items())
+    return f"Of {found.packed} saved tensors, none was to be: {kept} (min_bytes is {config.min_bytes})"
+
+
+def _of_batch(before: OffloadStatistics, after: OffloadStatistics) -> dict[str, float]:
+    hits = after.prefetch_hits - before.prefetch_hits
+    wanted = hits + after.prefetch_late - before.prefetch_late + after.misses - before.misses
+    return {
+        "offload/written_bytes": float(after.written_nbytes - before.written_nbytes),
+        "offload/read_bytes": float(after.read_nbytes - before.read_nbytes),
+        "offload/stall_seconds": after.stall_seconds - before.stall_seconds,
+        "offload/prefetch_hit_rate": hits / wanted if wanted else 1.0,
+    }

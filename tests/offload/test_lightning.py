@@ -1,0 +1,267 @@
+"""``SSDActivationOffload`` in Trainers: the same weights at the end, and something was offloaded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastensor
+from fastensor.offload import OffloadConfig
+from fastensor_lightning import SSDActivationOffload
+
+EVERYTHING = OffloadConfig(min_bytes=1)
+
+
+class Net(pl.LightningModule):
+    """Saves activations, masks and casts; has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.body(x)))
+        return found
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        with torch.enable_grad():
+            self(batch[0]).sum().backward()
+        self.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self(batch[0]).square().mean())
+            optimizer.step()
+
+
+class Gan(Net):
+    """Two optimizers in turn, the second on what the first has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        made = torch.tanh(self.body(batch[0]))
+        first.zero_grad()
+        self.manual_backward(self.head(made).mean())
+        first.step()
+        second.zero_grad()
+        self.manual_backward(self.head(made.detach()).square().mean())
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.body, self.head)]
+
+
+class Lbfgs(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+class SometimesNone(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:  # type: ignore[override]
+        return -1 if batch_idx == 3 else None
+
+
+class Checkpointed(Net):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(checkpoint(self.body, x.requires_grad_(), use_reentrant=self.reentrant))
+        return found
+
+
+class Compiled(Net):
+    """In regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.compile(backend="aot_eager")
+
+
+def trained(make: Callable[[], Net], folder: Path, *callbacks: pl.Callback, **options: Any) -> dict[str, Tensor]:
+    pl.seed_everything(7, verbose=False)
+    net = make()
+    data = DataLoader(TensorDataset(torch.randn(48, 16)), batch_size=8)
+    settings: dict[str, Any] = {
+        "max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
+    }  # fmt: skip
+    pl.Trainer(callbacks=list(callbacks), **{**settings, **options}).fit(net, data, data)
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+SETTINGS: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
+    "automatic": (Net, {}),
+    "accumulation": (Net, {"accumulate_grad_batches": 4}),
+    "bf16": (Net, {"precision": "bf16-mixed"}),
+    "clipping": (Net, {"gradient_clip_val": 0.1}),
+    "manual": (Manual, {}),
+    "two optimizers": (Gan, {}),
+    "lbfgs": (Lbfgs, {}),
+    "nothing returned": (SometimesNone, {}),
+    "checkpointed": (Checkpointed, {}),
+    "checkpointed reentrantly": (lambda: Checkpointed(reentrant=True), {}),
+    "compiled regions": (Compiled, {}),
+    "anomalies": (Net, {"detect_anomaly": True}),
+    "weights averaged": (Net, {"callbacks_beside": "average"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_weights_are_the_same(tmp_path: Path, name: str) -> None:
+    make, options = SETTINGS[name]
+    options = dict(options)
+    beside = [pl.callbacks.WeightAveraging()] if options.pop("callbacks_beside", None) else []
+    expected = trained(make, tmp_path, *copy.deepcopy(beside), **options)
+    callback = SSDActivationOffload(EVERYTHING)
+    found = trained(make, tmp_path, *beside, callback, **options)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert callback.statistics is not None
+    assert callback.statistics.offloaded > 0
+    assert callback.statistics.kept.get("parameter", 0) > 0
+
+
+def test_validation_is_left_alone_and_each_step_is_counted(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(EVERYTHING)
+    trained(Net, tmp_path, callback)
+    assert callback.statistics is not None
+    assert callback.statistics.steps == 12
+
+
+def test_fit_may_be_called_twice(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(EVERYTHING)
+    first = trained(Net, tmp_path, callback)
+    second = trained(Net, tmp_path, callback)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert callback.statistics is not None
+    assert callback.statistics.steps == 12
+
+
+class Failing(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ValueError("in the third step")
+        return loss
+
+
+def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(EVERYTHING)
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    with pytest.raises(ValueError, match="third step"):
+        trained(Failing, tmp_path, callback, strategy=strategy)
+    assert "train_step_context" not in strategy.precision_plugin.__dict__
+    assert callback._offload is None
+    x = torch.randn(10, requires_grad=True)
+    y = x.exp()
+    assert y.grad_fn is not None
+    assert torch.equal(y.grad_fn._saved_result, y), "no hooks are left"  # type: ignore[attr-defined]
+
+
+def test_a_run_without_offloading_says_so_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(Net, tmp_path, SSDActivationOffload())
+    assert "no activations were offloaded in this run" in caplog.text
+    assert "min_bytes is 262144" in caplog.text
+
+
+class Elsewhere(SingleDeviceStrategy):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.training_step(*args, **kwargs)
+
+
+def test_a_strategy_that_goes_another_way_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), strategy=Elsewhere(torch.device("cpu")))
+    assert "Elsewhere does not run training steps in" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [("FSDPStrategy", None), ("ModelParallelStrategy", None), ("DeepSpeedStrategy", True)]
+)
+def test_strategies_that_move_parameters_are_refused(tmp_path: Path, strategy: str, stage: bool | None) -> None:
+    kind = type(strategy, (SingleDeviceStrategy,), {"zero_stage_3": stage})
+    with pytest.raises(fastensor.UnsupportedContentError, match=f"{strategy}.*Use DDP"):
+        trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), strategy=kind(torch.device("cpu")))
+
+
+def test_a_summary_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fastensor_lightning"):
+        trained(Net, tmp_path, SSDActivationOffload(EVERYTHING))
+    assert "activation offload on rank 0:\n12 steps" in caplog.text
+
+
+def test_loggers_get_what_each_batch_has_moved(tmp_path: Path) -> None:
+    logger = pl.loggers.CSVLogger(tmp_path)
+    trained(Net, tmp_path, SSDActivationOffload(EVERYTHING, log=True), logger=logger, log_every_n_steps=1)
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"offload/written_bytes", "offload/read_bytes", "offload/stall_seconds"} <= set(header)
+
+
+def test_it_can_be_pickled_while_it_runs(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(EVERYTHING)
+
+    class Pickles(pl.Callback):
+        def on_train_batch_end(self, *args: Any, **options: Any) -> None:
+            again = pickle.load(io.BytesIO(pickle.dumps(callback)))
+            assert again.config == callback.config
+            assert again._offload is None
+
+    trained(Net, tmp_path, callback, Pickles())
+
+
+def test_files_are_where_the_trainer_says(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(EVERYTHING)
+    opened: list[str] = []
+    from fastensor.backends import posix
+
+    original = posix.open_nameless
+    with mock.patch.object(posix, "open_nameless", lambda folder: opened.append(folder) or original(folder)):
+        trained(Net, tmp_path, callback)
+    assert opened == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_two_processes(tmp_path: Path, strategy: str) -> None:
+    options = {"strategy": strategy, "devices": 2, "max_epochs": 1}
+    expected = trained(Net, tmp_path, **options)
+    found = trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), **options)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
