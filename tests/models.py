@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from fastensor.offload import ActivationOffload
 
 Case = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 """Makes a loss, and says what it depends on. The same each time for the same seed."""
@@ -160,3 +163,25 @@ def sparse() -> tuple[torch.Tensor, list[torch.Tensor]]:
     weight = torch.randn(30, 20, requires_grad=True)
     matrix = (torch.rand(40, 30) > 0.8).float().to_sparse()
     return torch.sparse.mm(matrix, weight.exp()).square().sum(), [weight]
+
+
+def gradients(case: Case, offload: ActivationOffload | None, *, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    with nullcontext() if offload is None else offload.step():
+        loss, wanted = case()
+    if offload is not None:
+        offload.settle()
+    loss.backward()
+    return [loss.detach(), *(one.grad for one in wanted if one.grad is not None)]
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        torch.equal(one, other) and one.stride() == other.stride() for one, other in zip(found, expected, strict=True)
+    )
+
+
+def large() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Several pieces each, the last of odd sizes."""
+    x = torch.randn(2_500_003, requires_grad=True)
+    return (x.exp().sin() * x.cos()).sum(), [x]

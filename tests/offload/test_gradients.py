@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case
+from models import CASES, equal, gradients, large
 from torch import nn
 
 from fastensor.offload import ActivationOffload, mover, slots
@@ -23,22 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "unverified": {"verify": False},
     "no room": {"ssd_bytes": 40_960},
 }
-
-
-def gradients(case: Case, offload: ActivationOffload | None, *, seed: int = 0) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    with nullcontext() if offload is None else offload.step():
-        loss, wanted = case()
-    if offload is not None:
-        offload.settle()
-    loss.backward()
-    return [loss.detach(), *(one.grad for one in wanted if one.grad is not None)]
-
-
-def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(
-        torch.equal(one, other) and one.stride() == other.stride() for one, other in zip(found, expected, strict=True)
-    )
 
 
 RICH = ("convolutions", "transformer", "attention_by_hand", "autocast", "complex_numbers")
@@ -79,12 +63,6 @@ def test_by_way_of_the_host(make: Any, name: str, options: dict[str, Any]) -> No
         assert equal(gradients(CASES[name], offload), expected)
     gauge = offload.gauge()
     assert not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd")), gauge
-
-
-def large() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Several pieces each, the last of odd sizes."""
-    x = torch.randn(2_500_003, requires_grad=True)
-    return (x.exp().sin() * x.cos()).sum(), [x]
 
 
 @pytest.mark.parametrize("options", [{}, {"staging_bytes": 1}, {"prefetch_bytes": 0}, {"verify": False}])

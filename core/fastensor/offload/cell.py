@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -87,21 +85,3 @@ class Cell:
         """Without what pads the last one."""
         position, place = self.pieces[index]
         return min(place.extent.nbytes, self.nbytes - position)
-
-
-class Token:
-    """Held by the graph, and by nothing else: when it goes, nobody wants the cell any more.
-
-    Finalizers run in any thread, between any two instructions of it: they wait for nothing.
-    """
-
-    __slots__ = ("__weakref__", "_released", "cell")
-
-    def __init__(self, cell: Cell, released: deque[Cell], notice: Callable[[], None]) -> None:
-        self.cell = cell
-        self._released = (released, notice)
-
-    def __del__(self) -> None:
-        released, notice = self._released
-        released.append(self.cell)
-        notice()

@@ -18,11 +18,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.errors import OffloadError
-from fastensor.offload.cell import Cell, Token
+from fastensor.offload.cell import Cell
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.modules import AttachedModel
-from fastensor.offload.mover import WRITTEN_BY, Mover, event_now
+from fastensor.offload.mover import WRITTEN_BY, Mover, Token, event_now
 from fastensor.offload.order import Course, Orders
 from fastensor.offload.persistent import reason_to_keep
 from fastensor.offload.statistics import OffloadStatistics, drive_days
@@ -277,7 +277,7 @@ class _Step:
         try:
             _check_version(packed.witness, packed.version, packed.view)
             cell = packed.token.cell
-            mover = self._engine.mover()
+            mover = packed.token.mover
             self._look_ahead(mover, cell)
             storage, origin = mover.bring(cell)
             tensor = packed.view.on(storage, origin)
@@ -332,7 +332,7 @@ class _Step:
             position=len(self._cells),
         )
         mover.admit(cell)
-        token = Token(cell, *mover.token_parts())
+        token = Token(cell, mover)
         with self._lock:
             self._cells.append(weakref.ref(cell))
         known.append((weakref.ref(token), weakref.ref(base), span))

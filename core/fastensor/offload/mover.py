@@ -51,6 +51,19 @@ _SHARE_OF_FREE_MEMORY = 0.5
 _logger = logging.getLogger("fastensor")
 
 
+class Token:
+    """Held by the graph, and by nothing else: when it goes, nobody wants the cell any more."""
+
+    __slots__ = ("__weakref__", "cell", "mover")
+
+    def __init__(self, cell: Cell, mover: Mover) -> None:
+        self.cell = cell
+        self.mover = mover
+
+    def __del__(self) -> None:
+        self.mover.let_go(self.cell)
+
+
 class Mover:
     """Cells, where they are, and the threads that move them. Every method may be called from several threads.
 
@@ -95,10 +108,6 @@ class Mover:
         """Marks of tensors whose memory was not freed by storing them."""
 
     # What the engine calls. ------------------------------------------------------------------------------------------
-
-    def token_parts(self) -> tuple[deque[Cell], Callable[[], None]]:
-        """What a :class:`~fastensor.offload.cell.Token` needs."""
-        return self._released, self._sort_out_if_free
 
     def admit(self, cell: Cell) -> None:
         """Take over a cell's memory. Waits while there is more to write than may be.
@@ -650,8 +659,10 @@ class Mover:
 
     # Letting go. -----------------------------------------------------------------------------------------------------
 
-    def _sort_out_if_free(self) -> None:
-        """Called by finalizers, which may interrupt whoever holds the lock: then that one does it, or the next."""
+    def let_go(self, cell: Cell) -> None:
+        """Nobody wants a cell any more. Called by finalizers, in any thread, between any two instructions of it: waits
+        for nothing. If somebody holds the lock, that one sorts it out, or the next."""
+        self._released.append(cell)
         if self._changed.acquire(blocking=False):
             try:
                 self._sort_out()

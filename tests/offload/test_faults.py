@@ -1,0 +1,262 @@
+"""Disks that fail, fill up, lie or are slow, and threads that die: exceptions or memory, never other gradients."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import CASES, equal, gradients, large
+
+from fastensor.backends import direct, numpy, posix
+from fastensor.backends.threads import NoThreadsError
+from fastensor.errors import BackendUnavailableError
+from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, mover
+from fastensor.testing.calls import Call, intercepted
+from fastensor.testing.faults import failing_call, short_call
+
+TRANSFORMER = CASES["transformer"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    return gradients(TRANSFORMER, None)
+
+
+@contextmanager
+def failing(name: str, code: int, *, after: int = 0) -> Iterator[list[int]]:
+    """All calls of one name fail, but for the first."""
+    seen = [0]
+
+    def fail(call: Call) -> Any:
+        if call.name != name:
+            return call.perform()
+        seen[0] += 1
+        if seen[0] <= after:
+            return call.perform()
+        raise OSError(code, os.strerror(code))
+
+    with intercepted(fail):
+        yield seen
+
+
+def is_clean(offload: ActivationOffload) -> bool:
+    gc.collect()  # tracebacks hold graphs
+    gauge = offload.gauge()
+    return not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd"))
+
+
+@pytest.mark.parametrize("backend", ["direct", "numpy"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("after", [0, 7])
+def test_what_cannot_be_written_stays_in_memory(
+    make: Any, expected: list[torch.Tensor], backend: str, code: int, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    offload = make(backend=backend)
+    with failing("pwrite", code, after=after):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    found = offload.statistics()
+    assert found.failed_writes > 0
+    assert found.kept["failed"] > 0
+    assert "stays in memory, because it could not be written" in caplog.text
+    assert is_clean(offload)
+    assert equal(gradients(TRANSFORMER, offload), expected)
+    written = offload.statistics().written_nbytes - found.written_nbytes
+    assert bool(written) == (code == errno.ENOSPC), "a disk that fails is not used again, a full one is"
+
+
+def test_space_that_cannot_be_reserved(make: Any, expected: list[torch.Tensor]) -> None:
+    offload = make()
+    with failing("fallocate64", errno.ENOSPC):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    assert offload.statistics().written_nbytes == 0
+    assert equal(gradients(TRANSFORMER, offload), expected)
+    assert offload.statistics().written_nbytes > 0
+
+
+def test_a_failed_write_is_raised_once_if_that_is_wanted(make: Any, expected: list[torch.Tensor]) -> None:
+    offload = make(when_full="raise", ssd_bytes=4096, staging_bytes=1)
+    with pytest.raises(OffloadError, match=r"could not be written.*ssd_bytes leave no room"):
+        gradients(TRANSFORMER, offload)
+    offload.settle()
+    assert is_clean(offload)
+
+
+def test_a_folder_that_is_not_there(make: Any, expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    offload = make(directories=("/nonexistent/folder",))
+    assert equal(gradients(TRANSFORMER, offload), expected)
+    assert "no file for activations can be made in /nonexistent/folder (No such file or directory)" in caplog.text
+
+
+@pytest.mark.parametrize("ahead", [0, 64 << 20])
+def test_what_cannot_be_read_is_told(make: Any, ahead: int) -> None:
+    offload = make(prefetch_bytes=ahead)
+    with failing("preadv", errno.EIO), pytest.raises(OffloadError, match=r"cannot be read.*Input/output error"):
+        gradients(TRANSFORMER, offload)
+    offload.settle()
+    assert equal(gradients(TRANSFORMER, offload), gradients(TRANSFORMER, None))
+
+
+@pytest.mark.parametrize("ahead", [0, 64 << 20])
+def test_a_flipped_bit_is_found(make: Any, ahead: int) -> None:
+    offload = make(prefetch_bytes=ahead)
+    torch.manual_seed(0)
+    with offload.step():
+        loss, _ = TRANSFORMER()
+    offload.settle()
+    (file,) = offload._mover._slots.files
+    data = bytearray(os.pread(file.fd, 4096, 8192))
+    data[100] ^= 1
+    os.pwrite(file.fd, data, 8192)
+    with pytest.raises(CorruptActivationError, match=r"has changed on the disk.*have CRC32"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("fault", [failing_call, short_call])
+def test_each_call_fails_once(make: Any, tally: Any, fault: Callable[[int], Any]) -> None:
+    """Whatever fails: the gradients are right, or it is raised, and the next step is right."""
+    net = CASES["perceptron"]
+    expected = gradients(net, None)
+    number = 0
+    while True:
+        number += 1
+        offload = make()
+        with fault(number) as found:
+            try:
+                assert equal(gradients(net, offload), expected)
+            except OffloadError:
+                assert fault is failing_call
+                assert found.fired == "preadv"
+        if not found.fired:
+            break
+        tally["offload: calls failed or cut short"] += 1
+        assert equal(gradients(net, offload), expected)
+        assert is_clean(offload)
+        offload.close()
+    assert number > 10
+
+
+def test_direct_io_that_is_refused_at_the_first_write(make: Any, expected: list[torch.Tensor]) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise BackendUnavailableError("refused")
+
+    offload = make()
+    with mock.patch.object(direct.DirectSlots, "write", refuse):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    found = offload.statistics()
+    assert set(found.written_by) == {"numpy"}
+    assert found.failed_writes == 0
+
+
+def test_threads_that_cannot_be_started(make: Any, expected: list[torch.Tensor]) -> None:
+    def none(*arguments: Any) -> Any:
+        raise NoThreadsError("there are too many")
+
+    offload = make(staging_bytes=1)
+    with mock.patch.object(mover, "open_pool", none):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    assert offload.statistics().written_nbytes > 0
+
+
+def test_threads_that_die(make: Any, expected: list[torch.Tensor]) -> None:
+    """A failure that nobody expects, in each of the threads."""
+    write = numpy.BufferedSlots.write
+
+    def die(self: Any, data: memoryview, offset: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit
+        write(self, data, offset)
+
+    offload = make(backend="numpy", staging_bytes=1)
+    with mock.patch.object(numpy.BufferedSlots, "write", die):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    assert is_clean(offload)
+
+
+def test_a_slow_disk_changes_nothing_but_the_time(make: Any, expected: list[torch.Tensor]) -> None:
+    """Each transfer waits until a few others have begun to wait, or the training stands still."""
+    turn = threading.Condition()
+    waiting = [0]
+
+    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+        def transfer(*arguments: Any, **options: Any) -> Any:
+            with turn:
+                waiting[0] += 1
+                turn.notify_all()
+                turn.wait_for(lambda: waiting[0] >= 3, timeout=0.01)
+                waiting[0] -= 1
+            return function(*arguments, **options)
+
+        return transfer
+
+    offload = make(staging_bytes=200_000, prefetch_bytes=100_000)
+    with (
+        mock.patch.object(posix, "write_fully", slow(posix.write_fully)),
+        mock.patch.object(posix, "read_fully", slow(posix.read_fully)),
+    ):
+        for _ in range(2):
+            assert equal(gradients(TRANSFORMER, offload), expected)
+    assert is_clean(offload)
+
+
+@pytest.mark.parametrize("budget", [100_000, 400_000])
+def test_budgets_hold_at_every_instant(make: Any, expected: list[torch.Tensor], budget: int) -> None:
+    offload = make(staging_bytes=budget, prefetch_bytes=budget)
+    for _ in range(2):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    found = offload.statistics()
+    assert found.peak_pending_nbytes <= budget
+    assert found.peak_resident_nbytes <= 2 * budget, "what is needed at once may come on top"
+
+
+def test_memory_is_freed_once_it_is_written(make: Any) -> None:
+    """Nobody holds the tensors any more, and what is in use of the disk is what they take."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    offload = make()
+    x = torch.randn(1 << 20, requires_grad=True)
+    with offload.step():
+        y = x.exp()
+        loss = y.sin().sum()
+    reference = StorageWeakRef(y.untyped_storage())
+    offload.settle()
+    del y
+    assert reference.expired()
+    assert offload.gauge()["on_ssd"] == x.nbytes
+    loss.backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())  # type: ignore[arg-type]
+
+
+def test_an_interrupt_is_not_swallowed(make: Any) -> None:
+    """Somebody presses Ctrl-C while the backward pass reads for itself."""
+    offload = make(prefetch_bytes=0)
+    read = direct.DirectSlots.read
+    raised = []
+
+    def interrupt(self: Any, buffer: memoryview, offset: int) -> None:
+        if not raised:
+            raised.append(threading.current_thread())
+            raise KeyboardInterrupt
+        read(self, buffer, offset)
+
+    def none(*arguments: Any) -> Any:
+        raise NoThreadsError("so that the main thread does it")
+
+    torch.manual_seed(0)
+    with mock.patch.object(mover, "open_pool", none):
+        with offload.step():
+            loss, wanted = large()
+        offload.settle()
+        with mock.patch.object(direct.DirectSlots, "read", interrupt), pytest.raises(KeyboardInterrupt):
+            loss.backward(retain_graph=True)
+        wanted[0].grad = None
+        loss.backward()
+    assert wanted[0].grad is not None
+    assert torch.equal(wanted[0].grad, gradients(large, None)[1])

@@ -1,0 +1,363 @@
+"""What is kept and what is found wrong: in-place changes, parameters, graphs that are never used, ends of processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError
+
+
+def empty(offload: ActivationOffload) -> bool:
+    gauge = offload.gauge()
+    return not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd"))
+
+
+@pytest.mark.parametrize("way", ["kept", "on its way", "written", "read"])
+def test_an_in_place_change_is_found(make: Any, way: str) -> None:
+    offload = make(min_bytes=1 << 30 if way == "kept" else 1)
+    x = torch.randn(1000, requires_grad=True)
+    with offload.step():
+        y = x.exp()
+        z = y.sin().sum()
+    if way in ("written", "read"):
+        offload.settle()
+    if way == "read":
+        z.backward(retain_graph=True)
+    y.detach().add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        z.backward()
+
+
+def test_an_optimizer_step_before_the_backward_pass_is_found(make: Any) -> None:
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1.0)
+    offload = make()
+    with offload.step():
+        first, second = (layers(torch.randn(8, 64)).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace"):
+        second.backward()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_parameters_and_buffers_are_never_written(make: Any, attached: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.conv = nn.Linear(64, 64), nn.Conv1d(1, 4, 3)
+            self.linear.weight.requires_grad_(True)
+            self.register_buffer("scale", torch.randn(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.linear(x) * self.scale
+            return (self.conv(found[:, None]) @ self.linear.weight[:62, :62].t()).sum()
+
+    net = Net()
+    offload = make()
+    if attached:
+        offload.attach(net)
+    written: set[int] = set()
+    from fastensor.offload.mover import Mover
+
+    admit = Mover.admit
+
+    def watch(self: Mover, cell: Any) -> None:
+        written.add(cell.source._cdata)
+        admit(self, cell)
+
+    Mover.admit = watch  # type: ignore[method-assign]
+    try:
+        for context in (torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False)):
+            with offload.step(), context:
+                loss = net(torch.randn(8, 64, requires_grad=True))
+            loss.backward()
+    finally:
+        Mover.admit = admit  # type: ignore[method-assign]
+    persistent = {one.untyped_storage()._cdata for one in net.parameters()}
+    if attached:
+        persistent |= {one.untyped_storage()._cdata for one in net.buffers()}
+        assert offload.statistics().kept["buffer"] > 0
+    assert written
+    assert not written & persistent
+
+
+def test_casts_of_parameters_stay(make: Any) -> None:
+    net = nn.Linear(256, 256, bias=False)
+    offload = make()
+    with offload.step(), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = net(torch.randn(4, 256, requires_grad=True)).sum()
+    assert offload.statistics().kept["parameter"] >= 256 * 256 * 2
+    loss.backward()
+
+
+def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
+    offload = make(min_bytes=1 << 10, staging_bytes=1 << 20)
+    net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.randn(64, 64)
+    sizes = []
+    for number in range(1000):
+        with offload.step():
+            loss = net(x).sum()
+        if number % 100 == 0:
+            offload.settle()
+            gc.collect()
+            sizes.append(
+                (len(os.listdir("/proc/self/fd")), threading.active_count(), offload.statistics().reserved_ssd_nbytes)
+            )
+    del loss
+    offload.settle()
+    assert len(set(sizes[1:])) == 1, sizes
+    assert empty(offload)
+
+
+def test_outputs_are_not_held_by_the_graph_itself(make: Any) -> None:
+    """A pack hook that returns what it gets makes a circle that no collector sees."""
+    import weakref
+
+    offload = make(min_bytes=1 << 30)
+    with offload.step():
+        y = torch.randn(100, requires_grad=True).exp()
+    gone = weakref.ref(y)
+    del y
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_exceptions_leave_nothing(make: Any, where: str) -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            if where == "forward":
+                raise ValueError(where)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            raise ValueError(where)
+
+    offload = make()
+    x = torch.randn(5000, requires_grad=True)
+
+    def use() -> None:
+        with offload.step():
+            y = Failing.apply(x.exp().sin()).sum()  # type: ignore[no-untyped-call]
+        y.backward()
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match=where):
+            use()
+    gc.collect()
+    offload.settle()
+    assert empty(offload)
+    assert torch.equal(x.exp().grad_fn._saved_result, x.exp())  # type: ignore[union-attr]
+
+
+def test_several_threads_at_once(make: Any) -> None:
+    offload = make(staging_bytes=1 << 18, prefetch_bytes=1 << 18)
+    inputs = [torch.randn(64, 256, requires_grad=True) for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def work(x: torch.Tensor) -> None:
+        try:
+            for _ in range(10):
+                with offload.step():
+                    y = x.exp().sin().square().tanh().sum()
+                (found,) = torch.autograd.grad(y, x)
+                (expected,) = torch.autograd.grad(x.exp().sin().square().tanh().sum(), x)
+                assert torch.equal(found, expected)
+        except BaseException as error:  # noqa: BLE001  # shown below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert empty(offload)
+
+
+def test_steps_may_nest_and_hooks_of_others_too(make: Any) -> None:
+    offload, seen = make(), []
+    x = torch.randn(500, requires_grad=True)
+    with offload.step():
+        a = x.exp()
+        with offload.step():
+            b = a.sin()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.detach(), lambda t: t):
+            c = b.tanh()
+        d = c.exp().sum()
+    d.backward()
+    assert len(seen) == 1
+    assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().tanh().exp().sum(), x)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("include", "exclude", "count"), [((), ("1",), 2), (("0", "2"), (), 2), (("*",), ("0",), 2)])
+def test_modules_by_name(make: Any, include: tuple[str, ...], exclude: tuple[str, ...], count: int) -> None:
+    net = nn.Sequential(nn.Sigmoid(), nn.Tanh(), nn.Sigmoid())
+    offload = make(include=include, exclude=exclude)
+    with pytest.raises(OffloadError, match="attach"), offload.step():
+        pass
+    offload.attach(net)
+    with offload.step():
+        loss = net(torch.randn(1000, requires_grad=True)).sum()
+    assert offload.statistics().offloaded == count
+    loss.backward()
+    offload.detach()
+    assert not net[0]._forward_hooks
+
+
+def test_patterns_that_fit_nothing(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"no module of Linear is called 'layer\*'"):
+        make(include=("layer*",)).attach(nn.Linear(2, 2))
+
+
+def test_what_others_keep_alive_is_not_offloaded_again(make: Any) -> None:
+    offload = make()
+    batch = torch.randn(1000)
+    weight = torch.randn(1000, requires_grad=True)
+    for _ in range(3):
+        with offload.step():
+            loss = (batch * weight).exp().sum()
+        offload.settle()
+        loss.backward()
+    found = offload.statistics()
+    assert found.kept["alive anyway"] == 2 * batch.nbytes
+    assert found.offloaded == 4
+
+
+def test_backward_passes_begin_at_once_from_memory(make: Any) -> None:
+    """What is not written yet is not waited for."""
+    offload = make(dram_bytes=1 << 20)
+    x = torch.randn(1000, requires_grad=True)
+    with offload.step():
+        loss = x.exp().sin().sum()
+    loss.backward()
+    found = offload.statistics()
+    assert (found.written_nbytes, found.read_nbytes, found.taken_back_nbytes) == (0, 0, x.nbytes)
+
+
+def test_after_closing(make: Any) -> None:
+    offload = make()
+    x = torch.randn(1000, requires_grad=True)
+    with offload.step():
+        loss = x.exp().sin().sum()
+    offload.settle()
+    offload.close()
+    offload.close()
+    with pytest.raises(OffloadError, match="closed"):
+        loss.backward()
+    with pytest.raises(OffloadError, match="closed"), offload.step():
+        pass
+
+
+def test_a_copy_of_it_is_a_new_one(make: Any) -> None:
+    offload = make(min_bytes=7)
+    again = pickle.loads(pickle.dumps(offload))
+    assert (again.config, again.gauge()) == (offload.config, {})
+
+
+def test_a_forked_child_has_no_share(make: Any) -> None:
+    offload = make()
+    x = torch.randn(5000, requires_grad=True)
+    with offload.step():
+        loss = x.exp().sin().sum()
+    offload.settle()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            loss.backward()
+        except OffloadError as error:
+            os._exit(0 if "forked child" in str(error) else 2)
+        except BaseException:  # noqa: BLE001  # it is not what was expected
+            os._exit(3)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    loss.backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import os, sys, torch
+from fastensor.offload import ActivationOffload, OffloadConfig
+offload = ActivationOffload(OffloadConfig(directories=(sys.argv[1],), min_bytes=1))
+x = torch.randn(1 << 20, requires_grad=True)
+with offload.step():
+    loss = x.exp().sin().sum()
+offload.settle()
+print(offload.gauge()["on_ssd"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
+def test_nothing_is_left_on_the_disk(tmp_path: Path, end: signal.Signals | None) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) >= 4 << 20
+        assert list(tmp_path.iterdir()) == [], "not even while it runs"
+        if end is not None:
+            process.send_signal(end)
+        process.communicate()
+    assert process.returncode == (-end if end is not None else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"target": "tape"}, ValueError, "target is one of"),
+        ({"min_bytes": 0}, ValueError, "min_bytes is at least 1, found 0"),
+        ({"directories": "/tmp"}, TypeError, "directories is a tuple"),
+        ({"backend": "torch"}, ValueError, "backend is auto or one of"),
+        ({"when_full": "pray"}, ValueError, "when_full is one of"),
+    ],
+)
+def test_configurations_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OffloadConfig(**options)
+
+
+def test_a_folder_in_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("there is no /dev/shm")
+    with ActivationOffload(OffloadConfig(directories=("/dev/shm",), min_bytes=1)) as offload:
+        with offload.step():
+            loss = torch.randn(100, requires_grad=True).exp().sum()
+        offload.settle()
+        loss.backward()
+        assert offload.statistics().written_nbytes > 0
+    assert "/dev/shm is on tmpfs, which is in memory" in caplog.text
+
+
+def test_drives_that_wear_out_are_named(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fastensor.offload import engine
+
+    monkeypatch.setattr(engine, "_LEAST_SECONDS", 0.0)
+    offload = make(drive_tbw=1e-9)
+    with offload.step():
+        loss = torch.randn(10_000, requires_grad=True).exp().sum()
+    offload.settle()
+    with offload.step():
+        pass
+    assert "the drives last 0 days" in caplog.text
+    assert offload.statistics().drive_days < 1
+    loss.backward()
