@@ -1,0 +1,272 @@
+"""What offloading activations costs and saves: training steps on the CPU, with and without.
+
+Run by ``make bench``, or alone. Each round trains each model with each contender, in a process of its own and in turns:
+one step to warm up, then some that are measured, of the same data. *Blocked* is the time that forward and backward
+passes spend in the hooks that autograd calls; *memory* is how far the process has grown since before the first step;
+the gradients of the last step are compared. Contenders:
+
+- ``none``: nothing is offloaded;
+- ``pt``, ``npy``: one file for each tensor, written by ``torch.save`` or ``numpy.save`` when autograd hands it
+  over, and read and removed when it asks for it, as the Fastensor paper's baselines do (section 5.2.2);
+- ``fastensor``: :class:`fastensor.offload.ActivationOffload` with its defaults.
+
+Beside them, the bytes of a step are written to the same disk and read again, by direct I/O alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import random
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import describe_machine, peak_memory, settle
+from torch import Tensor, nn
+
+from fastensor.backends import posix, registry
+from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
+from fastensor.offload import ActivationOffload, OffloadConfig
+from fastensor.offload.persistent import reason_to_keep
+
+NONE, PT, NPY, OURS = "none", "pt", "npy", "fastensor"
+CONTENDERS = (NONE, PT, NPY, OURS)
+_HEADER = ("| | step, s | : none | blocked, s | memory, MiB | offloaded, MiB |", "|---|---:|---:|---:|---:|---:|")
+LEAST_SAVED_BLOCKING, MOST_OF_STEP, LEAST_MEMORY_SAVED = 8.0, 1.08, 0.8
+"""What is promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process: its measured steps."""
+
+    model: str
+    contender: str
+    step_seconds: float
+    """Median."""
+    blocked_seconds: float
+    memory_nbytes: int
+    offloaded_nbytes: int
+    """In one step."""
+    gradients: int
+    """Their CRC32."""
+
+
+class Residual(nn.Module):
+    """A basic block of a ResNet."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        stride = 1 if inner == outer else 2
+        self.body = nn.Sequential(
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(inplace=True),
+            nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer),
+        )  # fmt: skip
+        self.short = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def encoder(layers: int, width: int, heads: int, inner: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, heads, inner, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def resnet(blocks: int) -> nn.Module:
+    widths = [64, *(width for width in (64, 128, 256, 512) for _ in range(blocks))]
+    parts = [Residual(inner, outer) for inner, outer in itertools.pairwise(widths)]
+    return nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *parts, nn.AdaptiveAvgPool2d(1))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "transformer encoder": lambda: (encoder(6, 512, 8, 2048), torch.randn(32, 256, 512)),
+    "BERT-base": lambda: (encoder(12, 768, 12, 3072), torch.randn(16, 128, 768)),
+    "ResNet-18": lambda: (resnet(2), torch.randn(64, 3, 128, 128)),
+    "tiny": lambda: (encoder(2, 64, 4, 128), torch.randn(8, 32, 64)),
+}
+
+
+class FilePerTensor:
+    """The paper's baselines."""
+
+    def __init__(self, folder: str, kind: str, least_nbytes: int) -> None:
+        self._folder, self._kind, self._least_nbytes = Path(folder), kind, least_nbytes
+        self._numbers = itertools.count()
+        self.blocked_seconds = 0.0
+        self.offloaded_nbytes = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._timed(self._pack), self._timed(self._unpack)):
+            yield
+
+    def _timed(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(argument: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return hook(argument)
+            finally:
+                self.blocked_seconds += time.perf_counter() - started
+
+        return timed
+
+    def _pack(self, tensor: Tensor) -> Tensor | Path:
+        if tensor.nbytes < self._least_nbytes or reason_to_keep(tensor):
+            return tensor.detach()
+        path = self._folder / f"{next(self._numbers)}.{self._kind}"
+        self.offloaded_nbytes += tensor.nbytes
+        if self._kind == PT:
+            torch.save(tensor.detach(), path)
+        else:
+            np.save(path, tensor.detach().numpy())
+        return path
+
+    def _unpack(self, packed: Tensor | Path) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        found: Tensor = torch.load(packed) if self._kind == PT else torch.from_numpy(np.load(packed))
+        packed.unlink()
+        return found
+
+
+def train(model: str, contender: str, steps: int, folder: str, least_nbytes: int) -> Run:
+    """One step to warm up, and ``steps`` that are measured."""
+    torch.manual_seed(0)
+    net, data = MODELS[model]()
+    offload: Any = None
+    if contender == OURS:
+        offload = ActivationOffload(OffloadConfig(directories=(folder,), min_bytes=least_nbytes))
+        offload.attach(net)
+    elif contender != NONE:
+        offload = FilePerTensor(folder, contender, least_nbytes)
+    seconds, before = [], (0.0, 0)
+    with peak_memory() as peak:
+        for step in range(steps + 1):
+            if step == 1:
+                before = _so_far(offload)
+            net.zero_grad()
+            started = time.perf_counter()
+            with nullcontext() if offload is None else offload.step():
+                loss = net(data).square().mean()
+            loss.backward()
+            seconds.append(time.perf_counter() - started)
+    blocked, moved = (now - then for now, then in zip(_so_far(offload), before, strict=True))
+    crc32 = 0
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            crc32 = zlib.crc32(parameter.grad.contiguous().numpy().data, crc32)
+    return Run(model, contender, median(seconds[1:]), blocked / steps, peak(), int(moved / steps), crc32)
+
+
+def _so_far(offload: Any) -> tuple[float, int]:
+    if isinstance(offload, ActivationOffload):
+        found = offload.statistics()
+        return found.hook_seconds, found.offloaded_nbytes
+    return (0.0, 0) if offload is None else (offload.blocked_seconds, offload.offloaded_nbytes)
+
+
+def disk_seconds(nbytes: int, folder: str) -> tuple[float, float]:
+    """How long the disk takes to write so many bytes, and to read them, with one transfer after the other."""
+    fd = posix.open_nameless(folder)
+    try:
+        posix.preallocate(fd, nbytes + BUFFER_NBYTES)
+        with borrowed_ring() as ring:
+            view = ring.buffer(0).view
+            view[:] = random.Random(0).randbytes(len(view))
+            slots: Any = registry.get("direct").open_slots(fd)  # type: ignore[attr-defined]
+            times = []
+            for move in (slots.write, slots.read):
+                started = time.perf_counter()
+                for offset in range(0, nbytes, BUFFER_NBYTES):
+                    move(view, offset)
+                times.append(time.perf_counter() - started)
+            slots.close()
+    finally:
+        posix.close_read_only(fd)
+    return times[0], times[1]
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def report(machine: dict[str, str], runs: list[Run], disks: dict[str, list[tuple[float, float]]]) -> str:
+    lines = ["# Activation offload", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in machine.items()), ""]
+    for model in dict.fromkeys(run.model for run in runs):
+        of = {name: [run for run in runs if (run.model, run.contender) == (model, name)] for name in CONTENDERS}
+        written, read = (median(times) for times in zip(*disks[model], strict=True))
+        nbytes = of[OURS][0].offloaded_nbytes
+        disk = f"{nbytes / (1 << 20):.0f} MiB a step; the disk alone writes them in {written:.2f} s, reads in {read:.2f} s."
+        lines += [f"## {model}", "", disk, "", *_HEADER]
+        rounds = range(len(of[NONE]))
+        for name in CONTENDERS:
+            ratio = median(of[name][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
+            values = [median(getattr(run, field) for run in of[name]) for field in
+                      ("step_seconds", "blocked_seconds", "memory_nbytes", "offloaded_nbytes")]  # fmt: skip
+            lines.append(f"| {name} | {values[0]:.2f} | {ratio:.2f} | {values[1]:.3f} | {values[2] / (1 << 20):.0f} | "
+                         f"{values[3] / (1 << 20):.0f} |")  # fmt: skip
+        lines += ["", *judge(of), ""]
+    return "\n".join(lines)
+
+
+def judge(of: dict[str, list[Run]]) -> Iterator[str]:
+    """What was promised, and what came of it."""
+    rounds = range(len(of[NONE]))
+    same = len({run.gradients for found in of.values() for run in found}) == 1
+    yield f"- gradients of all contenders {'equal' if same else '**differ**'}"
+    for peer in (PT, NPY):
+        ratio = median(of[peer][at].blocked_seconds / of[OURS][at].blocked_seconds for at in rounds)
+        yield f"- {peer} is blocked {_told(ratio, ratio >= LEAST_SAVED_BLOCKING)} times as long (promised: 8)"
+    ratio = median(of[OURS][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
+    yield f"- a step takes {_told(ratio, ratio <= MOST_OF_STEP)} of one without offloading (promised: at most 1.08)"
+    saved = median(1 - of[OURS][at].memory_nbytes / of[NONE][at].memory_nbytes for at in rounds)
+    yield f"- memory is less by {_told(saved, saved >= LEAST_MEMORY_SAVED)} (promised: 0.80)"
+
+
+def _told(value: float, kept: bool) -> str:
+    return f"{value:.2f}" if kept else f"**{value:.2f}**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--min-bytes", type=int, default=OffloadConfig().min_bytes)
+    parser.add_argument("--directory", default=None, help="on the disk to measure; default: the system's temporary one")
+    parser.add_argument("--output", default="benchmarks/results/offload", help="without .md and .json")
+    options = parser.parse_args()
+    runs: list[Run] = []
+    disks: dict[str, list[tuple[float, float]]] = {model: [] for model in options.models}
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        machine = describe_machine(Path(folder), "cpu")
+        for number, model in itertools.product(range(options.rounds), options.models):
+            for contender in random.Random(number).sample(CONTENDERS, len(CONTENDERS)):
+                settle()
+                runs.append(in_fresh_process(train, model, contender, options.steps, folder, options.min_bytes))
+                print(runs[-1], flush=True)
+            settle()
+            disks[model].append(disk_seconds(max(run.offloaded_nbytes for run in runs if run.model == model), folder))
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
+    data = {"machine": machine, "runs": [asdict(run) for run in runs], "disk": disks}
+    Path(f"{options.output}.json").write_text(json.dumps(data, indent=1) + "\n")
+    text = report(machine, runs, disks)
+    Path(f"{options.output}.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
