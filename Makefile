@@ -51,6 +51,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/async_checkpoint.py
 	$(BIN)/python benchmarks/tensor_io.py
+	$(BIN)/python benchmarks/offload.py
 
 # On a machine with a GPU, which needs no network: from the checkout, what is installed there, and a folder of wheels,
 # which `make wheels` fills elsewhere.

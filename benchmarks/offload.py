@@ -209,7 +209,7 @@ def report(machine: dict[str, str], runs: list[Run], disks: dict[str, list[tuple
         of = {name: [run for run in runs if (run.model, run.contender) == (model, name)] for name in CONTENDERS}
         written, read = (median(times) for times in zip(*disks[model], strict=True))
         nbytes = of[OURS][0].offloaded_nbytes
-        disk = f"{nbytes / (1 << 20):.0f} MiB a step; the disk alone writes them in {written:.2f} s, reads in {read:.2f} s."
+        disk = f"{nbytes / (1 << 20):.0f} MiB a step; the disk alone: {written:.2f} s to write, {read:.2f} s to read."
         lines += [f"## {model}", "", disk, "", *_HEADER]
         rounds = range(len(of[NONE]))
         for name in CONTENDERS:

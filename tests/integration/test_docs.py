@@ -66,6 +66,21 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:
+    out = run(str(ROOT / "examples" / "offload_lightning.py"), "--epochs", "1", cwd=tmp_path)
+    assert "equal to the last bit" in out
+    assert re.search(r"[1-9][0-9.]* [MG]iB written", out)
+
+
+def test_the_benchmark_of_offloading_measures_every_contender(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "offload.py")
+    tiny = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--min-bytes", "4096"]
+    out = run(benchmark, *tiny, "--directory", str(tmp_path), "--output", str(tmp_path / "out"), cwd=tmp_path)
+    for word in ("| none |", "| pt |", "| npy |", "| fastensor |", "gradients of all contenders equal", "promised: 8"):
+        assert word in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]
+
+
 def test_the_benchmark_of_asynchronous_saves_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "async_checkpoint.py")
     tiny = ["--sizes", "1", "--rounds", "1", "--saves", "2", "--throughput-size", "1", "--spells", "1"]

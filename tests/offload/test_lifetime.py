@@ -361,3 +361,40 @@ def test_drives_that_wear_out_are_named(
     assert "the drives last 0 days" in caplog.text
     assert offload.statistics().drive_days < 1
     loss.backward()
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from fastensor.offload import ActivationOffload, OffloadConfig
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+net = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU())])
+x = torch.randn(16384, 256)
+offload = ActivationOffload(OffloadConfig(directories=(sys.argv[1],), staging_bytes=32 << 20, prefetch_bytes=32 << 20))
+before = resident("VmRSS")
+for _ in range(2):
+    if sys.argv[2] == "offloaded":
+        with offload.step():
+            loss = net(x).square().mean()
+    else:
+        loss = net(x).square().mean()
+    loss.backward()
+print(resident("VmHWM") - before)
+"""
+
+
+def test_the_process_takes_less_memory(tmp_path: Path) -> None:
+    """24 activations of 16 MiB; what stays is what is on its way, the work of a layer, and blocks to move by."""
+
+    def peak(how: str) -> int:
+        command = [sys.executable, "-c", MEMORY, str(tmp_path), how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    usual, offloaded = peak("usual"), peak("offloaded")
+    assert usual > 384 << 20
+    assert offloaded < usual / 2

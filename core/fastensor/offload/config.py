@@ -26,8 +26,8 @@ class OffloadConfig:
     """
 
     directories: tuple[str, ...] = ()
-    """Folders on SSDs; several share the bytes, to be as fast as all of them. Without any, the first of the system's
-    temporary folder, ``/var/tmp`` and the working directory that is not in memory."""
+    """Folders on SSDs; several share the bytes, to be as fast as all of them. Without any, the system's temporary folder,
+    or ``/var/tmp`` if that one is in memory."""
     target: Target = "ssd"
     """``"dram"`` moves tensors of a GPU to host memory and no further (the FlashNeuron paper's FlashNeuron-Memory)."""
     min_bytes: int = 256 << 10
@@ -52,6 +52,10 @@ class OffloadConfig:
     machine (the Fastensor paper's WRDic)."""
     verify: bool = True
     """Compare what is read with the CRC32 of what was written."""
+    return_freed_memory: bool = True
+    """Where tensors are in host memory: have the C library give what large ones leave behind back to the system at
+    once (``mallopt``, glibc), for the whole process and for good. Otherwise much of what is offloaded remains in its
+    heap, as gaps. Memory that is new each time costs time, too."""
     when_full: WhenFull = "keep"
     """What happens to a tensor for which there is no space left, or whose write fails: it stays in memory, which is
     logged, or the next saved tensor raises the failure."""
@@ -84,4 +88,4 @@ TRANSPORTS = ("direct", "gds", "numpy")
 
 def folders_to_try(config: OffloadConfig) -> Sequence[str]:
     """Where slots may be if the user has not said it, the best first; or what the user has said."""
-    return config.directories or tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp", os.getcwd())))
+    return config.directories or tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp")))

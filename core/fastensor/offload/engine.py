@@ -64,7 +64,7 @@ class ActivationOffload:
     ...         loss = torch.randn(64, 512).mm(weight).sigmoid().mm(weight).exp().sum()
     ...     loss.backward()
     ...     offload.statistics().offloaded
-    2
+    3
     """
 
     def __init__(self, config: OffloadConfig | None = None) -> None:

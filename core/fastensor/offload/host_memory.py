@@ -6,15 +6,32 @@ First touches of memory cost more than reading into it, so what a tensor leaves 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import mmap
 import weakref
 from collections import deque
+from functools import cache
 
 import numpy as np
 import torch
 
 _PAGE_NBYTES = 4096
 _HUGE_PAGES_FROM = 4 << 20
+
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MAPPED_FROM = 1 << 20
+_logger = logging.getLogger("fastensor")
+
+
+@cache
+def return_freed_memory() -> None:
+    """Have the C library map what is large, so that freeing it gives it back. Its own way of guessing what is large is
+    switched off by that."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM):
+        _logger.warning("this C library has no mallopt: memory of offloaded tensors may stay with the process")
 
 
 class HostMemory:

@@ -32,7 +32,7 @@ from fastensor.errors import BackendUnavailableError, CorruptActivationError, Of
 from fastensor.offload.cell import Cell, State
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import copy_in, copy_out
-from fastensor.offload.host_memory import HostMemory
+from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.slots import SlotFiles
 from fastensor.select.context import Context, Operation
 from fastensor.select.current import current_selector
@@ -120,6 +120,8 @@ class Mover:
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise OffloadError(f"an activation could not be written: {failure}") from failure
+            if cell.device.type == "cpu" and self._config.return_freed_memory:
+                return_freed_memory()
             self.counts["offloaded"] += 1
             self.counts["offloaded_nbytes"] += cell.nbytes
             if self._broken or self._closed:

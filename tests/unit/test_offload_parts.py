@@ -1,0 +1,162 @@
+"""The parts of activation offload that decide: which extents, which bytes, in which order."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastensor.offload import OffloadConfig
+from fastensor.offload.extents import Extent, Extents
+from fastensor.offload.geometry import View, bytes_to_move, spanned
+from fastensor.offload.host_memory import HostMemory
+from fastensor.offload.order import Course, Orders, complete
+from fastensor.offload.slots import ALIGNMENT, PIECE_NBYTES, SlotFiles
+from fastensor.offload.statistics import drive_days
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 50_000), st.integers(0, 100)), max_size=80))
+def test_extents_never_overlap_and_are_all_free_in_the_end(steps: list[tuple[bool, int, int]]) -> None:
+    extents, held = Extents(4096, 400_000), []
+    for allocates, nbytes, which in steps:
+        if allocates or not held:
+            found = extents.allocate(nbytes)
+            if found is not None:
+                assert found.nbytes >= nbytes
+                assert found.begin % 4096 == found.nbytes % 4096 == 0
+                assert all(found.end <= other.begin or other.end <= found.begin for other in held)
+                assert found.end <= extents.end <= 400_000
+                held.append(found)
+        else:
+            extents.free(held.pop(which % len(held)))
+        assert extents.used_nbytes == sum(one.nbytes for one in held)
+    while held:
+        extents.free(held.pop())
+    assert (extents.end, extents.used_nbytes) == (0, 0)
+    assert extents.allocate(400_000 // 4096 * 4096) is not None, "there are no gaps left"
+
+
+def test_what_is_allocated_in_turn_lies_in_turn_in_each_step() -> None:
+    extents = Extents(4096, 1 << 20)
+    steps = []
+    for _ in range(3):
+        held = [extents.allocate(nbytes) for nbytes in (4096, 70_000, 1)]
+        assert None not in held
+        steps.append(held)
+        for one in reversed(held):
+            assert one is not None
+            extents.free(one)
+    assert steps[0] == steps[1] == steps[2] == [Extent(0, 4096), Extent(4096, 73728), Extent(77824, 4096)]
+
+
+def test_an_extent_is_freed_once() -> None:
+    extents = Extents(4096, 1 << 20)
+    first = extents.allocate(1)
+    assert first is not None
+    extents.allocate(1)
+    extents.free(first)
+    with pytest.raises(AssertionError, match="free already"):
+        extents.free(first)
+
+
+@given(st.data())
+def test_views_are_made_again_as_they_were(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 5), min_size=0, max_size=4))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.int64]))
+    tensor = torch.arange(math.prod(shape) + 9).to(dtype)[data.draw(st.integers(0, 9)) :]
+    tensor = tensor[: math.prod(shape)].reshape(shape)
+    for dimension in range(tensor.dim()):
+        if tensor.shape[dimension] > 1 and data.draw(st.booleans()):
+            tensor = tensor.narrow(dimension, 1, tensor.shape[dimension] - 1)
+        if data.draw(st.booleans()):
+            tensor = tensor.transpose(0, dimension)
+    if dtype.is_complex and data.draw(st.booleans()):
+        tensor = tensor.conj()
+    storage = tensor.untyped_storage()
+    moved = bytes_to_move(spanned(tensor), storage.nbytes())
+    assert moved.start % 64 == 0
+    assert 0 <= moved.start <= spanned(tensor).start
+    assert spanned(tensor).stop <= moved.stop <= storage.nbytes()
+    content = bytes(storage.tolist()[moved.start : moved.stop])
+    again, memory = HostMemory(0).storage(max(len(content), 1))
+    memory[: len(content)] = content
+    found = View.of(tensor).on(again, moved.start)
+    assert torch.equal(found, tensor)
+    assert (found.stride(), found.dtype, found.is_conj()) == (tensor.stride(), dtype, tensor.is_conj())
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(0, 20))
+def test_orders_are_complete(known: list[int], count: int) -> None:
+    assert sorted(complete(known, count)) == list(range(count))
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_the_last_order_is_what_is_expected(first: list[int], second: list[int]) -> None:
+    orders = Orders()
+    course = orders.begin(7, 8)
+    assert list(course.upcoming()) == list(range(7, -1, -1))
+    for position in first:
+        course.take(position)
+    again = orders.begin(7, 8)
+    assert list(again.upcoming()) == first
+    assert [again.take(position) for position in first] == [True] * 8
+    other = orders.begin(7, 8)
+    for position in second:
+        other.take(position)
+        assert position not in list(other.upcoming())
+    assert list(orders.begin(8, 2).upcoming()) == [1, 0], "another form"
+
+
+def test_a_second_look_changes_nothing() -> None:
+    course = Course([2, 1, 0])
+    assert [course.take(position) for position in (2, 2, 0, 1, 0)] == [True, True, False, False, True]
+    assert course.taken == [2, 0, 1]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, PIECE_NBYTES + 1, 5 * PIECE_NBYTES + 77])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_slots_hold_what_is_put_there(tmp_path: Path, nbytes: int, count: int) -> None:
+    folders = [tmp_path / str(number) for number in range(count)]
+    for folder in folders:
+        folder.mkdir()
+    files = SlotFiles(OffloadConfig(directories=tuple(map(str, folders))))
+    slots = [files.allocate(nbytes), files.allocate(nbytes)]
+    for slot in slots:
+        assert slot is not None
+        pieces = sorted(slot.pieces(), key=lambda piece: piece[0])
+        assert [position for position, _ in pieces] == list(range(0, nbytes, PIECE_NBYTES))
+        assert all(place.extent.nbytes % ALIGNMENT == 0 for _, place in pieces)
+        assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
+    for slot in slots:
+        assert slot is not None
+        files.free(slot)
+    assert files.used_nbytes == 0
+    assert not any(list(folder.iterdir()) for folder in folders)
+    files.close()
+
+
+def test_memory_goes_from_one_tensor_to_the_next() -> None:
+    memory = HostMemory(1 << 20)
+    first, view = memory.storage(100_000)
+    view[:3] = b"abc"
+    address = first.data_ptr()
+    assert address % 4096 == 0
+    assert first.nbytes() == 102_400
+    del view
+    assert memory.idle_nbytes == 0
+    del first
+    assert memory.idle_nbytes == 102_400
+    assert memory.storage(99_000)[0].data_ptr() == address
+    kept = [memory.storage(600_000) for _ in range(3)]
+    del kept
+    assert memory.idle_nbytes <= 1 << 20
+
+
+@pytest.mark.parametrize(("nbytes", "seconds", "terabytes", "days"), [(0, 1, 5, math.inf), (1, 1, None, math.inf),
+                         (10**12, 86_400, 365, 365)])  # fmt: skip
+def test_days_of_drives(nbytes: int, seconds: float, terabytes: float | None, days: float) -> None:
+    assert drive_days(nbytes, seconds, terabytes) == days
