@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class SSDActivationOffload(Callback):
     covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP;
     validation is left alone. Parameters and buffers of the module stay where they are.
 
-    The end of ``fit`` logs what was done (level INFO of ``fastensor_lightning``), and warns if nothing was offloaded.
+    The end of ``fit`` prints what was done (on rank 0), and warns if nothing was offloaded.
     :attr:`statistics` has the same as numbers.
 
     Args:
@@ -65,7 +66,8 @@ class SSDActivationOffload(Callback):
         self._stop()
         _refuse(trainer.strategy)
         config = self.config
-        if not config.directories and config.target == "ssd":
+        if not config.directories and config.target == "ssd" and "://" not in trainer.default_root_dir:
+            os.makedirs(trainer.default_root_dir, exist_ok=True)
             config = dataclasses.replace(config, directories=(trainer.default_root_dir,))
         self._offload = offload = ActivationOffload(config)
         offload.attach(pl_module)
@@ -95,7 +97,7 @@ class SSDActivationOffload(Callback):
         self._stop()
         if offload is None or self.statistics is None:
             return
-        _logger.info("activation offload on rank %d:\n%s", trainer.global_rank, self.statistics)
+        trainer.print(f"activation offload on rank {trainer.global_rank}:\n{self.statistics}")
         if not self.statistics.offloaded:
             _logger.warning("no activations were offloaded in this run. %s", _why_nothing(self.statistics, self.config))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -223,10 +222,9 @@ def test_strategies_that_move_parameters_are_refused(tmp_path: Path, strategy: s
         trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), strategy=kind(torch.device("cpu")))
 
 
-def test_a_summary_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "fastensor_lightning"):
-        trained(Net, tmp_path, SSDActivationOffload(EVERYTHING))
-    assert "activation offload on rank 0:\n12 steps" in caplog.text
+def test_a_summary_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(Net, tmp_path, SSDActivationOffload(EVERYTHING))
+    assert "activation offload on rank 0:\n12 steps" in capsys.readouterr().out
 
 
 def test_loggers_get_what_each_batch_has_moved(tmp_path: Path) -> None:

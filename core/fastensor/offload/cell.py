@@ -36,7 +36,7 @@ class State(Enum):
     """Nobody wants them any more."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Cell:
     """A range of bytes of a storage. Changed with its mover's lock held."""
 

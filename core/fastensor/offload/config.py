@@ -26,8 +26,8 @@ class OffloadConfig:
     """
 
     directories: tuple[str, ...] = ()
-    """Folders on SSDs; several share the bytes, to be as fast as all of them. Without any, the system's temporary folder,
-    or ``/var/tmp`` if that one is in memory."""
+    """Folders on SSDs; several share the bytes, to be as fast as all of them. Without any, the system's temporary
+    folder, or ``/var/tmp`` if that one is in memory."""
     target: Target = "ssd"
     """``"dram"`` moves tensors of a GPU to host memory and no further (the FlashNeuron paper's FlashNeuron-Memory)."""
     min_bytes: int = 256 << 10

@@ -11,6 +11,7 @@ import torch
 
 from fastensor.backends.memory import Buffer, copy_memory
 from fastensor.backends.to_device import entered
+from fastensor.errors import OffloadError
 
 _streams = threading.local()
 
@@ -27,6 +28,7 @@ def copy_out(
         block: where to.
         after: comes when they are there.
     """
+    check_bounds(source, begin + nbytes)
     _prepare(block, source.device)
     if source.device.type == "cpu":
         copy_memory(block.address, source.data_ptr() + begin, nbytes)
@@ -43,6 +45,18 @@ def copy_in(
         copy_memory(target.data_ptr() + begin, block.address, nbytes)
         return
     _copy(_bytes_of(target)[begin : begin + nbytes], block.as_tensor()[:nbytes], target.device, after)
+
+
+def check_bounds(storage: torch.UntypedStorage, end: int) -> None:
+    """
+    Raises:
+        OffloadError: the storage has become shorter than that.
+    """
+    if storage.nbytes() < end:
+        raise OffloadError(
+            f"a storage of which {end} bytes were saved for the backward pass has {storage.nbytes()} now: it was "
+            "resized (FSDP does so with parameters; it cannot be used with activation offload)"
+        )
 
 
 def _prepare(block: Buffer, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -47,7 +47,7 @@ class ActivationOffload:
     does all that it has offloaded.
 
     In-place changes of saved tensors are found as without offloading, at the backward pass. Changes that autograd does
-    not see (``tensor.data``, other frameworks) are not: the gradients are those of the values that were saved.
+    not see (``tensor.data``, other frameworks) are not: of which values gradients are is then left open.
 
     Every method may be called from several threads; steps may overlap and nest. Pickled, or in a forked child, it is a
     new one with the same configuration. Files and threads begin with the first tensor that is offloaded.
@@ -154,9 +154,9 @@ class ActivationOffload:
     def statistics(self) -> OffloadStatistics:
         """What has been done so far."""
         gauge = self.gauge()
-        moved: Counter[str] = Counter() if self._mover is None else self._mover.counts
-        kept = self._kept + Counter({"failed": moved["kept_nbytes"]})
-        waited = {} if self._mover is None else dict(self._mover.seconds)
+        moved, waited = (Counter[str](), dict[str, float]()) if self._mover is None else self._mover.counted()
+        with self._lock:
+            kept = self._kept + Counter({"not moved": moved["kept_nbytes"]})
         written_by = {
             name.removeprefix(WRITTEN_BY): nbytes for name, nbytes in moved.items() if name.startswith(WRITTEN_BY)
         }
@@ -252,7 +252,7 @@ class _Step:
         self._persistent = engine.persistent_storages()
         self._tokens: dict[tuple[int, int], list[tuple[weakref.ref[Token], weakref.ref[torch.Tensor], range]]] = {}
         """By storage and version: what of it is offloaded already, and the tensor whose counter the version is of."""
-        self._cells: list[weakref.ref[Cell]] = []
+        self._cells: list[Callable[[], Cell | None]] = []
         self._form = 0
         self._course: Course | None = None
 
@@ -275,6 +275,7 @@ class _Step:
             return packed.unpack()
         started = time.perf_counter()
         try:
+            packed.token.mover.check_process()
             _check_version(packed.witness, packed.version, packed.view)
             cell = packed.token.cell
             mover = packed.token.mover
@@ -318,8 +319,12 @@ class _Step:
                 return _Offloaded(token, View.of(tensor), _witness(tensor), version)
         self._form = hash((self._form, len(span), tensor.dtype))
         mover = self._engine.mover()
+        with self._lock:
+            self._course = None  # the next backward pass goes another way
         if self._form in mover.alive_anyway:
             kept["alive anyway"] += len(span)
+            with self._lock:
+                self._cells.append(_no_cell)  # so that positions are the same in steps in which it is not kept
             return _keep(tensor)
         cell = Cell(
             nbytes=len(span),
@@ -345,12 +350,16 @@ class _Step:
                 self._course = self._engine.begin_course(self._form, len(self._cells))
             course, cells = self._course, self._cells
             expected = course.take(cell.position)
-            ahead = (cells[position]() for position in islice(course.upcoming(), _MOST_AHEAD))
-            upcoming = [one for one in ahead if one is not None]
+            ahead = (found for position in course.upcoming() if (found := cells[position]()) is not None)
+            upcoming = list(islice(ahead, _MOST_AHEAD))
         if not expected:
             wanted = set(upcoming)
-            mover.forget(one for one in (ref() for ref in cells) if one is not None and one not in wanted)
+            mover.drop(one for one in (ref() for ref in cells) if one is not None and one not in wanted)
         mover.prefetch(upcoming)
+
+
+def _no_cell() -> None:
+    """Of what stays in memory."""
 
 
 def _keep(tensor: torch.Tensor) -> _Kept:
@@ -386,6 +395,8 @@ _engines: weakref.WeakSet[ActivationOffload] = weakref.WeakSet()
 def _begin_anew() -> None:
     """In a forked child: threads, locks and slots are the parent's."""
     for engine in _engines:
+        if engine._mover is not None:
+            engine._mover.forget()
         engine._begin()
 
 

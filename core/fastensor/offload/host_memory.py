@@ -22,6 +22,8 @@ _HUGE_PAGES_FROM = 4 << 20
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED_FROM = 1 << 20
+_MADV_WIPEONFORK = 18
+"""A fork during a direct read into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -78,9 +80,9 @@ class HostMemory:
             self._idle_nbytes -= nbytes
             return same.pop()
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE_PAGES_FROM:
-            with contextlib.suppress(OSError):  # this kernel does not have them
-                memory.madvise(mmap.MADV_HUGEPAGE)
+        for advice in (_MADV_WIPEONFORK, *([mmap.MADV_HUGEPAGE] if nbytes >= _HUGE_PAGES_FROM else [])):
+            with contextlib.suppress(OSError):  # this kernel does not have it
+                memory.madvise(advice)
         return memory
 
     def _sort_in(self) -> None:

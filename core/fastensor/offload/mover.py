@@ -31,11 +31,12 @@ from fastensor.backends.to_device import storage_on
 from fastensor.errors import BackendUnavailableError, CorruptActivationError, OffloadError
 from fastensor.offload.cell import Cell, State
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.copying import copy_in, copy_out
+from fastensor.offload.copying import check_bounds, copy_in, copy_out
 from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.slots import SlotFiles
 from fastensor.select.context import Context, Operation
 from fastensor.select.current import current_selector
+from fastensor.select.selector import Selector
 from fastensor.select.transfer import Transfer, is_to_blame
 
 THREADS = 4
@@ -75,10 +76,14 @@ class Mover:
         self._config = config
         self._process = os.getpid()
         self._changed = threading.Condition(threading.Lock())
+        self._jobs = 0
+        """That somebody does now."""
         self._changes = 0
         """How often something has."""
         self._released: deque[Cell] = deque()
         self._slots: SlotFiles | None = None
+        self._selector: Selector | None = None
+        """None if a backend was named."""
         self._host = HostMemory(config.prefetch_bytes)
         self._dram_nbytes = _dram_budget(config)
         self._staged = Arena(lambda: self._dram_nbytes + config.staging_bytes // BLOCK_NBYTES * BLOCK_NBYTES)
@@ -122,14 +127,28 @@ class Mover:
                 raise OffloadError(f"an activation could not be written: {failure}") from failure
             if cell.device.type == "cpu" and self._config.return_freed_memory:
                 return_freed_memory()
+            if self._why_nothing_moves(cell):
+                self._keep(cell)
+                return
             self.counts["offloaded"] += 1
             self.counts["offloaded_nbytes"] += cell.nbytes
-            if self._broken or self._closed:
-                self._keep(cell)
-            elif self._is_staged_first(cell):
+            if self._is_staged_first(cell):
                 self._admit_to_staging(cell)
             else:
                 self._settle(cell)
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            OffloadError: this is a forked child, where no thread may hold the locks that are held.
+        """
+        if os.getpid() != self._process:
+            raise OffloadError("an activation of the parent process is wanted in a forked child, which has none")
+
+    def forget(self) -> None:
+        """In a forked child: what is pinned is its parent's."""
+        self._staged.forget()
+        self._bounce.forget()
 
     def bring(self, cell: Cell) -> tuple[torch.UntypedStorage, int]:
         """A storage with the cell's bytes, and where in the storage that they are from it begins.
@@ -137,8 +156,6 @@ class Mover:
         Raises:
             OffloadError: they cannot be read, or have changed.
         """
-        if os.getpid() != self._process:
-            raise OffloadError("an activation of the parent process is wanted in a forked child, which has none")
         with self._changed:
             self._sort_out()
             if cell.unread:
@@ -152,6 +169,7 @@ class Mover:
                     assert cell.failure is not None
                     raise type(cell.failure)(*cell.failure.args) from cell.failure.__cause__
                 if cell.source is not None:
+                    check_bounds(cell.source, cell.origin + cell.nbytes)
                     return cell.source, 0
                 if cell.blocks:
                     return self._unstage(cell), cell.origin
@@ -176,22 +194,27 @@ class Mover:
     def prefetch(self, cells: Iterable[Cell]) -> None:
         """Begin to read what will be wanted next, in that order, as far as the budget goes."""
         with self._changed:
-            window = 0 if self._closed else self._config.prefetch_bytes
+            self._sort_out()
+            if self._closed:
+                return
+            window = self._config.prefetch_bytes
             for cell in cells:
-                window -= cell.nbytes
-                if window < 0:
-                    break
-                if cell.state is State.QUEUED and not self._is_staged_first(cell):
+                if cell.state is State.QUEUED and not self._is_staged_first(cell) and cell.nbytes <= window:
+                    window -= cell.nbytes
                     self._take_back(cell)
                 if cell.state is not State.STORED or self._still_alive(cell) is not None:
                     continue
                 if not self._make_room(cell.nbytes):
                     break
-                self._begin_to_read(cell, urgent=False)
+                try:
+                    self._begin_to_read(cell, urgent=False)
+                except (MemoryError, torch.OutOfMemoryError, OSError):  # it is read when it is needed, if it can be
+                    break
 
-    def forget(self, cells: Iterable[Cell]) -> None:
+    def drop(self, cells: Iterable[Cell]) -> None:
         """Those were not wanted after all: what was read of them may go."""
         with self._changed:
+            self._sort_out()
             for cell in cells:
                 if cell.state is State.LOADED and cell.prefetched:
                     self._evict(cell)
@@ -202,6 +225,11 @@ class Mover:
             self._sort_out()
             while self._pending_nbytes:
                 self._work_or_wait(self._claim_write)
+
+    def counted(self) -> tuple[Counter[str], dict[str, float]]:
+        """What has been counted so far, and how long was waited."""
+        with self._changed:
+            return Counter(self.counts), dict(self.seconds)
 
     def gauge(self) -> dict[str, int]:
         """How much is where, in bytes."""
@@ -234,7 +262,13 @@ class Mover:
         for pool in pools:
             shut_down(pool)
         with self._changed:
+            while self._jobs:  # of threads that wait for something
+                self._changed.wait()
             self._sort_out()
+            while self._to_read:
+                cell = self._to_read.popleft()
+                self._leave_residence(cell)
+                cell.state = State.STORED
             if self._slots is not None:
                 self._slots.close()
                 self._slots = None
@@ -243,6 +277,13 @@ class Mover:
             self._host.clear()
 
     # Everything below is called with the lock held, but for jobs. -----------------------------------------------------
+
+    def _why_nothing_moves(self, cell: Cell) -> str:
+        if self._closed:
+            return "it is closed"
+        if self._config.target == "dram" and cell.device.type not in STAGED_FIRST:
+            return "it is in host memory already"
+        return self._broken
 
     def _settle(self, cell: Cell) -> None:
         """The bytes are in host memory. They stay there while they are among the latest."""
@@ -253,18 +294,21 @@ class Mover:
             self._note_peak("resting_nbytes", self._resting_nbytes)
             while self._resting_nbytes > self._dram_nbytes:
                 oldest = next(iter(self._resting))
+                if self._config.target == "ssd" and not oldest.blocks:
+                    self._wait_for_room(self._cost(oldest))
+                if oldest not in self._resting:  # it was wanted, or let go of, meanwhile
+                    continue
                 self._leave_rest(oldest)
                 if self._config.target == "dram":
                     self._keep(oldest)
                 else:
                     self._enqueue(oldest)
         else:
+            self._wait_for_room(self._cost(cell))
             self._enqueue(cell)
 
     def _enqueue(self, cell: Cell) -> None:
-        """It is to be written, as soon as there is room among what is; what has left a device is among that already."""
-        if not cell.blocks:
-            self._wait_for_room(self._cost(cell))
+        """It is to be written."""
         cell.state = State.QUEUED
         self._pending_nbytes += self._cost(cell)
         self._note_peak("pending_nbytes", self._pending_nbytes)
@@ -295,11 +339,14 @@ class Mover:
             if changes == self._changes:
                 self._changed.wait()
             return
+        self._jobs += 1
         self._changed.release()
         try:
             job()
         finally:
             self._changed.acquire()
+            self._jobs -= 1
+            self._tell()
         self._sort_out()
 
     def _tell(self) -> None:
@@ -322,20 +369,23 @@ class Mover:
         """What a thread does: jobs, until there are none."""
         claim = self._claim_write if operation == "write" else self._claim_read
         job: Job | None = None
-        while True:
-            try:
-                if job is not None:
-                    job()
-            except BaseException:
+        try:
+            while True:
                 with self._changed:
-                    self._running[operation] -= 1
-                raise
+                    if job is not None:
+                        self._jobs -= 1
+                    self._sort_out()
+                    job = claim()
+                    self._tell()
+                    if job is None:
+                        return
+                    self._jobs += 1
+                job()
+        finally:
             with self._changed:
-                self._sort_out()
-                job = claim()
-                if job is None:
-                    self._running[operation] -= 1
-                    return
+                self._jobs -= job is not None
+                self._running[operation] -= 1
+                self._tell()
 
     # Out. ----------------------------------------------------------------------------------------------------------
 
@@ -344,6 +394,12 @@ class Mover:
             cell = self._to_stage[0]
             count = -(-cell.nbytes // BLOCK_NBYTES)
             self._staged.reserve(self._staged.nbytes - self._staged.free_nbytes + count * BLOCK_NBYTES)
+            if self._staged.free_nbytes < count * BLOCK_NBYTES and not self._jobs and not self._to_write:
+                self._to_stage.popleft()  # nobody will give blocks back: what is in them could not be written
+                self._no_longer_pending(cell)
+                self._keep(cell)
+                self._tell()
+                return self._claim_write()
             if self._staged.free_nbytes >= count * BLOCK_NBYTES:
                 self._to_stage.popleft()
                 cell.state, cell.moving = State.WRITING, 1
@@ -367,7 +423,7 @@ class Mover:
         """Find a place for it. False if it stays in memory."""
         try:
             if self._slots is None:
-                self._slots = SlotFiles(self._config)
+                self._slots = self._open_slots()
             slot = self._slots.allocate(cell.nbytes)
         except (OSError, OffloadError) as error:
             self._could_not_write(cell, error)
@@ -385,15 +441,29 @@ class Mover:
         self._note_peak("ssd_nbytes", self._slots.used_nbytes)
         return True
 
+    def _open_slots(self) -> SlotFiles:
+        if self._closed:
+            raise OffloadError("it is closed")
+        try:
+            slots = SlotFiles(self._config)
+        except OffloadError as error:
+            self._broken = str(error)
+            raise
+        if self._config.backend == registry.AUTO:
+            self._selector = current_selector(slots.files[0].folder, of="activations")
+        return slots
+
     def _transfer(self, operation: Operation, cell: Cell, names: tuple[str, ...]) -> Transfer:
         """What chooses the backend, and hears how long it took."""
-        assert self._slots is not None
-        selector = None
-        if self._config.backend == registry.AUTO:
-            selector = current_selector(self._slots.files[0].folder, of="activations")
         context = Context(operation, cell.device.type)
         return Transfer(
-            names, cell.nbytes, context, selector, choose=operation == "write", mode="write_read", default=names[0]
+            names,
+            cell.nbytes,
+            context,
+            self._selector,
+            choose=operation == "write",
+            mode="write_read",
+            default=names[0],
         )
 
     def _stage(self, cell: Cell) -> None:
@@ -407,7 +477,7 @@ class Mover:
                     cell.source, cell.origin + position, min(BLOCK_NBYTES, cell.nbytes - position), block, cell.ready
                 )
         except BaseException as error:  # noqa: BLE001  # noted
-            failure = error
+            failure = _without_frames(error)
         with self._changed:
             cell.moving = 0
             if cell.state is State.RELEASED or failure is not None:
@@ -441,7 +511,7 @@ class Mover:
                     crc32 = isal_zlib.crc32(block.view[:nbytes])
                 self._slots.write(cell.transport, place, block.view[: place.extent.nbytes])
         except BaseException as error:  # noqa: BLE001  # noted
-            failure = error
+            failure = _without_frames(error)
         with self._changed:
             cell.crc32s[index] = crc32
             cell.failure = cell.failure or failure
@@ -474,7 +544,11 @@ class Mover:
             transfer.withdraw()
             self._no_longer_pending(cell)
             self._drop(cell)
-        elif isinstance(failure, Exception) and is_to_blame(failure) and len(self._slots.transports) > 1:
+        elif (
+            isinstance(failure, Exception)
+            and is_to_blame(failure)
+            and any(name != cell.transport for name in self._slots.transports)
+        ):
             transfer.failed(str(failure))
             self._slots.give_up(cell.transport, str(failure))
             cell.state = State.QUEUED
@@ -536,8 +610,8 @@ class Mover:
         else:
             cell.storage, cell.memory = storage_on(cell.device, cell.nbytes), None
             cell.ready = event_now(cell.device)
-        cell.state, cell.claimed, cell.moving, cell.prefetched = State.READING, 0, 0, not urgent
         cell.transfer = self._transfer("read", cell, (cell.transport,))
+        cell.state, cell.claimed, cell.moving, cell.prefetched = State.READING, 0, 0, not urgent
         cell.transfer.started = time.perf_counter()
         self._resident[cell] = None
         self._resident_nbytes += cell.nbytes
@@ -566,7 +640,7 @@ class Mover:
                     self._verify(cell, index, block.view[:nbytes])
                     copy_in(cell.storage, position, nbytes, block, cell.ready)
         except BaseException as error:  # noqa: BLE001  # raised by whoever wants the cell
-            failure = error
+            failure = _without_frames(error)
         with self._changed:
             cell.failure = cell.failure or failure
             cell.moving -= 1
@@ -591,14 +665,12 @@ class Mover:
         assert self._slots is not None
         assert cell.transfer is not None
         transfer, cell.transfer = cell.transfer, None
-        if cell.failure is None:
+        if cell.failure is None and cell.state is State.READING:
             transfer.done(time.perf_counter() - transfer.started)
             self.counts["read_nbytes"] += cell.nbytes
-            if cell.state is State.READING:
-                cell.state = State.LOADED
-                return
-        else:
-            transfer.withdraw()
+            cell.state = State.LOADED
+            return
+        transfer.withdraw()
         self._leave_residence(cell)
         if cell.state is State.RELEASED:
             self._drop(cell)
@@ -618,8 +690,9 @@ class Mover:
     def _still_alive(self, cell: Cell) -> torch.UntypedStorage | None:
         """The storage that it was saved from, if others have kept it."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(cell.live.cdata)
-        if storage is not None:
-            self.alive_anyway.add(cell.mark)
+        if storage is None or storage.nbytes() < cell.origin + cell.nbytes:  # or resized
+            return None
+        self.alive_anyway.add(cell.mark)
         return storage
 
     def _make_room(self, nbytes: int) -> bool:
@@ -640,18 +713,20 @@ class Mover:
         blocks = list(cell.blocks)
         cell.borrowed += 1
         self._changed.release()
+        copied = False
         try:
             storage, event = storage_on(cell.device, cell.nbytes), event_now(cell.device)
             for number, block in enumerate(blocks):
                 position = number * BLOCK_NBYTES
                 copy_in(storage, position, min(BLOCK_NBYTES, cell.nbytes - position), block, event)
+            copied = True
         finally:
             self._changed.acquire()
             cell.borrowed -= 1
-            if cell.state is not State.WRITING:
+            if cell.state is State.KEPT and copied:
+                cell.storage = storage
+            if cell.state is not State.WRITING and (copied or cell.state is not State.KEPT):
                 self._give_blocks_back(cell)
-        if cell.state is State.KEPT:
-            cell.storage = storage
         return storage
 
     def _count_hit(self, cell: Cell) -> None:
@@ -665,7 +740,7 @@ class Mover:
         """Nobody wants a cell any more. Called by finalizers, in any thread, between any two instructions of it: waits
         for nothing. If somebody holds the lock, that one sorts it out, or the next."""
         self._released.append(cell)
-        if self._changed.acquire(blocking=False):
+        if os.getpid() == self._process and self._changed.acquire(blocking=False):
             try:
                 self._sort_out()
             finally:
@@ -752,6 +827,16 @@ class Mover:
 
     def _note_peak(self, what: str, nbytes: int) -> None:
         self.counts[f"peak_{what}"] = max(self.counts[f"peak_{what}"], nbytes)
+
+
+def _without_frames(failure: BaseException) -> BaseException:
+    """The same. Its frames would hold those of their callers, with graphs that hold what the failure is noted in: a
+    circle through autograd, which no collector sees."""
+    seen: BaseException | None = failure
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return failure
 
 
 def _raise_interrupt(failure: BaseException | None) -> None:

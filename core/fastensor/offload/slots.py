@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class SlotFiles:
         except BaseException:
             self._resources.close()
             raise
+        weakref.finalize(self, self._resources.close).atexit = False
         self.transports = self._transports(config)
         """Backends that can write to all of the files."""
         self._turn = 0

@@ -34,7 +34,8 @@ class OffloadStatistics:
     taken_back_nbytes: int
     """What was needed before its write had begun, so that it was not written."""
     kept: Mapping[str, int]
-    """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``alive anyway``, ``failed`` ..."""
+    """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``alive anyway``, or ``not moved``
+    because a disk is full or fails, and others."""
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
     prefetch_hits: int
