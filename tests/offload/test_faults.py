@@ -260,3 +260,91 @@ def test_an_interrupt_is_not_swallowed(make: Any) -> None:
         loss.backward()
     assert wanted[0].grad is not None
     assert torch.equal(wanted[0].grad, gradients(large, None)[1])
+
+
+@pytest.mark.parametrize("options", [{"ssd_bytes": 4096}, {"ssd_bytes": 4096, "dram_bytes": 8 << 20}])
+def test_blocks_of_what_cannot_be_written_are_not_waited_for(
+    make: Any, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(mover, "STAGED_FIRST", {"cpu"})
+    monkeypatch.setattr(mover, "READ_IN_PLACE", set())
+    offload = make(staging_bytes=8 << 20, **options)
+    for _ in range(2):
+        assert equal(gradients(TRANSFORMER, offload), expected)
+    assert is_clean(offload)
+
+
+def test_several_threads_with_little_room(make: Any) -> None:
+    """What leaves its rest waits for room, and may be wanted, or let go of, meanwhile."""
+    offload = make(staging_bytes=30_000, dram_bytes=60_000, prefetch_bytes=30_000)
+    inputs = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def work(x: torch.Tensor) -> None:
+        try:
+            for number in range(20):
+                with offload.step():
+                    y = x.exp().sin().square().tanh().sum()
+                if number % 3:
+                    (found,) = torch.autograd.grad(y, x)
+                    assert torch.equal(found, torch.autograd.grad(x.exp().sin().square().tanh().sum(), x)[0])
+        except BaseException as error:  # noqa: BLE001  # shown below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    offload.settle()
+    assert is_clean(offload)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_storages_that_are_resized(make: Any, settled: bool) -> None:
+    """As FSDP does with parameters: what was written before is right, and nothing else is made up."""
+    offload = make(dram_bytes=0 if settled else 1 << 30)
+    x = torch.randn(5000, requires_grad=True)
+    with offload.step():
+        y = x.exp()
+        loss = y.sum()
+    if settled:
+        offload.settle()
+    y.untyped_storage().resize_(0)
+    if settled:
+        loss.backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, x.exp())
+    else:
+        with pytest.raises(OffloadError, match="was resized"):
+            loss.backward()
+
+
+def test_closing_while_others_work(make: Any) -> None:
+    offload = make(staging_bytes=1)
+    x = torch.randn(200_000, requires_grad=True)
+    stopped = threading.Event()
+    unexpected: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not stopped.is_set():
+                with offload.step():
+                    loss = x.exp().sin().square().sum()
+                torch.autograd.grad(loss, x)
+        except OffloadError as error:
+            assert "closed" in str(error)
+        except BaseException as error:  # noqa: BLE001  # shown below
+            unexpected.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while offload.statistics().written_nbytes < 4 * x.nbytes:
+        pass
+    offload.close()
+    stopped.set()
+    for thread in threads:
+        thread.join()
+    assert not unexpected
