@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from fastensor.backends import posix, registry
 from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
 from fastensor.offload import ActivationOffload, OffloadConfig
-from fastensor.offload.persistent import reason_to_keep
+from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
 
 NONE, PT, NPY, OURS = "none", "pt", "npy", "fastensor"
 CONTENDERS = (NONE, PT, NPY, OURS)
@@ -123,7 +123,7 @@ class FilePerTensor:
         return timed
 
     def _pack(self, tensor: Tensor) -> Tensor | Path:
-        if tensor.nbytes < self._least_nbytes or reason_to_keep(tensor):
+        if tensor.nbytes < self._least_nbytes or reason_to_keep(tensor) or is_cast_of_parameter(tensor):
             return tensor.detach()
         path = self._folder / f"{next(self._numbers)}.{self._kind}"
         self.offloaded_nbytes += tensor.nbytes

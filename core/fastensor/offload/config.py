@@ -39,9 +39,11 @@ class OffloadConfig:
     """The most that is read before it is needed, or kept because it may be needed again."""
     dram_bytes: int | None = None
     """What stays in host memory, the latest tensors of a forward pass, before older ones go to the SSD. None means
-    nothing, or, with ``target="dram"``, half of the memory that is free when it begins."""
+    nothing, or, with ``target="dram"``, half of the memory that is free when it begins,
+    divided likewise."""
     ssd_bytes: int | None = None
-    """The most that is on the SSDs at a time. None means nine tenths of what is free there when it begins."""
+    """The most that is on the SSDs at a time. None means nine tenths of what is free there when it begins,
+    divided by the processes of the job on this machine (``LOCAL_WORLD_SIZE``)."""
     include: tuple[str, ...] = ()
     """Patterns (``fnmatch``) of names of modules whose saved tensors are offloaded, with those of modules inside;
     without any, all. Needs :meth:`ActivationOffload.attach`."""
@@ -80,6 +82,12 @@ class OffloadConfig:
             object.__setattr__(self, name, tuple(os.fspath(one) for one in value))
         if self.backend not in (registry.AUTO, *TRANSPORTS):
             raise ValueError(f"backend is auto or one of {', '.join(TRANSPORTS)}, found {self.backend!r}")
+
+
+def processes_here() -> int:
+    """How many processes of a job share this machine, as launchers say it (``LOCAL_WORLD_SIZE``)."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(found), 1) if found.isdecimal() else 1
 
 
 TRANSPORTS = ("direct", "gds", "numpy")

@@ -24,7 +24,7 @@ from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.modules import AttachedModel
 from fastensor.offload.mover import WRITTEN_BY, Mover, Token, event_now
 from fastensor.offload.order import Course, Orders
-from fastensor.offload.persistent import reason_to_keep
+from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
 from fastensor.offload.statistics import OffloadStatistics, drive_days
 
 _FORGET_ALIVE_EVERY = 64
@@ -292,16 +292,16 @@ class _Step:
         """Why it stays in memory, if it does, and the bytes of its storage that are concerned."""
         if torch._C._current_graph_task_id() != -1:
             return "backward", range(0)
-        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
-            return "subclass", range(0)
         if reason := reason_to_keep(tensor):
-            return reason, spanned(tensor) if reason in ("parameter",) and tensor.layout == torch.strided else range(0)
+            return reason, range(tensor.nbytes) if reason == "parameter" else range(0)
         storage = tensor.untyped_storage()
         span = bytes_to_move(spanned(tensor), storage.nbytes())
         if storage._cdata in self._persistent:
             return "buffer", span
-        if len(span) < self._engine.config.min_bytes:
+        if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._tokens:
             return "small", span
+        if is_cast_of_parameter(tensor):
+            return "parameter", span
         return "" if self._engine.wants_now else "module", span
 
     def _offload(
@@ -310,13 +310,16 @@ class _Step:
         storage = tensor.untyped_storage()
         version = tensor._version
         base = tensor if tensor._base is None else tensor._base
-        known = self._tokens.setdefault((storage._cdata, version), [])
+        known = self._tokens.get((storage._cdata, version), ())
         for reference, owner, covered in known:
             token = reference()
             if token is not None and owner() is base and covered.start <= span.start and span.stop <= covered.stop:
                 token.cell.unread += 1
                 counts["shared_nbytes"] += len(span)
                 return _Offloaded(token, View.of(tensor), _witness(tensor), version)
+        if len(span) < self._engine.config.min_bytes:
+            kept["small"] += len(span)
+            return _keep(tensor)
         self._form = hash((self._form, len(span), tensor.dtype))
         mover = self._engine.mover()
         with self._lock:
@@ -340,7 +343,7 @@ class _Step:
         token = Token(cell, mover)
         with self._lock:
             self._cells.append(weakref.ref(cell))
-        known.append((weakref.ref(token), weakref.ref(base), span))
+        self._tokens.setdefault((storage._cdata, version), []).append((weakref.ref(token), weakref.ref(base), span))
         return _Offloaded(token, View.of(tensor), _witness(tensor), version)
 
     def _look_ahead(self, mover: Mover, cell: Cell) -> None:

@@ -16,10 +16,6 @@ class Extent(NamedTuple):
     def end(self) -> int:
         return self.begin + self.nbytes
 
-    def part(self, at: int, most: int) -> Extent:
-        """From a position in it on, so many bytes at most."""
-        return Extent(self.begin + at, min(most, self.nbytes - at))
-
 
 class Extents:
     """Hands out parts of a file, from its start, lowest first: what is allocated in turn lies in turn, and once all

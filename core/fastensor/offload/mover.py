@@ -30,7 +30,7 @@ from fastensor.backends.threads import NoThreadsError, open_pool, shut_down, sub
 from fastensor.backends.to_device import storage_on
 from fastensor.errors import BackendUnavailableError, CorruptActivationError, OffloadError
 from fastensor.offload.cell import Cell, State
-from fastensor.offload.config import OffloadConfig
+from fastensor.offload.config import OffloadConfig, processes_here
 from fastensor.offload.copying import check_bounds, copy_in, copy_out
 from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.slots import SlotFiles
@@ -859,7 +859,8 @@ def _dram_budget(config: OffloadConfig) -> int:
         return config.dram_bytes
     if config.target != "dram":
         return 0
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SHARE_OF_FREE_MEMORY)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * _SHARE_OF_FREE_MEMORY) // processes_here()
 
 
 def _is_out_of_space(error: OSError) -> bool:

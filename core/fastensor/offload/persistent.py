@@ -16,8 +16,7 @@ _SAME_VALUES = frozenset((
 def reason_to_keep(tensor: torch.Tensor) -> str:
     """Why a saved tensor is not to be offloaded whatever its size; empty if there is no reason.
 
-    A leaf that requires gradients is kept alive by the graph itself; so is what shares its memory. A cast of a
-    parameter (autocast) would be written anew in each step; it is found by walking back from it to the parameter.
+    A leaf that requires gradients is kept alive by the graph itself; so is what shares its memory.
     """
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
@@ -28,9 +27,14 @@ def reason_to_keep(tensor: torch.Tensor) -> str:
         return "layout"
     if tensor.device.type not in MOVABLE_DEVICES or tensor.is_inference():
         return "device"
-    if _is_made_of_parameter(tensor) or (base is not tensor and _is_made_of_parameter(base)):
-        return "parameter"
     return ""
+
+
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what it is a view of, is a copy of a parameter, such as autocast makes in each step. It is
+    found by walking back from it to the parameter."""
+    base = tensor if tensor._base is None else tensor._base
+    return _is_made_of_parameter(tensor) or (base is not tensor and _is_made_of_parameter(base))
 
 
 def _is_made_of_parameter(tensor: torch.Tensor) -> bool:

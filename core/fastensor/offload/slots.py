@@ -17,7 +17,7 @@ from fastensor.backends import posix, registry
 from fastensor.backends.base import SlotBackend, Slots
 from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
-from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try
+from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try, processes_here
 from fastensor.offload.extents import Extent, Extents
 from fastensor.select.machine import Keeper, identity, keeper
 
@@ -168,6 +168,8 @@ class SlotFiles:
         limit = int(space.f_bavail * space.f_frsize * _SHARE_OF_FREE_SPACE)
         if config.ssd_bytes is not None:
             limit = config.ssd_bytes // max(len(config.directories), 1)
+        else:
+            limit //= processes_here()
         return SlotFile(folder, fd, Extents(ALIGNMENT, limit))
 
     def _transports(self, config: OffloadConfig) -> tuple[str, ...]:
@@ -183,6 +185,8 @@ class SlotFiles:
                 for file in self.files:
                     file.opened[name] = slots = backend.open_slots(file.fd)
                     self._resources.callback(slots.close)
+                    if ALIGNMENT % slots.alignment:
+                        raise BackendUnavailableError(f"it asks for an alignment of {slots.alignment} bytes")
             except BackendUnavailableError as error:
                 if name == config.backend:
                     announce(name, str(error))
