@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -103,7 +104,7 @@ class ActivationOffload:
                 self._mover.alive_anyway.clear()
         step = _Step(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(_untraced(step.pack), _untraced(step.unpack)):
                 yield
         finally:
             self._check_drives()
@@ -359,6 +360,15 @@ class _Step:
             wanted = set(upcoming)
             mover.drop(one for one in (ref() for ref in cells) if one is not None and one not in wanted)
         mover.prefetch(upcoming)
+
+
+def _untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, but compiled regions, inside of which it is called, do not try to compile it, too. What is not imported
+    compiles nothing, and takes long to import."""
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    disabled: Callable[[Any], Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch gives none
+    return disabled
 
 
 def _no_cell() -> None:

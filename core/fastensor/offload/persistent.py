@@ -18,11 +18,11 @@ def reason_to_keep(tensor: torch.Tensor) -> str:
 
     A leaf that requires gradients is kept alive by the graph itself; so is what shares its memory.
     """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # compilers pass fake ones, too
+        return "subclass"
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
         return "parameter"
-    if type(tensor) is not torch.Tensor:
-        return "subclass"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_mkldnn or tensor.is_neg():
         return "layout"
     if tensor.device.type not in MOVABLE_DEVICES or tensor.is_inference():
