@@ -83,7 +83,8 @@ def assert_old(path: Path, *, leftovers: int = 0) -> None:
 def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: str) -> None:
     found, errors = run(path, way)
     assert (found, message in errors) == (code, True), errors
-    assert message or not errors
+    others = [line for line in errors.splitlines() if not line.startswith("waiting for")]  # said where disks are slow
+    assert message or not others
     assert_new(path)
 
 
