@@ -1,6 +1,6 @@
 """A program that saves asynchronously and then ends in some way. Run by ``test_exits.py``.
 
-Arguments: the path, and the name of the way.
+Arguments: the path, the name of the way, and "patient" if it is not to say that it waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch
 
 import fastensor
 from fastensor.backends import posix
+from fastensor.checkpoint.asynchronous import writer
 
+if sys.argv[3:] == ["patient"]:
+    writer._QUIET_SECONDS = 1000.0
 STATE = {"w": torch.full((3 << 20,), 2.0)}
 
 
