@@ -89,6 +89,17 @@ def test_a_failed_write_is_raised_once_if_that_is_wanted(make: Any, expected: li
     assert is_clean(offload)
 
 
+def test_a_failed_write_of_the_last_tensor_is_raised_by_the_next_step(make: Any) -> None:
+    offload = make(when_full="raise", ssd_bytes=4096)
+    with offload.step():
+        loss = torch.randn(5000, requires_grad=True).exp().sum()
+    offload.settle()
+    with pytest.raises(OffloadError, match="could not be written"), offload.step():
+        pass
+    with offload.step():
+        loss.backward()
+
+
 def test_a_folder_that_is_not_there(make: Any, expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
     offload = make(directories=("/nonexistent/folder",))
     assert equal(gradients(TRANSFORMER, offload), expected)

@@ -60,7 +60,7 @@ class OffloadConfig:
     heap, as gaps. Memory that is new each time costs time, too."""
     when_full: WhenFull = "keep"
     """What happens to a tensor for which there is no space left, or whose write fails: it stays in memory, which is
-    logged, or the next saved tensor raises the failure."""
+    logged, or the next saved tensor, or step, raises the failure."""
     drive_tbw: float | None = None
     """How many terabytes (10¹² bytes) the drives together are guaranteed to take in their lives."""
     drive_days: float = 365.0

@@ -92,12 +92,15 @@ class ActivationOffload:
         """Offload what this thread's forward pass saves in the block.
 
         Raises:
-            OffloadError: it has been closed; or, with ``when_full="raise"``, an activation could not be written.
+            OffloadError: it has been closed; or, with ``when_full="raise"``, an activation could not be written, be it
+                of this step or of an earlier one.
         """
         if self._closed:
             raise OffloadError("this ActivationOffload has been closed; make another one")
         if (self.config.include or self.config.exclude) and self._model is None:
             raise OffloadError("include and exclude name modules of a model: call attach(model) before the first step")
+        if self._mover is not None:
+            self._mover.raise_failure()
         with self._lock:
             self._counts["steps"] += 1
             if self._mover is not None and self._counts["steps"] % _FORGET_ALIVE_EVERY == 0:

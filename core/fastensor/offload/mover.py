@@ -118,13 +118,11 @@ class Mover:
         """Take over a cell's memory. Waits while there is more to write than may be.
 
         Raises:
-            OffloadError: an earlier cell could not be written, and that is to be raised; or no file can be made.
+            OffloadError: see :meth:`raise_failure`.
         """
+        self.raise_failure()
         with self._changed:
             self._sort_out()
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise OffloadError(f"an activation could not be written: {failure}") from failure
             if cell.device.type == "cpu" and self._config.return_freed_memory:
                 return_freed_memory()
             if self._why_nothing_moves(cell):
@@ -136,6 +134,16 @@ class Mover:
                 self._admit_to_staging(cell)
             else:
                 self._settle(cell)
+
+    def raise_failure(self) -> None:
+        """
+        Raises:
+            OffloadError: a cell could not be written, and that is to be raised, once.
+        """
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise OffloadError(f"an activation could not be written: {failure}") from failure
 
     def check_process(self) -> None:
         """
