@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -185,3 +186,11 @@ def large() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Several pieces each, the last of odd sizes."""
     x = torch.randn(2_500_003, requires_grad=True)
     return (x.exp().sin() * x.cos()).sum(), [x]
+
+
+def in_threads(work: Callable[[torch.Tensor], None], inputs: Iterable[torch.Tensor]) -> None:
+    """Each input in a thread of its own, all at once; what one of them raises is raised."""
+    given = list(inputs)
+    with ThreadPoolExecutor(len(given)) as pool:
+        for done in [pool.submit(work, one) for one in given]:
+            done.result()

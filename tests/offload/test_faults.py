@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import CASES, equal, gradients, large
+from models import CASES, equal, gradients, in_threads, large
 
 from fastensor.backends import direct, numpy, posix
 from fastensor.backends.threads import NoThreadsError
@@ -288,26 +288,16 @@ def test_blocks_of_what_cannot_be_written_are_not_waited_for(
 def test_several_threads_with_little_room(make: Any) -> None:
     """What leaves its rest waits for room, and may be wanted, or let go of, meanwhile."""
     offload = make(staging_bytes=30_000, dram_bytes=60_000, prefetch_bytes=30_000)
-    inputs = [torch.randn(64, 64, requires_grad=True) for _ in range(4)]
-    failures: list[BaseException] = []
 
     def work(x: torch.Tensor) -> None:
-        try:
-            for number in range(20):
-                with offload.step():
-                    y = x.exp().sin().square().tanh().sum()
-                if number % 3:
-                    (found,) = torch.autograd.grad(y, x)
-                    assert torch.equal(found, torch.autograd.grad(x.exp().sin().square().tanh().sum(), x)[0])
-        except BaseException as error:  # noqa: BLE001  # shown below
-            failures.append(error)
+        for number in range(20):
+            with offload.step():
+                y = x.exp().sin().square().tanh().sum()
+            if number % 3:
+                (found,) = torch.autograd.grad(y, x)
+                assert torch.equal(found, torch.autograd.grad(x.exp().sin().square().tanh().sum(), x)[0])
 
-    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, [torch.randn(64, 64, requires_grad=True) for _ in range(4)])
     offload.settle()
     assert is_clean(offload)
 
