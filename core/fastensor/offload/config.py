@@ -36,9 +36,9 @@ class OffloadConfig:
     """The most that is saved and not on the SSD yet: a forward pass that is faster than the SSD waits. A tensor that is
     larger by itself is moved when nothing else is."""
     prefetch_bytes: int = 128 << 20
-    """The most that is read before it is needed, or kept because it may be needed again. What is needed at once comes on
-    top of that; so does memory of host tensors that is kept for the next ones, up to as much, and 32 MiB in which pieces
-    are moved."""
+    """The most that is read before it is needed, or kept because it may be needed again. What is needed at once comes
+    on top of that; so does memory of host tensors that is kept for the next ones, up to as much, and 32 MiB by which
+    pieces are moved."""
     dram_bytes: int | None = None
     """What stays in host memory, the latest tensors of a forward pass, before older ones go to the SSD. None means
     nothing, or, with ``target="dram"``, half of the memory that is free when it begins,
