@@ -117,7 +117,10 @@ def test_a_large_layout_is_not_kept(written_by_torch: list[bool], monkeypatch: p
 
 
 def test_planning_keeps_nothing_alive() -> None:
-    """Not even until the garbage collector comes: that may be long after the state should have gone."""
+    """Not even until the garbage collector comes: that may be long after the state should have gone. Nor if the
+    alignment is another one than that of the last file, so that torch is run twice."""
+    large = {"w": torch.zeros(1 << 20)}
+    assert plan(large).alignment != plan({"w": torch.arange(100)}).alignment
     gc.collect()
     gc.disable()
     try:
@@ -127,6 +130,7 @@ def test_planning_keeps_nothing_alive() -> None:
             plan({"w": storage})
             del storage
             assert alive() is None
+            plan(large)
     finally:
         gc.enable()
 

@@ -206,7 +206,6 @@ class _Recorder:
 
             def dump(self, obj: Any) -> None:
                 super().dump(obj)
-                # Or torch's own would live on with this class, in a cycle, if it is stopped: with all storages.
                 type(self).persistent_id = _no_more
                 recorded = Recording.of(self._fastensor_file.getvalue(), tuple(recorder._references.values()))
                 recorder._recorded = recorded
@@ -233,13 +232,16 @@ class _Recorder:
 
 
 def _no_more(self: Any, obj: Any) -> None:
-    """In place of ``persistent_id`` of a pickler that has done its work."""
+    """In place of ``persistent_id`` of a pickler that has done its work: torch's own would live on with the class,
+    which is in a cycle, and all storages with it."""
 
 
 class _Replay:
     """A pickle module whose Pickler writes a recorded pickle and shows torch the recorded storages."""
 
     def __init__(self, recording: Recording) -> None:
+        to_show = [recording]  # taken out: the class is in a cycle
+
         class ReplayPickler:
             def __init__(self, file: BinaryIO, protocol: int) -> None:
                 self._file = file
@@ -248,9 +250,11 @@ class _Replay:
                 raise NotImplementedError("torch overrides this")
 
             def dump(self, obj: object) -> None:
+                recording = to_show.pop()
                 for storage, pid in recording.references:
                     if self.persistent_id(storage) != pid:
                         raise LayoutError(f"torch names storage {pid[2]!r} differently on its second pass")
+                type(self).persistent_id = _no_more  # type: ignore[method-assign]  # as torch has done
                 self._file.write(recording.data)
 
         self.Pickler = ReplayPickler
