@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import random
 import shutil
@@ -27,16 +28,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from contenders import build_state, publish
-from measuring import describe_machine, peak_memory, settle
-from torch import Tensor, nn
+from contenders import Shape, State, filled, publish, shapes_of
+from measuring import describe_machine, peak_memory, preload, settle
+from torch import nn
 
 import fastensor
 
 OURS, SYNC, ASYNC, DCP, COPY = "fastensor", "lightning", "lightning async", "dcp async", "copy"
 CONTENDERS = (OURS, SYNC, ASYNC, DCP)
 ALLOWED_NBYTES = 128 << 20
-State = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,18 @@ def void(value: object) -> None:
 
 def state_of(mib: int) -> State:
     """GPT-2 small with Adam if it fits, else as many of its layers, with Adam, as do, or of its smallest tensors."""
-    whole = build_state("gpt2_adam", "cpu")
+    whole = shapes_of("gpt2_adam")
     for layers in (*range(12, 0, -1), 0):
-        names = tuple(f".h.{number}." for number in range(layers))
-        chosen = {name: tensor for name, tensor in whole.items() if any(part in name for part in names)}
+        parts = tuple(f".h.{number}." for number in range(layers))
+        chosen = [shape for shape in whole if any(part in shape[0] for part in parts)]
         for found in (whole, chosen):
-            if 0 < sum(tensor.nbytes for tensor in found.values()) <= mib << 20:
-                return found
-    return {name: tensor for name, tensor in whole.items() if tensor.nbytes <= mib << 10}
+            if 0 < sum(map(_nbytes, found)) <= mib << 20:
+                return filled(found, "cpu")
+    return filled([shape for shape in whole if _nbytes(shape) <= mib << 10], "cpu")
+
+
+def _nbytes(shape: Shape) -> int:
+    return math.prod(shape[1]) * getattr(torch, shape[2]).itemsize
 
 
 def path_of(contender: str, folder: Path) -> Path:
@@ -216,8 +220,8 @@ def measure_throughput(
 
 
 def collect(work: Callable[..., None], *arguments: Any) -> list[Any]:
-    """What a fresh process sends."""
-    context = multiprocessing.get_context("spawn")
+    """What a process sends in which nothing but imports has happened before."""
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(*arguments, theirs))
     process.start()
@@ -326,6 +330,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/async_checkpoint"))
     options = parser.parse_args()
+    preload()
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     stalls: list[Stall] = []

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from contenders import CONTENDERS, SAVING_ONLY, Contender, State, build_state, fio_seconds, model_names
-from measuring import describe_machine, peak_memory, settle
+from measuring import describe_machine, peak_memory, preload, settle
 from report import judge, plot, table
 
 from fastensor.backends import posix
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/checkpoint"), help="without suffix")
     options = parser.parse_args()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["contenders"])
+    preload()
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     samples: list[Sample] = []

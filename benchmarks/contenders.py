@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import safetensors.torch
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 import fastensor
 
+Shape: TypeAlias = tuple[str, list[int], str]
+"""Name, shape and dtype of a tensor."""
 State = dict[str, Tensor]
 SHAPES = Path(__file__).parent / "model_shapes.json"
 
@@ -32,13 +35,21 @@ class Contender:
 
 
 def build_state(model: str, device: str) -> State:
-    """A dict of random tensors: a model of ``model_shapes.json``, ``gpt2_adam``, or ``tiny``."""
+    """A dict of random tensors: see :func:`shapes_of`."""
+    return filled(shapes_of(model), device)
+
+
+def shapes_of(model: str) -> list[Shape]:
+    """Of a model of ``model_shapes.json``, ``gpt2_adam``, or ``tiny``."""
     if model == "gpt2_adam":
-        shapes = [(f"{part}.{k}", s, "float32") for part in ("model", "exp_avg", "exp_avg_sq") for k, s in _gpt2()]
-    elif model == "tiny":
-        shapes = [(f"layer{i}.weight", [64, 64], "float32") for i in range(8)]
-    else:
-        shapes = [tuple(entry) for entry in json.loads(SHAPES.read_text())[model]]
+        return [(f"{part}.{k}", s, "float32") for part in ("model", "exp_avg", "exp_avg_sq") for k, s in _gpt2()]
+    if model == "tiny":
+        return [(f"layer{i}.weight", [64, 64], "float32") for i in range(8)]
+    return [tuple(entry) for entry in json.loads(SHAPES.read_text())[model]]
+
+
+def filled(shapes: list[Shape], device: str) -> State:
+    """Random tensors of these shapes."""
     generator = torch.Generator().manual_seed(0)
     return {key: _random(shape, dtype, generator).to(device) for key, shape, dtype in shapes}
 

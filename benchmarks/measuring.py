@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -21,6 +22,13 @@ fastensor.use_selector(fastensor.Selector(explore=False))
 """Backends are chosen by size: what is measured is not to depend on what was learned before."""
 
 SETTLE_SECONDS = 0.1
+
+
+def preload() -> None:
+    """Have processes of the context ``forkserver`` begin with what takes long to import, and is the same for all. Names
+    of files beside the program would not be found there."""
+    libraries = ["fastensor", "safetensors.torch", "torch.distributed.checkpoint", "lightning.pytorch.plugins"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 
 def settle() -> None:
