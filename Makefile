@@ -43,7 +43,7 @@ check: $(STAMP)
 	$(MAKE) test
 
 torture: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture --ignore tests/gds
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 
 bench: $(STAMP)

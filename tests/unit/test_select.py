@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,18 +109,28 @@ def test_candidates_that_change_are_no_drift() -> None:
 
 
 def test_a_lock_that_is_held_when_the_process_forks() -> None:
-    selector = Selector()
-    with selector._lock, ThreadPoolExecutor(1) as pool:  # held, for the thread, by somebody else
-        pool.submit(_choose_in_a_child, selector).result()
+    """In a process of its own: in this one, tests before may have left behind what no fork survives."""
+    subprocess.run([sys.executable, "-c", FORK_WHILE_LOCKED], check=True, timeout=120)
 
 
-def _choose_in_a_child(selector: Selector) -> None:
+FORK_WHILE_LOCKED = """
+import os, signal
+from concurrent.futures import ThreadPoolExecutor
+from fastensor.select.context import Context
+from fastensor.select.selector import Selector
+
+def choose_in_a_child():
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
-        selector.choose(MIB, WRITE, ALL)
+        signal.alarm(60)
+        selector.choose(1 << 20, Context("write", "cpu"), ("direct", "numpy"))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+selector = Selector()
+with selector._lock, ThreadPoolExecutor(1) as pool:  # held, for the thread, by somebody else
+    pool.submit(choose_in_a_child).result()
+"""
 
 
 def test_a_listener_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
