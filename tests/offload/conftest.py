@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastensor.offload import ActivationOffload, OffloadConfig
+from fastensor.backends import direct
+from fastensor.offload import ActivationOffload, OffloadConfig, copying
 
 Make = Callable[..., ActivationOffload]
 
@@ -26,3 +29,33 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory in the place of a device's: it is copied to other host memory first."""
+    monkeypatch.setattr(copying, "STAGED_FIRST", {"cpu"})
+    monkeypatch.setattr(copying, "READ_IN_PLACE", set())
+
+
+@dataclass
+class HeldWrites:
+    """Writes of the backend ``direct`` wait until they are let go."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    """One has begun."""
+    go: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
+    held, write = HeldWrites(), direct.DirectSlots.write
+
+    def when_let_go(self: direct.DirectSlots, data: memoryview, offset: int) -> None:
+        held.begun.set()
+        assert held.go.wait(60)
+        write(self, data, offset)
+
+    monkeypatch.setattr(direct.DirectSlots, "write", when_let_go)
+    yield held
+    held.go.set()

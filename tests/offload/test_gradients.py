@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import CASES, equal, gradients, large
 from torch import nn
 
-from fastensor.offload import ActivationOffload, mover, slots
+from fastensor.backends import memory
+from fastensor.offload import ActivationOffload, copying, slots
 
 WAYS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -45,13 +48,6 @@ def test_gradients_are_the_same(make: Any, name: str, way: str) -> None:
     assert not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd")), gauge
 
 
-@pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory in the place of a device's: it is copied to other host memory first."""
-    monkeypatch.setattr(mover, "STAGED_FIRST", {"cpu"})
-    monkeypatch.setattr(mover, "READ_IN_PLACE", set())
-
-
 @pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize("name", RICH)
 @pytest.mark.parametrize("options", [{}, {"dram_bytes": 16 << 20}, {"target": "dram", "dram_bytes": 16 << 20},
@@ -74,7 +70,7 @@ def test_several_folders_share_large_tensors(make: Any, tmp_path: Path, options:
     expected = gradients(large, None)
     for _ in range(2):
         assert equal(gradients(large, offload), expected)
-    files = offload._mover._slots.files
+    files = offload._mover._depot.slots.files
     assert all(file.reserved_nbytes for file in files)
     assert len(files) == 3
 
@@ -83,7 +79,36 @@ def test_several_folders_share_large_tensors(make: Any, tmp_path: Path, options:
 def test_large_ones_by_way_of_the_host(make: Any) -> None:
     expected = gradients(large, None)
     for options in ({}, {"staging_bytes": 16 << 20}, {"staging_bytes": 4 << 20}, {"dram_bytes": 12 << 20}):
-        assert equal(gradients(large, make(**options)), expected)
+        offload = make(**options)
+        assert equal(gradients(large, offload), expected)
+        found = offload.statistics()
+        assert (found.failed_writes, found.written_nbytes > 0) == (0, True)
+
+
+@pytest.mark.usefixtures("staged")
+def test_blocks_are_touched_before_they_are_filled(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On kernels that touch no memory by themselves, that is done by writing to it."""
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", -1)
+    offload = make()
+    for _ in range(2):
+        assert equal(gradients(large, offload), gradients(large, None))
+    assert offload.statistics().read_nbytes > 0
+
+
+@pytest.mark.usefixtures("staged")
+def test_host_memory_is_read_ahead_from_as_well(make: Any) -> None:
+    """Tensors are larger than what may be on its way, and smaller than what may rest."""
+    offload = make(target="dram", dram_bytes=1 << 30, staging_bytes=1 << 20, prefetch_bytes=64 << 20)
+    expected = gradients(large, None)
+    for _ in range(3):
+        misses = offload.statistics().misses
+        assert equal(gradients(large, offload), expected)
+    found = offload.statistics()
+    assert (found.written_nbytes, found.read_nbytes) == (0, 0)
+    assert found.misses - misses == 1, "nothing is read before the first one is wanted"
+    assert found.prefetch_hits + found.prefetch_late > 0
+    assert found.peak_resting_nbytes > 30 << 20
+    assert found.waited_to_read > 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -140,6 +165,50 @@ def test_graphs_that_are_used_in_the_order_in_which_they_were_made(make: Any) ->
         assert equal(losses(offload), expected)
 
 
+def test_with_a_gradient_scaler(make: Any) -> None:
+    net, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)), torch.randn(32, 64)
+    start = [one.detach().clone() for one in net.parameters()]
+
+    def train(offload: ActivationOffload | None) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for parameter, value in zip(net.parameters(), start, strict=True):
+                parameter.copy_(value)
+        optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with nullcontext() if offload is None else offload.step(), torch.autocast("cpu", dtype=torch.float16):
+                loss = net(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return [one.detach().clone() for one in net.parameters()]
+
+    offload = make()
+    assert equal(train(offload), train(None))
+    assert offload.statistics().offloaded > 0
+    assert not equal(train(None), start)
+
+
+def test_several_backward_passes_in_one_step_are_foreseen(make: Any) -> None:
+    """Once the order is known, little is read only when it is asked for."""
+    net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.randn(256, 64)
+    offload = make()
+    for _ in range(3):
+        before = offload.statistics()
+        with offload.step():
+            losses = [net(x).square().mean(), net(x + 1).abs().mean()]
+        offload.settle()
+        for loss in losses:
+            loss.backward()
+    after = offload.statistics()
+    read = sum(getattr(after, what) - getattr(before, what) for what in ("prefetch_hits", "prefetch_late", "misses"))
+    assert read > 20
+    assert after.misses - before.misses <= 2, "the first one of each backward pass"
+
+
 def test_a_part_of_a_graph(make: Any) -> None:
     x = torch.randn(100, 100, requires_grad=True)
     y = torch.randn(100, 100, requires_grad=True)
@@ -186,6 +255,43 @@ def test_the_same_memory_with_other_values_is_not_the_same(make: Any) -> None:
         del first, before
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "convolutions"])
+def test_straight_from_where_it_is_saved(make: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What is large is not copied before it is written. (Batch normalization changes small tensors after autograd has
+    saved them: those are.)"""
+    monkeypatch.setattr(copying, "STRAIGHT_FROM", 1)
+    expected = gradients(CASES[name], None)
+    offload = make()
+    for _ in range(3):
+        assert equal(gradients(CASES[name], offload), expected)
+    found = offload.statistics()
+    assert (found.failed_writes, found.written_nbytes > 0) == (0, True)
+
+
+@pytest.mark.parametrize(("begin", "lead"), [(0, 0), (3, None), (64, 64), (4096 - 64, 4096 - 64), (4096, 0)])
+def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | None) -> None:
+    """At any place of a page, and at one where nothing is written straight from."""
+    nbytes = 5_000_000
+    pages = np.frombuffer(mmap.mmap(-1, nbytes + 8192), dtype=np.uint8)
+    part = pages[begin : begin + nbytes]
+    part[:] = np.random.default_rng(0).integers(0, 2, nbytes)
+    mask = torch.from_numpy(part).view(torch.bool)
+    expected = (~mask).float()
+    assert copying.lead_of(mask, range(nbytes)) == lead
+    weight = torch.randn(nbytes, requires_grad=True)
+    offload = make()
+    with offload.step():
+        loss = weight.masked_fill(mask, 0.0).sum()
+    del mask
+    offload.settle()
+    assert offload.statistics().written_nbytes == nbytes
+    pages[:] = 1  # nobody reads it any more
+    loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, expected)
+    assert offload.statistics().read_nbytes == nbytes
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "PIECE_NBYTES", 8192)
@@ -202,3 +308,42 @@ def test_in_many_pieces(make: Any, tmp_path: Path, name: str) -> None:
     offload = make(directories=tuple(map(str, folders)), prefetch_bytes=100_000)
     for _ in range(3):
         assert equal(gradients(CASES[name], offload), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"dram_bytes": 0, "staging_bytes": 4 << 20}])
+def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, options: dict[str, Any]) -> None:
+    """The cells of recurrent networks save parts of one large tensor, and go on with the next part in place."""
+
+    def run(offload: ActivationOffload | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        cell = nn.LSTMCell(64, 1024)
+        x = torch.randn(8, 512, 64)
+        with offload.step() if offload else nullcontext():
+            state = None
+            for part in x:
+                state = cell(part, state)
+            loss = state[0].square().sum()  # type: ignore[index]
+        return list(torch.autograd.grad(loss, tuple(cell.parameters())))
+
+    offload = make(**options)
+    for _ in range(2):
+        assert equal(run(offload), run(None))
+    assert offload.statistics().failed_writes == 0
+
+
+def test_a_part_of_which_the_rest_is_changed_meanwhile(make: Any, held_writes: Any) -> None:
+    """Such parts may have version counters of their own: nobody notices, and nobody has to."""
+    offload = make()
+    x = torch.randn(700_000, requires_grad=True)
+    part, rest = torch.randn(1 << 20).unsafe_split_with_sizes([700_000, (1 << 20) - 700_000])
+    expected = part.clone()
+    with offload.step():
+        loss = (x * part).sum()
+    assert held_writes.begun.wait(60)
+    rest.zero_()
+    held_writes.go.set()
+    offload.settle()
+    assert offload.statistics().written_nbytes == 4 << 20
+    del part, rest
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert offload.statistics().read_nbytes == 4 << 20

@@ -25,6 +25,37 @@ def empty(offload: ActivationOffload) -> bool:
     return not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd"))
 
 
+class ChangesWhatItSaved(torch.autograd.Function):
+    """Its backward pass does what it must not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        x.mul_(2)
+        return gradient
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_what_a_backward_pass_changes_of_what_it_gets_is_found(make: Any, settled: bool, dtype: torch.dtype) -> None:
+    offload = make()
+    x = torch.randn(5000, dtype=dtype, requires_grad=True)
+    with offload.step():
+        y = x.exp()
+        y = y.conj() if dtype.is_complex else y
+        loss = ChangesWhatItSaved.apply(y).abs().sum()  # type: ignore[no-untyped-call]
+    del y
+    if settled:
+        offload.settle()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("way", ["kept", "on its way", "written", "read"])
 def test_an_in_place_change_is_found(make: Any, way: str) -> None:
     offload = make(min_bytes=1 << 30 if way == "kept" else 1)
@@ -104,11 +135,16 @@ def test_casts_of_parameters_stay(make: Any) -> None:
     loss.backward()
 
 
+def resident_nbytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+
 def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
     offload = make(min_bytes=1 << 10, staging_bytes=1 << 20)
     net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())])
     x = torch.randn(64, 64)
-    sizes = []
+    sizes, resident = [], []
     for number in range(1000):
         with offload.step():
             loss = net(x).sum()
@@ -118,9 +154,11 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
             sizes.append(
                 (len(os.listdir("/proc/self/fd")), threading.active_count(), offload.statistics().reserved_ssd_nbytes)
             )
+            resident.append(resident_nbytes())
     del loss
     offload.settle()
     assert len(set(sizes[1:])) == 1, sizes
+    assert resident[-1] - resident[2] < 4 << 20, "each of 700 forward passes saves 96 KiB"
     assert empty(offload)
 
 
@@ -216,6 +254,45 @@ def test_patterns_that_fit_nothing(make: Any) -> None:
         make(include=("layer*",)).attach(nn.Linear(2, 2))
 
 
+def test_models_whose_memory_comes_and_goes_are_refused(make: Any, tmp_path: Path) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    stage_3 = nn.Linear(4, 4)
+    stage_3.weight.ds_id = 0  # type: ignore[assignment]  # as DeepSpeed marks it
+    with pytest.raises(OffloadError, match=r"weight is a parameter of DeepSpeed's ZeRO stage 3.*Use DDP"):
+        make().attach(stage_3)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
+        with pytest.raises(OffloadError, match=r"0 is a FSDPModule \(FSDP\)"):
+            make().attach(sharded)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_hooks_of_others_that_fail_do_not_mix_up_the_modules(make: Any) -> None:
+    net = nn.Sequential(nn.Sigmoid(), nn.Tanh(), nn.Sigmoid())
+    offload = make(include=("0", "1"))
+    offload.attach(net)
+    x = torch.randn(1000, requires_grad=True)
+
+    def fail(module: nn.Module, arguments: Any) -> None:
+        raise ValueError("not mine")
+
+    for prepend in (False, True):
+        handle = net[1].register_forward_pre_hook(fail, prepend=prepend)
+        with pytest.raises(ValueError, match="not mine"), offload.step():
+            net(x)
+        handle.remove()
+        before = offload.statistics().offloaded
+        with offload.step():
+            loss = net(x).sum()
+        assert offload.statistics().offloaded == before + 2
+        loss.backward()
+
+
 def test_what_others_keep_alive_is_not_offloaded_again(make: Any) -> None:
     offload = make()
     batch = torch.randn(1000)
@@ -261,7 +338,7 @@ def test_a_copy_of_it_is_a_new_one(make: Any) -> None:
     assert (again.config, again.gauge()) == (offload.config, {})
 
 
-def test_a_forked_child_has_no_share(make: Any) -> None:
+def test_a_forked_child_has_no_share(make: Any, tmp_path: Path) -> None:
     offload = make()
     x = torch.randn(5000, requires_grad=True)
     with offload.step():
@@ -270,6 +347,8 @@ def test_a_forked_child_has_no_share(make: Any) -> None:
     pid = os.fork()
     if pid == 0:
         try:
+            if str(tmp_path) in str([os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]):
+                os._exit(4)  # it would keep the space of the file that has no name
             loss.backward()
         except OffloadError as error:
             os._exit(0 if "forked child" in str(error) else 2)
@@ -279,6 +358,32 @@ def test_a_forked_child_has_no_share(make: Any) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     loss.backward()
     assert torch.equal(x.grad, x.exp().cos() * x.exp())  # type: ignore[arg-type]
+
+
+def test_a_fork_while_threads_are_at_work(make: Any) -> None:
+    """The child offloads by itself; the parent does not notice."""
+    offload = make(staging_bytes=1 << 20)
+    x = torch.randn(200_000, requires_grad=True)
+    expected = torch.autograd.grad(x.exp().sin().square().sum(), x)[0]
+
+    def use() -> bool:
+        with offload.step():
+            loss = x.exp().sin().square().sum()
+        return torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+    for _ in range(4):
+        with offload.step():
+            loss = x.exp().sin().square().sum()
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)  # torch's own are not there
+            try:
+                os._exit(0 if use() and offload.statistics().steps == 1 else 1)
+            finally:
+                os._exit(2)
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert use()
 
 
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.offload import OffloadConfig
+from fastensor.offload import OffloadConfig, slots
 from fastensor.offload.extents import Extent, Extents
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory
@@ -124,14 +125,14 @@ def test_slots_hold_what_is_put_there(tmp_path: Path, nbytes: int, count: int) -
     for folder in folders:
         folder.mkdir()
     files = SlotFiles(OffloadConfig(directories=tuple(map(str, folders))))
-    slots = [files.allocate(nbytes), files.allocate(nbytes)]
-    for slot in slots:
+    found = [files.allocate(nbytes), files.allocate(nbytes)]
+    for slot in found:
         assert slot is not None
         pieces = sorted(slot.pieces(), key=lambda piece: piece[0])
         assert [position for position, _ in pieces] == list(range(0, nbytes, PIECE_NBYTES))
         assert all(place.extent.nbytes % ALIGNMENT == 0 for _, place in pieces)
         assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
-    for slot in slots:
+    for slot in found:
         assert slot is not None
         files.free(slot)
     assert files.used_nbytes == 0
@@ -160,3 +161,10 @@ def test_memory_goes_from_one_tensor_to_the_next() -> None:
                          (10**12, 86_400, 365, 365)])  # fmt: skip
 def test_days_of_drives(nbytes: int, seconds: float, terabytes: float | None, days: float) -> None:
     assert drive_days(nbytes, seconds, terabytes) == days
+
+
+def test_folders_on_one_filesystem_share_its_space(tmp_path: Path) -> None:
+    space = os.statvfs(tmp_path)
+    one, two = (slots._limits([str(tmp_path)] * count, OffloadConfig()) for count in (1, 2))
+    assert sum(one) == pytest.approx(sum(two), rel=0.01)
+    assert sum(two) <= space.f_bavail * space.f_frsize

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import torch
 
 from fastensor.stitch.source import Source
 
@@ -60,7 +62,7 @@ class Slots(Protocol):
 
     @property
     def alignment(self) -> int:
-        """What offsets, lengths and addresses of memory are multiples of; a power of two, at most 4096."""
+        """What offsets, and lengths and addresses of host memory, are multiples of; a power of two, at most 4096."""
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of it.
@@ -80,6 +82,22 @@ class Slots(Protocol):
 
     def close(self) -> None:
         """Nothing is written or read any more. The descriptor that it was opened with stays open."""
+
+
+@runtime_checkable
+class DeviceSlots(Slots, Protocol):
+    """Slots that move bytes of devices by themselves. Tensors are of uint8 and contiguous, and nothing is queued that
+    concerns their memory; lengths may be any."""
+
+    @property
+    def device_types(self) -> Set[str]:
+        """Kinds of devices."""
+
+    def write_from_device(self, values: torch.Tensor, offset: int) -> None:
+        """As :meth:`Slots.write`."""
+
+    def read_to_device(self, values: torch.Tensor, offset: int) -> None:
+        """As :meth:`Slots.read`."""
 
 
 @runtime_checkable

@@ -83,7 +83,7 @@ class DirectSlots:
     def read(self, buffer: memoryview, offset: int) -> None:
         with _refusals_reported():
             filled = posix.read_fully(self._fd, buffer, offset, alignment=self.alignment)
-        posix.check_end(filled, buffer, offset)
+        posix.check_end(filled, buffer.nbytes, offset)
 
     def close(self) -> None:
         posix.close_read_only(self._fd)  # nobody will read what was written

@@ -22,19 +22,17 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
-from isal import isal_zlib
 
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
-from fastensor.backends.device_crc32 import PendingCrc32s
 from fastensor.backends.gather import ALIGNMENT, DeviceStager, DeviceWindow, gathering_device
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.backends.staging import Window, open_stager
-from fastensor.backends.threads import NoThreadsError, finish, submit
-from fastensor.backends.to_device import DeviceTarget, entered, read_through_host
+from fastensor.backends.threads import NoThreadsError, finish, submit, uninterrupted_call
+from fastensor.backends.to_device import DeviceTarget, read_through_host
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Plan, Source
 
@@ -85,23 +83,29 @@ class GdsBackend:
 
 
 class GdsSlots:
-    """See :class:`fastensor.backends.base.Slots`."""
+    """See :class:`fastensor.backends.base.DeviceSlots`. Whoever calls may be interrupted: not between the begin of a
+    transfer and its end, where memory would be given back that is moved from, or to."""
 
     alignment = ALIGNMENT
+    device_types = frozenset({"cuda"})
 
     def __init__(self, file: Any, resources: ExitStack) -> None:
         self._file = file
         self._resources = resources
 
     def write(self, data: memoryview, offset: int) -> None:
-        with _errors_told():
-            written = self._file.pwrite(data, data.nbytes, offset, BUFFER_NBYTES).get()
-        _check_written(written, data.nbytes)
+        uninterrupted_call(_write_part, self._file, data, offset)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        with _errors_told():
-            filled = self._file.pread(buffer, buffer.nbytes, offset, BUFFER_NBYTES).get()
-        posix.check_end(filled, buffer, offset)
+        posix.check_end(uninterrupted_call(_read_part, self._file, buffer, offset), buffer.nbytes, offset)
+
+    def write_from_device(self, values: torch.Tensor, offset: int) -> None:
+        _announce_mode()
+        uninterrupted_call(_write_part, self._file, values, offset)
+
+    def read_to_device(self, values: torch.Tensor, offset: int) -> None:
+        _announce_mode()
+        posix.check_end(uninterrupted_call(_read_part, self._file, values, offset), values.nbytes, offset)
 
     def close(self) -> None:
         self._resources.close()
@@ -142,7 +146,7 @@ class _GdsReader(RingReader):
         try:
             for at in range(0, target.nbytes, BUFFER_NBYTES):
                 piece = target[at : at + BUFFER_NBYTES]
-                pieces.append(submit(self._threads.reading, _read_piece, self.file, piece, offset + at))
+                pieces.append(submit(self._threads.reading, _read_part, self.file, piece.values, offset + at))
         except NoThreadsError:
             finish(pieces)
             return read_through_host(self._elsewhere, offset, target, checksum=checksum)
@@ -155,26 +159,7 @@ class _GdsReader(RingReader):
             return read_through_host(self._elsewhere, offset, target, checksum=checksum)
         if filled != target.nbytes:
             raise posix.EndOfFile(f"the file ends before offset {offset + target.nbytes}")
-        return _checksum_of(target) if checksum else 0
-
-
-def _read_piece(file: Any, target: DeviceTarget, offset: int) -> int:
-    values = target.values if target.values.is_cuda else target.values.numpy()
-    with _errors_told():
-        return int(file.pread(values, target.nbytes, offset, BUFFER_NBYTES).get())
-
-
-def _checksum_of(target: DeviceTarget) -> int:
-    """The CRC32 of what is there."""
-    if target.stream is None:
-        return PendingCrc32s([target.values]).values()[0]
-    try:
-        with entered(target.stream):
-            pending = PendingCrc32s([target.values])
-        target.stream.synchronize()
-    except torch.OutOfMemoryError:
-        return int(isal_zlib.crc32(target.values.cpu().numpy().data))
-    return pending.values()[0]
+        return target.checksum() if checksum else 0
 
 
 class _Kvikio:
@@ -313,24 +298,31 @@ def _opened(fd: int, flags: str) -> Iterator[Any]:
 
 
 def _write(file: Any, window: Window | DeviceWindow) -> None:
-    data = window.padded(ALIGNMENT)
-    buffer = data.numpy() if isinstance(data, torch.Tensor) and not data.is_cuda else data
+    _write_part(file, window.padded(ALIGNMENT), window.offset)
+
+
+def _write_part(file: Any, data: memoryview | torch.Tensor, offset: int) -> None:
     with _errors_told():
-        written = file.pwrite(buffer, data.nbytes, window.offset, BUFFER_NBYTES).get()
-    _check_written(written, data.nbytes)
+        written = file.pwrite(_for_kvikio(data), data.nbytes, offset, BUFFER_NBYTES).get()
+    if written != data.nbytes:
+        raise OSError(errno.EIO, f"kvikio has written {written} of {data.nbytes} bytes")
 
 
-def _check_written(written: int, nbytes: int) -> None:
-    if written != nbytes:
-        raise OSError(errno.EIO, f"kvikio has written {written} of {nbytes} bytes")
+def _read_part(file: Any, buffer: memoryview | torch.Tensor, offset: int) -> int:
+    with _errors_told():
+        return int(file.pread(_for_kvikio(buffer), buffer.nbytes, offset, BUFFER_NBYTES).get())
+
+
+def _for_kvikio(data: memoryview | torch.Tensor) -> Any:
+    """The same memory, as kvikio takes it: it knows tensors of devices, and no others."""
+    return data.numpy() if isinstance(data, torch.Tensor) and not data.is_cuda else data
 
 
 def _read(file: Any, nbytes: int, buffer: memoryview, offset: int) -> int:
     """A read may not go beyond the end of the file."""
     wanted = min(buffer.nbytes, nbytes - offset)
     try:
-        with _errors_told():
-            return int(file.pread(buffer[:wanted], wanted, offset, BUFFER_NBYTES).get())
+        return _read_part(file, buffer[:wanted], offset)
     except posix.EndOfFile:  # it has become shorter; nobody knows how much was read
         return 0
 

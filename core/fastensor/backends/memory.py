@@ -52,7 +52,7 @@ class Buffer:
         try:
             self._memory.madvise(_MADV_POPULATE_WRITE, self._begin, self.nbytes)
         except OSError:  # an older kernel
-            self.array[:: mmap.PAGESIZE] = 0
+            self.array[:: mmap.PAGESIZE] |= 0
         self._touched = True
 
     def prepare(self, device: torch.device | None) -> None:

@@ -72,7 +72,7 @@ class BufferedSlots:
         posix.write_back(self._fd, offset, data.nbytes)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        posix.check_end(posix.read_fully(self._fd, buffer, offset), buffer, offset)
+        posix.check_end(posix.read_fully(self._fd, buffer, offset), buffer.nbytes, offset)
 
     def close(self) -> None:
         pass
@@ -120,7 +120,7 @@ def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool
     crc32 = 0
     for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
         block = buffer[at : at + _BLOCK_NBYTES]
-        posix.check_end(posix.read_fully(fd, block, offset + at), block, offset + at)
+        posix.check_end(posix.read_fully(fd, block, offset + at), block.nbytes, offset + at)
         if checksum:
             crc32 = isal_zlib.crc32(block, crc32)
     return crc32

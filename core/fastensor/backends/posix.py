@@ -92,13 +92,13 @@ def read_fully(fd: int, buffer: memoryview, offset: int, *, alignment: int = 1) 
     return filled
 
 
-def check_end(filled: int, buffer: memoryview, offset: int) -> None:
+def check_end(filled: int, nbytes: int, offset: int) -> None:
     """
     Raises:
-        EndOfFile: a read into the buffer has met the end.
+        EndOfFile: a read of so many bytes has met the end.
     """
-    if filled < buffer.nbytes:
-        raise EndOfFile(f"the file ends before offset {offset + buffer.nbytes}")
+    if filled < nbytes:
+        raise EndOfFile(f"the file ends before offset {offset + nbytes}")
 
 
 def write_back(fd: int, offset: int, nbytes: int) -> None:

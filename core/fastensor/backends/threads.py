@@ -37,9 +37,11 @@ def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
     everyone = threading.Barrier(threads)
     try:
         started = [pool.submit(everyone.wait) for _ in range(threads)]
-    except RuntimeError as error:
+    except BaseException as error:
         everyone.abort()
         shut_down(pool)
+        if not isinstance(error, RuntimeError):
+            raise
         raise NoThreadsError(f"no thread can be started ({error})") from error
     finish(started)
     return pool
@@ -74,21 +76,33 @@ def run_together(work: Callable[[], None], threads: int) -> None:
         work()
     finally:
         for other in others:
-            _uninterrupted(other.join)
+            uninterrupted(other.join)
+
+
+def uninterrupted_call(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread to which no interrupt comes: another one if this is the main one, which waits."""
+    if threading.current_thread() is not threading.main_thread():
+        return function(*arguments)
+    pool = ThreadPoolExecutor(1)
+    try:
+        return submit(pool, function, *arguments).result()
+    finally:
+        shut_down(pool)
 
 
 def finish(futures: Iterable[Future[int]]) -> None:
     """Return when all of them are done, whatever came of them."""
     pending = list(futures)
-    _uninterrupted(lambda: wait(pending))
+    uninterrupted(lambda: wait(pending))
 
 
 def shut_down(pool: Executor) -> None:
     """Drop what has not begun and return when nothing runs any more."""
-    _uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
+    uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
 
 
-def _uninterrupted(action: Callable[[], object]) -> None:
+def uninterrupted(action: Callable[[], object]) -> None:
+    """Call it again until no interrupt, or exit, cuts it short, which is raised then."""
     interrupt: BaseException | None = None
     while True:
         try:

@@ -19,6 +19,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Reader
+from fastensor.backends.device_crc32 import PendingCrc32s
 from fastensor.backends.memory import BUFFER_NBYTES, Buffer, borrowed_ring
 
 FILLED_AT_ONCE = {"cuda"}
@@ -49,6 +50,18 @@ class DeviceTarget:
 
     def __getitem__(self, part: slice) -> DeviceTarget:
         return DeviceTarget(self.values[part], self.stream)
+
+    def checksum(self) -> int:
+        """The CRC32 of what is there, computed there."""
+        if self.stream is None:
+            return PendingCrc32s([self.values]).values()[0]
+        try:
+            with entered(self.stream):
+                pending = PendingCrc32s([self.values])
+            self.stream.synchronize()
+        except torch.OutOfMemoryError:
+            return int(isal_zlib.crc32(self.values.cpu().numpy().data))
+        return pending.values()[0]
 
     def begin_copy(self, source: memoryview) -> torch.cuda.Event | None:
         """Start to copy as many bytes from the host, which must stay there until the event has come."""

@@ -59,7 +59,8 @@ class OffloadConfig:
     return_freed_memory: bool = True
     """Where tensors are in host memory: have the C library give what large ones leave behind back to the system at
     once (``mallopt``, glibc), for the whole process and for good. Otherwise much of what is offloaded remains in its
-    heap, as gaps. Memory that is new each time costs time, too."""
+    heap, as gaps. Memory that is new each time costs time, too: much less of it if torch uses huge pages for large
+    tensors, as it does with ``THP_MEM_ALLOC_ENABLE=1`` in the environment that the process begins with."""
     when_full: WhenFull = "keep"
     """What happens to a tensor for which there is no space left, or whose write fails: it stays in memory, which is
     logged, or the next saved tensor, or step, raises the failure."""

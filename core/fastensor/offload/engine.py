@@ -21,12 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastensor.errors import OffloadError
 from fastensor.offload.cell import Cell
 from fastensor.offload.config import OffloadConfig
+from fastensor.offload.copying import event_now, lead_of
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.modules import AttachedModel
-from fastensor.offload.mover import WRITTEN_BY, Mover, Token, event_now
+from fastensor.offload.mover import Mover, Token
 from fastensor.offload.order import Course, Orders
 from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
-from fastensor.offload.statistics import OffloadStatistics, drive_days
+from fastensor.offload.statistics import WRITTEN_BY, OffloadStatistics, drive_days
 
 _FORGET_ALIVE_EVERY = 64
 """Steps, after which it is found out anew whose memory others keep alive."""
@@ -118,6 +119,7 @@ class ActivationOffload:
 
         Raises:
             ValueError: a pattern fits no module of the model.
+            OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
         """
         attached = AttachedModel(model, self.config.include, self.config.exclude)
         self.detach()
@@ -137,10 +139,12 @@ class ActivationOffload:
     def close(self) -> None:
         """Give back files, threads and memory. What graphs that still live have on the SSD is lost: their backward
         passes raise. Calling it again does nothing."""
-        self._closed = True
         self.detach()
-        if self._mover is not None:
-            self._mover.close()
+        with self._lock:
+            self._closed = True
+            mover = self._mover
+        if mover is not None:
+            mover.close()
 
     def __enter__(self) -> Self:
         return self
@@ -190,6 +194,8 @@ class ActivationOffload:
         with self._lock:
             if self._mover is None:
                 self._mover = Mover(self.config)
+                if self._closed:  # by another thread, or in the middle of the step: everything stays in memory
+                    self._mover.close()
             return self._mover
 
     def begin_course(self, form: int, count: int) -> Course:
@@ -285,7 +291,7 @@ class _Step:
             mover = packed.token.mover
             self._look_ahead(mover, cell)
             storage, origin = mover.bring(cell)
-            tensor = packed.view.on(storage, origin)
+            tensor = _shown(packed.witness, packed.view.on(storage, origin))
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             return tensor
@@ -317,8 +323,10 @@ class _Step:
         known = self._tokens.get((storage._cdata, version), ())
         for reference, owner, covered in known:
             token = reference()
-            if token is not None and owner() is base and covered.start <= span.start and span.stop <= covered.stop:
-                token.cell.unread += 1
+            if token is None or token.mover is not self._engine.mover():  # but a parent's, before a fork
+                continue
+            if owner() is base and covered.start <= span.start and span.stop <= covered.stop:
+                token.mover.share(token.cell)
                 counts["shared_nbytes"] += len(span)
                 return _Offloaded(token, View.of(tensor), _witness(tensor), version)
         if len(span) < self._engine.config.min_bytes:
@@ -333,18 +341,21 @@ class _Step:
             with self._lock:
                 self._cells.append(_no_cell)  # so that positions are the same in steps in which it is not kept
             return _keep(tensor)
+        lead = lead_of(tensor, span)
         cell = Cell(
             nbytes=len(span),
             origin=span.start,
             device=tensor.device,
             live=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
             source=storage,
+            straight=lead is not None,
+            lead=lead or 0,
             ready=event_now(tensor.device),
             mark=self._form,
             position=len(self._cells),
         )
+        token = Token(cell, mover)  # first: whatever interrupts what follows, somebody lets go of the cell
         mover.admit(cell)
-        token = Token(cell, mover)
         with self._lock:
             self._cells.append(weakref.ref(cell))
         self._tokens.setdefault((storage._cdata, version), []).append((weakref.ref(token), weakref.ref(base), span))
@@ -388,6 +399,13 @@ def _witness(tensor: torch.Tensor) -> torch.Tensor:
     witness = tensor.detach()
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness
+
+
+def _shown(witness: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The same with the version counter of the one that was saved, so that who changes it is found, as in eager."""
+    shown = witness.detach()
+    shown.data = tensor
+    return shown
 
 
 def _check_version(witness: torch.Tensor, version: int, shown: torch.Tensor | View) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Of torch's own memory, so that kernels find the bytes aligned as they were."""
 
 
@@ -51,4 +51,4 @@ def bytes_to_move(span: range, storage_nbytes: int) -> range:
     """
     if 2 * len(span) > storage_nbytes:
         return range(storage_nbytes)
-    return range(span.start // _ALIGNMENT * _ALIGNMENT, span.stop)
+    return range(span.start // ALIGNMENT * ALIGNMENT, span.stop)

@@ -16,7 +16,8 @@ from functools import cache
 import numpy as np
 import torch
 
-_PAGE_NBYTES = 4096
+from fastensor.offload.copying import PAGE_NBYTES
+
 _HUGE_PAGES_FROM = 4 << 20
 
 
@@ -47,6 +48,7 @@ class HostMemory:
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
+        self._closed = False
         self._returned: deque[mmap.mmap] = deque()
         """Appended to by finalizers, which may wait for nothing."""
         self._idle: dict[int, list[mmap.mmap]] = {}
@@ -55,25 +57,36 @@ class HostMemory:
     @property
     def idle_nbytes(self) -> int:
         """How much is kept for later."""
-        self._sort_in()
+        self.trim()
         return self._idle_nbytes
 
     def storage(self, nbytes: int) -> tuple[torch.UntypedStorage, memoryview]:
         """A storage of at least so many bytes, rounded up to whole pages, and its memory, for filling it."""
-        rounded = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
-        self._sort_in()
+        rounded = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        self.trim()
         memory = self._take(rounded)
         array = np.frombuffer(memory, dtype=np.uint8)
-        weakref.finalize(array, self._returned.append, memory).atexit = False
+        weakref.finalize(array, self._give_back, memory).atexit = False
         with torch.inference_mode(False):
             storage = torch.from_numpy(array).untyped_storage()
         return storage, memoryview(memory)
 
     def clear(self) -> None:
-        """Keep nothing of what has been given back so far."""
-        self._sort_in()
-        self._idle.clear()
-        self._idle_nbytes = 0
+        """Keep nothing of what has been given back, nor of what will be."""
+        self._closed, self._budget = True, 0
+        self.trim()
+
+    def trim(self) -> None:
+        """Take in what has been given back, and keep no more of it than may be."""
+        while self._returned:
+            memory = self._returned.popleft()
+            self._idle.setdefault(len(memory), []).append(memory)
+            self._idle_nbytes += len(memory)
+        for nbytes in list(self._idle):
+            if self._idle_nbytes <= self._budget:
+                break
+            same = self._idle.pop(nbytes)
+            self._idle_nbytes -= nbytes * len(same)
 
     def _take(self, nbytes: int) -> mmap.mmap:
         if same := self._idle.get(nbytes):
@@ -85,13 +98,7 @@ class HostMemory:
                 memory.madvise(advice)
         return memory
 
-    def _sort_in(self) -> None:
-        while self._returned:
-            memory = self._returned.popleft()
-            self._idle.setdefault(len(memory), []).append(memory)
-            self._idle_nbytes += len(memory)
-        for nbytes in list(self._idle):
-            if self._idle_nbytes <= self._budget:
-                break
-            same = self._idle.pop(nbytes)
-            self._idle_nbytes -= nbytes * len(same)
+    def _give_back(self, memory: mmap.mmap) -> None:
+        """Called by finalizers, which may wait for nothing."""
+        if not self._closed:
+            self._returned.append(memory)

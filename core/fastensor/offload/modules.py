@@ -11,6 +11,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastensor.errors import OffloadError
+
+_RESHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+"""Classes whose parameters' memory comes and goes."""
+
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
     """Whether a module's name says something about what it saves; None if that is up to the module around it.
@@ -33,9 +38,11 @@ class AttachedModel:
 
     Raises:
         ValueError: a pattern fits no module.
+        OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
+        _refuse(model)
         self._model = model
         self._default = not include
         self._running = threading.local()
@@ -53,8 +60,8 @@ class AttachedModel:
     @property
     def wants(self) -> bool:
         """Whether what is saved now, in this thread, is to be offloaded."""
-        stack: list[bool] = self._running.__dict__.get("stack", [])
-        return stack[-1] if stack else self._default
+        stack = self._stack()
+        return stack[-1][1] if stack else self._default
 
     def storages(self) -> set[int]:
         """The identities of the storages of parameters and buffers, as they are now."""
@@ -69,13 +76,38 @@ class AttachedModel:
         while self._handles:
             self._handles.pop().remove()
 
+    def _stack(self) -> list[tuple[nn.Module, bool]]:
+        """Of this thread: the modules that run, and what is decided about each."""
+        stack: list[tuple[nn.Module, bool]] = self._running.__dict__.setdefault("stack", [])
+        return stack
+
     def _entering(self, decided: bool) -> Any:
         def enter(module: nn.Module, arguments: Any) -> None:
-            self._running.__dict__.setdefault("stack", []).append(decided)
+            self._stack().append((module, decided))
 
         return enter
 
     def _left(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        stack: list[bool] = self._running.__dict__.get("stack", [])
-        if stack:
-            stack.pop()
+        """Also called if another hook has raised before the module was entered, or one inside of it was left."""
+        stack = self._stack()
+        at = next((at for at in reversed(range(len(stack))) if stack[at][0] is module), len(stack))
+        del stack[at:]
+
+
+def _refuse(model: nn.Module) -> None:
+    """
+    Raises:
+        OffloadError: what autograd saves of this model may be freed by somebody else.
+    """
+    reason = ""
+    for name, module in model.named_modules():
+        if kinds := _RESHARDED & {kind.__name__ for kind in type(module).__mro__}:
+            reason = f"{name or type(module).__name__} is a {kinds.pop()} (FSDP)"
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            reason = f"{name} is a parameter of DeepSpeed's ZeRO stage 3"
+    if reason:
+        raise OffloadError(
+            f"activations of this model cannot be offloaded: {reason}, which frees and refills memory that autograd "
+            f"has saved. Use DDP, ZeRO up to stage 2, or activation checkpointing"
+        )

@@ -9,12 +9,15 @@ import errno
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import torch
+
 from fastensor.backends import posix, registry
-from fastensor.backends.base import SlotBackend, Slots
+from fastensor.backends.base import DeviceSlots, SlotBackend, Slots
 from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
 from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try, processes_here
@@ -31,6 +34,10 @@ _GROWTH_NBYTES = 64 << 20
 """Space is reserved in steps of so much."""
 _SHARE_OF_FREE_SPACE = 0.9
 _logger = logging.getLogger("fastensor")
+
+
+_of_parents: list[ExitStack] = []
+"""In forked children: what is not to be closed, not even when it is collected."""
 
 
 @dataclass(slots=True)
@@ -83,7 +90,7 @@ class Slot:
 
 
 class SlotFiles:
-    """The files of one process. Used by one thread at a time, but for :meth:`write` and :meth:`read`.
+    """The files of one process. Used by one thread at a time, but for what moves pieces.
 
     Args:
         config: where, and how much.
@@ -95,13 +102,15 @@ class SlotFiles:
     def __init__(self, config: OffloadConfig) -> None:
         self._resources = ExitStack()
         try:
-            self.files = [self._open(folder, config) for folder in _folders(config)]
+            folders = _folders(config)
+            self.files = [self._open(*one) for one in zip(folders, _limits(folders, config), strict=True)]
         except BaseException:
             self._resources.close()
             raise
         weakref.finalize(self, self._resources.close).atexit = False
         self.transports = self._transports(config)
         """Backends that can write to all of the files."""
+        self._device_types = {name: self._moved_by(name) for name in self.transports}
         self._turn = 0
 
     @property
@@ -119,8 +128,25 @@ class SlotFiles:
         Raises:
             OSError: the space cannot be reserved: ENOSPC, EDQUOT, EFBIG or what the disk is up to.
         """
-        files = self.files if nbytes >= _STRIPE_NBYTES else [self.files[self._turn % len(self.files)]]
+        striped = [self.files] if nbytes >= _STRIPE_NBYTES and len(self.files) > 1 else []
         self._turn += 1
+        first = self._turn % len(self.files)
+        failure: OSError | None = None
+        for files in (*striped, *([file] for file in (*self.files[first:], *self.files[:first]))):
+            try:
+                if (slot := self._place(nbytes, files)) is not None:
+                    return slot
+            except OSError as error:
+                failure = error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it holds this frame
+        return None
+
+    def _place(self, nbytes: int, files: Sequence[SlotFile]) -> Slot | None:
+        """A place in these files."""
         share = -(-nbytes // len(files) // PIECE_NBYTES) * PIECE_NBYTES
         places: list[Place] = []
         try:
@@ -149,27 +175,47 @@ class SlotFiles:
         """Read a piece. Any thread may. See :meth:`fastensor.backends.base.Slots.read`."""
         place.file.opened[transport].read(buffer, place.extent.begin)
 
+    def moves(self, transport: str, device: torch.device) -> bool:
+        """Whether a backend moves bytes between such a device and the files by itself."""
+        return device.type in self._device_types[transport]
+
+    def write_from_device(self, transport: str, place: Place, values: torch.Tensor) -> None:
+        """As :meth:`write`, by a backend that can. See :class:`fastensor.backends.base.DeviceSlots`."""
+        slots = place.file.opened[transport]
+        assert isinstance(slots, DeviceSlots)
+        slots.write_from_device(values, place.extent.begin)
+
+    def read_to_device(self, transport: str, place: Place, values: torch.Tensor) -> None:
+        """As :meth:`read`, likewise."""
+        slots = place.file.opened[transport]
+        assert isinstance(slots, DeviceSlots)
+        slots.read_to_device(values, place.extent.begin)
+
     def give_up(self, transport: str, reason: str) -> None:
         """A backend has turned out not to work here."""
         announce(transport, reason)
         self.transports = tuple(name for name in self.transports if name != transport)
 
+    def forget(self) -> None:
+        """In a forked child: let go of the files, which are its parent's, but of those that a library has opened, which
+        may wait for threads that the child lacks."""
+        _of_parents.append(self._resources.pop_all())
+        for file in self.files:
+            for name, slots in file.opened.items():
+                if name != "gds":
+                    slots.close()
+            posix.close_read_only(file.fd)
+
     def close(self) -> None:
         """Give the space back. Nothing is moved any more."""
         self._resources.close()
 
-    def _open(self, folder: str, config: OffloadConfig) -> SlotFile:
+    def _open(self, folder: str, limit: int) -> SlotFile:
         try:
             fd = posix.open_nameless(folder)
         except OSError as error:
             raise OffloadError(f"no file for activations can be made in {folder} ({error.strerror})") from error
         self._resources.callback(posix.close_read_only, fd)
-        space = os.statvfs(folder)
-        limit = int(space.f_bavail * space.f_frsize * _SHARE_OF_FREE_SPACE)
-        if config.ssd_bytes is not None:
-            limit = config.ssd_bytes // max(len(config.directories), 1)
-        else:
-            limit //= processes_here()
         return SlotFile(folder, fd, Extents(ALIGNMENT, limit))
 
     def _transports(self, config: OffloadConfig) -> tuple[str, ...]:
@@ -193,6 +239,12 @@ class SlotFiles:
                 continue
             usable.append(name)
         return tuple(usable)
+
+    def _moved_by(self, transport: str) -> Set[str]:
+        """Kinds of devices whose bytes a backend moves by itself, to and from all of the files."""
+        slots = [file.opened[transport] for file in self.files]
+        kinds = [one.device_types if isinstance(one, DeviceSlots) else frozenset[str]() for one in slots]
+        return frozenset.intersection(*map(frozenset, kinds))
 
 
 def wrong_disk(folder: str, kept_by: Keeper, kind: str) -> str:
@@ -220,6 +272,26 @@ def _folders(config: OffloadConfig) -> Sequence[str]:
         if warning := wrong_disk(folder, keeper(kind), kind):
             _logger.warning("%s; name a folder on an SSD in OffloadConfig(directories=...)", warning)
     return folders
+
+
+def _limits(folders: Sequence[str], config: OffloadConfig) -> Sequence[int]:
+    """How large each file may become. Folders on one filesystem share what is free there.
+
+    Raises:
+        OffloadError: there is no such folder.
+    """
+    if config.ssd_bytes is not None:
+        return [config.ssd_bytes // len(folders)] * len(folders)
+    try:
+        devices = [os.stat(folder).st_dev for folder in folders]
+        spaces = [os.statvfs(folder) for folder in folders]
+    except OSError as error:
+        raise OffloadError(f"no file for activations can be made in {error.filename} ({error.strerror})") from error
+    sharing = Counter(devices)
+    return [
+        int(space.f_bavail * space.f_frsize * _SHARE_OF_FREE_SPACE) // sharing[device] // processes_here()
+        for space, device in zip(spaces, devices, strict=True)
+    ]
 
 
 def _reserve(file: SlotFile) -> None:

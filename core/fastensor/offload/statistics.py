@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TERABYTE = 10**12
 _SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
 """What a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron paper
 (section 3.4) takes nearly one."""
+
+
+WRITTEN_BY = "written by "
+"""What counts by backend begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What is counted on the way, with the mover's lock held."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """That threads of the training have waited."""
+
+    def note_peak(self, what: str, nbytes: int) -> None:
+        self.counts[what] = max(self.counts[what], nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +56,7 @@ class OffloadStatistics:
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
     prefetch_hits: int
-    """Ranges that were there when they were needed first, having been on an SSD."""
+    """Ranges that were there when they were needed first, having been moved out."""
     prefetch_late: int
     """Those that were still being read."""
     misses: int
