@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# Two workers with two threads each on two cores: OpenMP's would take the time of the others by waiting actively.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
+
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -132,7 +132,7 @@ class ActivationOffload:
             model.remove()
 
     def settle(self) -> None:
-        """Wait until all that is to be on the SSD is there."""
+        """Wait until all that is to be on the SSD is there, and nothing is being read."""
         if self._mover is not None:
             self._mover.settle()
 

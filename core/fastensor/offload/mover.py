@@ -12,7 +12,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 
@@ -160,10 +159,11 @@ class Mover:
                     self._reader.evict(cell)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way to the SSD, and sort out what nobody wants any more."""
+        """Wait until nothing is on its way to the SSD or back, and sort out what nobody wants any more."""
         with self._crew.lock:
             self._sort_out()
             self._writer.settle()
+            self._reader.settle()
 
     def counted(self) -> tuple[Counter[str], dict[str, float]]:
         """What has been counted so far, and how long was waited."""
@@ -219,9 +219,7 @@ class Mover:
         if cell.reading is None:
             self._reader.find_room(cell.nbytes)
             self._reader.begin(cell, urgent=True)
-        if not self._crew.work_or_wait(partial(self._reader.claim, cell)):
-            self._reader.evict(cell)  # an interrupt has come before it was noted as read
-            cell.reading = None
+        self._reader.work_or_wait(cell)
         self._tally.seconds["waited_to_read"] += time.perf_counter() - started
 
     def _at_hand(self, cell: Cell) -> tuple[torch.UntypedStorage, int] | None:

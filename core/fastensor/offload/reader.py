@@ -52,7 +52,8 @@ class Reader:
             for cell in self.resident.cells():
                 if self.resident.fits(nbytes):
                     return True
-                self._mend(cell)
+                if cell.reading is not None and cell.reading.is_claimed and not self._crew.jobs:
+                    self._drop(cell)
                 if cell.is_loaded and not cell.awaited and useless(cell):
                     self.evict(cell)
         return self.resident.fits(nbytes)
@@ -83,6 +84,16 @@ class Reader:
             self._to_read.append(cell)
         self._crew.call("read", self.claim)
 
+    def work_or_wait(self, cell: Cell) -> None:
+        """Do something of what is read of a cell, or wait for others who do."""
+        if not self._crew.work_or_wait(partial(self.claim, cell)):
+            self._drop(cell)
+
+    def settle(self) -> None:
+        """Wait until nothing is being read."""
+        while reading := [cell for cell in self.resident.cells() if cell.reading is not None]:
+            self.work_or_wait(reading[0])
+
     def claim(self, wanted: Cell | None = None) -> Job | None:
         """See :data:`fastensor.offload.crew.Claim`. What is ``wanted``, or the first."""
         cell = wanted or next(iter(self._to_read), None)
@@ -107,7 +118,6 @@ class Reader:
         self._stop(cell)
         if cell.reading.is_over:
             self._read(cell)
-        self._mend(cell)
 
     def stop(self) -> None:
         """Read nothing any more that nobody reads now, and keep no memory for later."""
@@ -121,12 +131,13 @@ class Reader:
         """Keep no more memory for what is read next than may be."""
         self._host.trim()
 
-    def _mend(self, cell: Cell) -> None:
+    def _drop(self, cell: Cell) -> None:
         """An interrupt has come before a piece was noted as read, which nobody reads any more."""
-        if cell.reading is not None and cell.reading.is_claimed and not self._crew.jobs:
-            cell.reading = None
-            self.evict(cell)
-            self._depot.tidy(cell)
+        with suppress(ValueError):
+            self._to_read.remove(cell)
+        cell.reading = None
+        self.evict(cell)
+        self._depot.tidy(cell)
 
     def _stop(self, cell: Cell) -> None:
         assert cell.reading is not None
