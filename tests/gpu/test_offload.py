@@ -24,6 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"target": "dram"},
     {"ssd_bytes": 16 << 20},
     {"backend": "numpy"},
+    {"backend": "gds"},
+    {"backend": "gds", "verify": False},
 ]
 
 

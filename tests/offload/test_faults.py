@@ -532,7 +532,9 @@ def test_interrupts_wherever_they_may_come(
     assert read_nbytes > number / 10 * inputs.nbytes, "interrupted is what reads, too"
     offload.settle()
     gauge = offload.gauge()
-    assert not gauge["pending"] + gauge["resting"] + gauge["resident"]
+    assert not gauge["pending"] + gauge["resting"] + gauge["resident"], [
+        (cell.home, cell.unread, cell.reading, cell.prefetched) for cell in offload._mover._reader.resident.cells()
+    ]
     assert gauge["on_ssd"] <= number / 40 * inputs.nbytes, "a part of the file may be lost until it is closed, rarely"
 
 

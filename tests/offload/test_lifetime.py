@@ -365,6 +365,42 @@ def test_a_forked_child_has_no_share(make: Any, tmp_path: Path) -> None:
     assert torch.equal(x.grad, x.exp().cos() * x.exp())  # type: ignore[arg-type]
 
 
+def test_what_has_come_back_is_there_in_forked_children(make: Any) -> None:
+    """A saved tensor may become a gradient, and live longer than the step."""
+
+    class ReturnsWhatItSaved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(factor)
+            return (x * factor).sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            return ctx.saved_tensors[0], None
+
+    offload = make()
+    x = torch.randn(5000, requires_grad=True)
+    for _ in range(2):  # the second time, to memory that was filled before
+        x.grad = None
+        with offload.step():
+            loss = ReturnsWhatItSaved.apply(x, x.detach().exp())  # type: ignore[no-untyped-call]
+        offload.settle()
+        loss.backward()
+        del loss
+        assert offload.statistics().read_nbytes
+        found, expected = x.grad.numpy(), x.detach().exp().numpy()  # type: ignore[attr-defined]
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if found.tobytes() == expected.tobytes() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_transforms_of_functions_are_refused_by_torch(make: Any) -> None:
+    offload = make()
+    with offload.step(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: x.exp().sum())(torch.randn(500))
+
+
 def test_a_fork_while_threads_are_at_work(make: Any) -> None:
     """The child offloads by itself; the parent does not notice."""
     offload = make(staging_bytes=1 << 20)

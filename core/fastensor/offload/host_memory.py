@@ -23,7 +23,7 @@ _HUGE_PAGES_FROM = 4 << 20
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED_FROM = 1 << 20
-_MADV_WIPEONFORK = 18
+_MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 """A fork during a direct read into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
 
@@ -35,6 +35,13 @@ def return_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM):
         _logger.warning("this C library has no mallopt: memory of offloaded tensors may stay with the process")
+
+
+def keep_on_fork(memory: memoryview) -> None:
+    """Memory of :class:`HostMemory` has been filled: children that are forked from now on find there what this process
+    does."""
+    assert isinstance(memory.obj, mmap.mmap)
+    _advise(memory.obj, _MADV_KEEPONFORK)
 
 
 class HostMemory:
@@ -91,14 +98,20 @@ class HostMemory:
     def _take(self, nbytes: int) -> mmap.mmap:
         if same := self._idle.get(nbytes):
             self._idle_nbytes -= nbytes
-            return same.pop()
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in (_MADV_WIPEONFORK, *([mmap.MADV_HUGEPAGE] if nbytes >= _HUGE_PAGES_FROM else [])):
-            with contextlib.suppress(OSError):  # this kernel does not have it
-                memory.madvise(advice)
+            memory = same.pop()
+        else:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if nbytes >= _HUGE_PAGES_FROM:
+                _advise(memory, mmap.MADV_HUGEPAGE)
+        _advise(memory, _MADV_WIPEONFORK)
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:
         """Called by finalizers, which may wait for nothing."""
         if not self._closed:
             self._returned.append(memory)
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    with contextlib.suppress(OSError):  # this kernel does not have it
+        memory.madvise(advice)

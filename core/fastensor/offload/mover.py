@@ -11,7 +11,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import call
+from typing import Self
 
 import torch
 
@@ -30,19 +33,23 @@ from fastensor.offload.writer import Writer
 _SHARE_OF_FREE_MEMORY = 0.5
 
 
-class Token:
-    """Held by the graph, and by nothing else: when it goes, nobody wants the cell any more."""
+class Token(partial[object]):
+    """Held by the graph, and by nothing else: when it goes, nobody wants the cell any more.
 
-    __slots__ = ("__weakref__", "cell", "mover")
+    Its finalizer, in any thread, and between any two instructions of it, waits for nothing, and begins with one call in
+    C that notes that: no interrupt comes before.
+    """
 
-    def __init__(self, cell: Cell, mover: Mover) -> None:
-        self.cell = cell
-        self.mover = mover
+    cell: Cell
+    mover: Mover
 
-    def __del__(self) -> None:
-        mover: Mover | None = getattr(self, "mover", None)  # an interrupt may come before it has one
-        if mover is not None:
-            mover.let_go(self.cell)
+    def __new__(cls, cell: Cell, mover: Mover) -> Self:
+        steps: list[Callable[[], object]] = [partial(mover.released.append, cell), mover.take_in]
+        token = super().__new__(cls, deque, map(call, steps), 0)
+        token.cell, token.mover = cell, mover
+        return token
+
+    __del__ = partial.__call__
 
 
 class Mover:
@@ -56,7 +63,8 @@ class Mover:
         self._config = config
         self._process = os.getpid()
         self._closed = False
-        self._released: deque[Cell] = deque()
+        self.released: deque[Cell] = deque()
+        """What nobody wants any more, and is not sorted out yet."""
         self._tally = Tally()
         self._crew = Crew(self._sort_out)
         dram_nbytes = _dram_budget(config)
@@ -178,10 +186,8 @@ class Mover:
             held = {what: holding.nbytes for what, holding in self._holdings().items()}
             return held | {"idle": self._reader.idle_nbytes} | self._depot.sizes()
 
-    def let_go(self, cell: Cell) -> None:
-        """Nobody wants a cell any more. Called by finalizers, in any thread, between any two instructions of it: waits
-        for nothing. If somebody holds the lock, that one sorts it out, or the next."""
-        self._released.append(cell)
+    def take_in(self) -> None:
+        """Sort out what nobody wants any more. If somebody holds the lock, that one does, or the next."""
         if os.getpid() != self._process:
             return
         acquired: list[bool] = []
@@ -273,14 +279,14 @@ class Mover:
     def _sort_out(self) -> None:
         """Take in what finalizers have left."""
         self._reader.trim()
-        while self._released:
-            cell = self._released[0]  # and away afterwards: an interrupt may come, and doing it again does no harm
+        while self.released:
+            cell = self.released[0]  # and away afterwards: an interrupt may come, and doing it again does no harm
             cell.home = Home.RELEASED
             self._writer.release(cell)
             self._reader.release(cell)
             self._depot.tidy(cell)
             self._crew.tell()
-            del self._released[0]
+            del self.released[0]
 
 
 def _is_away(cell: Cell) -> bool:

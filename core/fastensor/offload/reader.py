@@ -16,7 +16,7 @@ from fastensor.offload.crew import Crew, Job
 from fastensor.offload.depot import Depot
 from fastensor.offload.failures import raise_interrupt, without_frames
 from fastensor.offload.holding import Holding
-from fastensor.offload.host_memory import HostMemory
+from fastensor.offload.host_memory import HostMemory, keep_on_fork
 from fastensor.offload.statistics import Tally
 
 
@@ -171,6 +171,8 @@ class Reader:
         move, cell.reading = cell.reading, None
         assert move is not None
         if move.failure is None and cell.home is not Home.RELEASED:
+            if cell.memory is not None:
+                keep_on_fork(cell.memory)
             if move.transfer is not None:
                 move.transfer.done(time.perf_counter() - move.transfer.started)
                 self._tally.counts["read_nbytes"] += cell.nbytes
