@@ -95,6 +95,27 @@ def test_blocks_are_touched_before_they_are_filled(make: Any, monkeypatch: pytes
     assert offload.statistics().read_nbytes > 0
 
 
+def test_what_is_wanted_again_at_once_is_read_once(make: Any) -> None:
+    """Each product saves a tensor twice. Room for the next ones is not made of what is wanted now, or before them."""
+    offload = make(prefetch_bytes=3 * 40_000)
+    x = torch.rand(10_000, requires_grad=True)
+    for step in range(3):
+        before = offload.statistics()
+        with offload.step():
+            y = x * 1
+            for _ in range(12):
+                y = y * y
+            loss = y.sum()
+        del y
+        offload.settle()
+        torch.autograd.grad(loss, x)
+        found = offload.statistics()
+        moved = found.read_nbytes - before.read_nbytes
+        if step:  # the first one is not known yet to want anything twice
+            assert found.misses - before.misses == 1, "the first, which nothing has announced"
+            assert moved == found.written_nbytes - before.written_nbytes > 0
+
+
 @pytest.mark.usefixtures("staged")
 def test_host_memory_is_read_ahead_from_as_well(make: Any) -> None:
     """Tensors are larger than what may be on its way, and smaller than what may rest."""

@@ -92,7 +92,9 @@ def test_views_are_made_again_as_they_were(data: st.DataObject) -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(0, 20))
 def test_orders_are_complete(known: list[int], count: int) -> None:
-    assert sorted(complete(known, count)) == list(range(count))
+    found = complete(known, count)
+    assert set(found) == set(range(count))
+    assert found[: len(known)] == [position for position in known if position < count] or max(known) >= count
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
@@ -112,10 +114,19 @@ def test_the_last_order_is_what_is_expected(first: list[int], second: list[int])
     assert list(orders.begin(8, 2).upcoming()) == [1, 0], "another form"
 
 
-def test_a_second_look_changes_nothing() -> None:
+def test_a_second_look_that_nobody_has_expected_changes_nothing() -> None:
     course = Course([2, 1, 0])
     assert [course.take(position) for position in (2, 2, 0, 1, 0)] == [True, True, False, False, True]
-    assert course.taken == [2, 0, 1]
+    assert course.taken == [2, 2, 0, 1, 0]
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_what_is_wanted_several_times_is_expected_as_often(order: list[int]) -> None:
+    course = Course(order)
+    for number, position in enumerate(order):
+        assert list(course.upcoming()) == order[number:]
+        assert course.take(position)
+    assert not list(course.upcoming())
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, PIECE_NBYTES + 1, 5 * PIECE_NBYTES + 77])

@@ -367,13 +367,13 @@ class _Step:
             if self._course is None:
                 self._course = self._engine.begin_course(self._form, len(self._cells))
             course, cells = self._course, self._cells
-            expected = course.take(cell.position)
+            expected = not cell.unread or course.take(cell.position)  # backward passes may be repeated
             ahead = (found for position in course.upcoming() if (found := cells[position]()) is not None)
             upcoming = list(islice(ahead, _MOST_AHEAD))
         if not expected:
             wanted = set(upcoming)
             mover.drop(one for one in (ref() for ref in cells) if one is not None and one not in wanted)
-        mover.prefetch(upcoming)
+        mover.prefetch(upcoming, wanted=cell)
 
 
 def _untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -138,20 +138,28 @@ class Mover:
             cell.prefetched = False
             return found
 
-    def prefetch(self, cells: Iterable[Cell]) -> None:
-        """Begin to read what will be wanted next, in that order, as far as the budget goes."""
+    def prefetch(self, cells: Iterable[Cell], wanted: Cell) -> None:
+        """Begin to read what will be wanted next, in that order, as far as the budget goes, after what is ``wanted``
+        now."""
         with self._crew.lock:
             self._sort_out()
             if self._closed:
                 return
             window = self._config.prefetch_bytes
+            sooner = {wanted}
             for cell in cells:
+                sooner.add(cell)
                 if cell.home is Home.QUEUED and cell.source is not None and cell.nbytes <= window:
                     window -= cell.nbytes
                     self._writer.take_back(cell)
-                if cell.storage is not None or not _is_away(cell) or self._still_alive(cell) is not None:
+                if (
+                    cell is wanted
+                    or cell.storage is not None
+                    or not _is_away(cell)
+                    or self._still_alive(cell) is not None
+                ):
                     continue
-                if not self._reader.find_room(cell.nbytes):
+                if not self._reader.find_room(cell.nbytes, sooner):
                     break
                 try:
                     self._reader.begin(cell, urgent=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
 _MOST_FORMS = 16
@@ -26,47 +26,56 @@ class Orders:
 
 
 def complete(known: Sequence[int], count: int) -> list[int]:
-    """An order of all of ``count`` positions: those that are known first, and the others backwards.
+    """An order of all of ``count`` positions: those that are known first, as often as they were wanted, and the others
+    backwards.
 
-    >>> complete([], 3), complete([0, 2], 4)
-    ([2, 1, 0], [0, 2, 3, 1])
+    >>> complete([], 3), complete([0, 2, 0], 4)
+    ([2, 1, 0], [0, 2, 0, 3, 1])
     """
-    first = [position for position in dict.fromkeys(known) if position < count]
+    first = [position for position in known if position < count]
     missing = set(range(count)).difference(first)
     return first + sorted(missing, reverse=True)
 
 
 class Course:
-    """How far the unpacking of one step is, and what is expected next."""
+    """How far the unpacking of one step is, and what is expected next. What several nodes of the graph have saved is
+    wanted several times."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self._expected = expected
-        self._index = {position: index for index, position in enumerate(expected)}
+        self._places: dict[int, deque[int]] = {}
+        """Where in the order each position is, and has not been wanted yet."""
+        for place, position in enumerate(expected):
+            self._places.setdefault(position, deque()).append(place)
         self._next = 0
-        self.taken: list[int] = []
-        """In which order they were wanted, each for the first time."""
+        self._past: set[int] = set()
+        """Places."""
         self._seen: set[int] = set()
+        self.taken: list[int] = []
+        """In which order they were wanted."""
 
     def take(self, position: int) -> bool:
-        """An activation is wanted. Whether that was to be expected now, or it has been before."""
-        if position in self._seen:
-            return True
+        """An activation is wanted. Whether that was to be expected now; or it has been before, and nobody knew how
+        often it would be."""
+        seen = position in self._seen
         self._seen.add(position)
         self.taken.append(position)
-        index = self._index.get(position)
-        if index is None:
-            return False
-        expected = index == self._next
-        self._next = index + 1
-        while self._next < len(self._expected) and self._expected[self._next] in self._seen:
+        places = self._places.get(position)
+        if not places:
+            return seen
+        place = places.popleft()
+        self._past.add(place)
+        expected = place == self._next
+        self._next = place + 1
+        while self._next in self._past:
             self._next += 1
         return expected
 
     def upcoming(self) -> Iterator[int]:
         """What is expected next, in order.
 
-        >>> course = Course([2, 1, 0])
+        >>> course = Course([2, 1, 2, 0])
         >>> course.take(2), list(course.upcoming())
-        (True, [1, 0])
+        (True, [1, 2, 0])
         """
-        return (position for position in self._expected[self._next :] if position not in self._seen)
+        return (self._expected[place] for place in range(self._next, len(self._expected)) if place not in self._past)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Set
 from contextlib import suppress
 from functools import partial
 
@@ -45,16 +46,16 @@ class Reader:
         """Memory that is kept for what is read next."""
         return self._host.idle_nbytes
 
-    def find_room(self, nbytes: int) -> bool:
-        """Let go of what nobody is known to want again, and of what was wanted already, longest ago, and will be again.
-        False if that is not enough."""
+    def find_room(self, nbytes: int, sooner: Set[Cell] = frozenset()) -> bool:
+        """Let go of what nobody is known to want again, and of what was wanted already, longest ago, and will be again,
+        but not ``sooner``. False if that is not enough."""
         for useless in (_is_done, _was_served):
             for cell in self.resident.cells():
                 if self.resident.fits(nbytes):
                     return True
                 if cell.reading is not None and cell.reading.is_claimed and not self._crew.jobs:
                     self._drop(cell)
-                if cell.is_loaded and not cell.awaited and useless(cell):
+                if cell.is_loaded and not cell.awaited and cell not in sooner and useless(cell):
                     self.evict(cell)
         return self.resident.fits(nbytes)
 
