@@ -90,34 +90,46 @@ def test_views_are_made_again_as_they_were(data: st.DataObject) -> None:
     assert (found.stride(), found.dtype, found.is_conj()) == (tensor.stride(), dtype, tensor.is_conj())
 
 
-@given(st.lists(st.integers(0, 30), max_size=40), st.integers(0, 20))
-def test_orders_are_complete(known: list[int], count: int) -> None:
-    found = complete(known, count)
-    assert set(found) == set(range(count))
-    assert found[: len(known)] == [position for position in known if position < count] or max(known) >= count
+@given(st.lists(st.integers(0, 30), max_size=40), st.lists(st.integers(0, 20), max_size=40))
+def test_orders_are_complete(known: list[int], saved: list[int]) -> None:
+    found = complete(known, saved)
+    assert set(found) == set(saved)
+    there = [position for position in known if position in saved]
+    assert found[: len(there)] == there
+    assert found[len(there) :] == [position for position in reversed(saved) if position not in known]
 
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
 def test_the_last_order_is_what_is_expected(first: list[int], second: list[int]) -> None:
     orders = Orders()
-    course = orders.begin(7, 8)
+    course = orders.begin(7, range(8))
     assert list(course.upcoming()) == list(range(7, -1, -1))
     for position in first:
         course.take(position)
-    again = orders.begin(7, 8)
+    again = orders.begin(7, range(8))
     assert list(again.upcoming()) == first
     assert [again.take(position) for position in first] == [True] * 8
-    other = orders.begin(7, 8)
+    other = orders.begin(7, range(8))
     for position in second:
         other.take(position)
         assert position not in list(other.upcoming())
-    assert list(orders.begin(8, 2).upcoming()) == [1, 0], "another form"
+    assert list(orders.begin(8, range(2)).upcoming()) == [1, 0], "another form"
 
 
 def test_a_second_look_that_nobody_has_expected_changes_nothing() -> None:
     course = Course([2, 1, 0])
-    assert [course.take(position) for position in (2, 2, 0, 1, 0)] == [True, True, False, False, True]
+    assert [course.take(position) for position in (2, 2, 0, 1, 0)] == [True] * 5
     assert course.taken == [2, 2, 0, 1, 0]
+
+
+def test_what_is_passed_over_is_expected_for_a_while() -> None:
+    course = Course(range(20))
+    assert [course.take(position) for position in range(1, 9)] == [True] * 8
+    assert next(course.upcoming()) == 0
+    assert not course.take(9), "others are wanted by now"
+    assert list(course.upcoming()) == list(range(10, 20))
+    assert not course.take(0), "nobody thought that it would be"
+    assert list(course.upcoming()) == list(range(10, 20))
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -198,9 +198,9 @@ class ActivationOffload:
                     self._mover.close()
             return self._mover
 
-    def begin_course(self, form: int, count: int) -> Course:
+    def begin_course(self, form: int, saved: Sequence[int]) -> Course:
         with self._lock:
-            return self._orders.begin(form, count)
+            return self._orders.begin(form, saved)
 
     def persistent_storages(self) -> set[int]:
         return set() if self._model is None else self._model.storages()
@@ -263,6 +263,9 @@ class _Step:
         self._tokens: dict[tuple[int, int], list[tuple[weakref.ref[Token], weakref.ref[torch.Tensor], range]]] = {}
         """By storage and version: what of it is offloaded already, and the tensor whose counter the version is of."""
         self._cells: list[Callable[[], Cell | None]] = []
+        """By position."""
+        self._saved: list[int] = []
+        """Positions, in the order of packs."""
         self._form = 0
         self._course: Course | None = None
 
@@ -327,6 +330,7 @@ class _Step:
                 continue
             if owner() is base and covered.start <= span.start and span.stop <= covered.stop:
                 token.mover.share(token.cell)
+                self._note(token.cell.position)
                 counts["shared_nbytes"] += len(span)
                 return _Offloaded(token, View.of(tensor), _witness(tensor), version)
         if len(span) < self._engine.config.min_bytes:
@@ -334,12 +338,9 @@ class _Step:
             return _keep(tensor)
         self._form = hash((self._form, len(span), tensor.dtype))
         mover = self._engine.mover()
-        with self._lock:
-            self._course = None  # the next backward pass goes another way
         if self._form in mover.alive_anyway:
             kept["alive anyway"] += len(span)
-            with self._lock:
-                self._cells.append(_no_cell)  # so that positions are the same in steps in which it is not kept
+            self._note(len(self._cells), _no_cell)  # so that positions are the same in steps in which it is not kept
             return _keep(tensor)
         lead = lead_of(tensor, span)
         cell = Cell(
@@ -356,16 +357,24 @@ class _Step:
         )
         token = Token(cell, mover)  # first: whatever interrupts what follows, somebody lets go of the cell
         mover.admit(cell)
-        with self._lock:
-            self._cells.append(weakref.ref(cell))
+        self._note(cell.position, weakref.ref(cell))
         self._tokens.setdefault((storage._cdata, version), []).append((weakref.ref(token), weakref.ref(base), span))
         return _Offloaded(token, View.of(tensor), _witness(tensor), version)
+
+    def _note(self, position: int, cell: Callable[[], Cell | None] | None = None) -> None:
+        """A node has saved what has this position, and is new if it is given: the next backward pass goes another way
+        than the last one."""
+        with self._lock:
+            if cell is not None:
+                self._cells.append(cell)
+            self._saved.append(position)
+            self._course = None
 
     def _look_ahead(self, mover: Mover, cell: Cell) -> None:
         """Note that a cell is wanted, and have those read that will be next."""
         with self._lock:
             if self._course is None:
-                self._course = self._engine.begin_course(self._form, len(self._cells))
+                self._course = self._engine.begin_course(self._form, self._saved)
             course, cells = self._course, self._cells
             expected = not cell.unread or course.take(cell.position)  # backward passes may be repeated
             ahead = (found for position in course.upcoming() if (found := cells[position]()) is not None)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 _MOST_FORMS = 16
 """So many kinds of steps are remembered, those that were seen last."""
+_SLACK = 8
+"""Places. What others are wanted before is still expected: nodes may change places."""
 
 
 class Orders:
@@ -15,26 +17,30 @@ class Orders:
     def __init__(self) -> None:
         self._known: OrderedDict[int, list[int]] = OrderedDict()
 
-    def begin(self, form: int, count: int) -> Course:
-        """The course of a step of that form, with so many activations, which begins to be unpacked."""
+    def begin(self, form: int, saved: Sequence[int]) -> Course:
+        """The course of a step of that form, which begins to be unpacked.
+
+        Args:
+            saved: positions of activations in the order in which nodes have saved them; several may save the same.
+        """
         known = self._known.pop(form, [])
-        course = Course(complete(known, count))
+        course = Course(complete(known, saved))
         self._known[form] = course.taken
         if len(self._known) > _MOST_FORMS:
             self._known.popitem(last=False)
         return course
 
 
-def complete(known: Sequence[int], count: int) -> list[int]:
-    """An order of all of ``count`` positions: those that are known first, as often as they were wanted, and the others
-    backwards.
+def complete(known: Sequence[int], saved: Sequence[int]) -> list[int]:
+    """An order of all that was saved: what is known first, and the rest the other way round.
 
-    >>> complete([], 3), complete([0, 2, 0], 4)
-    ([2, 1, 0], [0, 2, 0, 3, 1])
+    >>> complete([], [0, 1, 0, 2]), complete([0, 2, 0], [0, 1, 0, 2, 3])
+    ([2, 0, 1, 0], [0, 2, 0, 3, 1])
     """
-    first = [position for position in known if position < count]
-    missing = set(range(count)).difference(first)
-    return first + sorted(missing, reverse=True)
+    there = set(saved)
+    first = [position for position in known if position in there]
+    known_now = set(first)
+    return first + [position for position in reversed(saved) if position not in known_now]
 
 
 class Course:
@@ -48,6 +54,7 @@ class Course:
         for place, position in enumerate(expected):
             self._places.setdefault(position, deque()).append(place)
         self._next = 0
+        """The first place that is expected."""
         self._past: set[int] = set()
         """Places."""
         self._seen: set[int] = set()
@@ -55,8 +62,8 @@ class Course:
         """In which order they were wanted."""
 
     def take(self, position: int) -> bool:
-        """An activation is wanted. Whether that was to be expected now; or it has been before, and nobody knew how
-        often it would be."""
+        """An activation is wanted. Whether that was to be expected about now; or it has been before, and nobody knew
+        how often it would be. If not, what was passed over is expected no more."""
         seen = position in self._seen
         self._seen.add(position)
         self.taken.append(position)
@@ -65,8 +72,9 @@ class Course:
             return seen
         place = places.popleft()
         self._past.add(place)
-        expected = place == self._next
-        self._next = place + 1
+        expected = 0 <= place - self._next <= _SLACK
+        if not expected:
+            self._next = place + 1
         while self._next in self._past:
             self._next += 1
         return expected
