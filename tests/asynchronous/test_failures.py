@@ -560,6 +560,27 @@ def test_after_an_interrupt_nobody_waits_for_ever(tmp_path: Path, action: str) -
     assert not interrupted
 
 
+def test_a_save_that_ends_while_its_interrupt_is_seen_to_ends_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = AsyncWriter()
+    works = writer._queue.works
+
+    def works_once_all_are_done() -> list[queue.Work]:
+        monkeypatch.setattr(writer._queue, "works", works)
+        assert writer._queue.join(60)
+        return works()
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(writer._queue, "works", works_once_all_are_done)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(operations.Save, "stage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.save(NEW, path)
+    monkeypatch.undo()
+    assert writer.save(OLD, path).result(60).durable
+    writer.close(60)
+
+
 @pytest.mark.parametrize("staging_bytes", [None, 4 << 20])
 def test_an_interrupt_at_any_moment_of_a_save(path: Path, staging_bytes: int | None) -> None:
     for number in range(1, 400):

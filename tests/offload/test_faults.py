@@ -24,6 +24,8 @@ from fastensor.backends import direct, numpy, posix
 from fastensor.backends.threads import NoThreadsError, open_pool, shut_down
 from fastensor.errors import BackendUnavailableError
 from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, crew, slots
+from fastensor.offload.cell import Cell
+from fastensor.offload.reader import Reader
 from fastensor.testing.calls import Call, intercepted
 from fastensor.testing.faults import failing_call, short_call
 
@@ -486,6 +488,39 @@ def test_a_full_disk_leaves_it_to_the_others(make: Any, tmp_path: Any, case: Any
     assert found.kept.get("not moved", 0) == 0
     assert sorted(bool(file.reserved_nbytes) for file in offload._mover._depot.slots.files) == [False, True]
     assert is_clean(offload)
+
+
+def lose_a_read(offload: ActivationOffload) -> tuple[torch.Tensor, torch.Tensor]:
+    """An interrupt has come between a piece that has been claimed for reading and the reading of it."""
+    x = torch.randn(5000, requires_grad=True)
+    with offload.step():
+        loss = x.exp().sum()
+    offload.settle()
+    mover = offload.mover()
+    with mover._crew.lock, mock.patch.object(crew, "open_pool", mock.Mock(side_effect=NoThreadsError)):
+        (cell,) = (one for one in gc.get_objects() if type(one) is Cell and one.slot and one.nbytes == x.nbytes)
+        mover._reader.begin(cell, urgent=False)
+        assert mover._reader.claim(cell)
+    assert mover._reader.resident.nbytes
+    return loss, x
+
+
+def test_a_lost_read_is_never_taken_for_one(make: Any) -> None:
+    """Nor if another interrupt comes while that is mended."""
+    offload = make()
+    loss, x = lose_a_read(offload)
+    with mock.patch.object(Reader, "evict", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        offload.settle()
+    loss.backward()
+    assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
+
+
+def test_a_lost_read_keeps_nothing(make: Any) -> None:
+    offload = make()
+    loss, _ = lose_a_read(offload)
+    del loss
+    gauge = offload.gauge()
+    assert (gauge["resident"], gauge["on_ssd"]) == (0, 0)
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -20,6 +20,7 @@ from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError
 from fastensor.offload.crew import THREADS
+from fastensor.offload.mover import Mover
 
 
 def empty(offload: ActivationOffload) -> bool:
@@ -222,6 +223,28 @@ def test_several_threads_at_once(make: Any) -> None:
 
     in_threads(work, [torch.randn(64, 256, requires_grad=True) for _ in range(4)])
     assert empty(offload)
+
+
+def test_what_is_saved_while_the_last_that_has_saved_it_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may come in between; here the finalizer does it itself."""
+    offload, take_in = make(), Mover.take_in
+    x = torch.randn(5000, requires_grad=True)
+    held: list[torch.Tensor] = []
+    again: list[torch.Tensor] = []
+
+    def saves_again(mover: Mover) -> None:
+        if held:
+            again.append(held.pop().sin())
+        take_in(mover)
+
+    monkeypatch.setattr(Mover, "take_in", saves_again)
+    with offload.step():
+        held.append(x + 1)  # saves nothing
+        first = held[0].sin()
+        offload.settle()
+        del first
+    again[0].sum().backward()
+    assert torch.equal(x.grad, (x + 1).cos())  # type: ignore[arg-type]
 
 
 def test_steps_may_nest_and_hooks_of_others_too(make: Any) -> None:

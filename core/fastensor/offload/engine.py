@@ -328,8 +328,9 @@ class _Step:
             token = reference()
             if token is None or token.mover is not self._engine.mover():  # but a parent's, before a fork
                 continue
-            if owner() is base and covered.start <= span.start and span.stop <= covered.stop:
-                token.mover.share(token.cell)
+            covers = owner() is base and covered.start <= span.start and span.stop <= covered.stop
+            if covers and token.mover.share(token.cell):
+                self._form = hash((self._form, token.cell.position))
                 self._note(token.cell.position)
                 counts["shared_nbytes"] += len(span)
                 return _Offloaded(token, View.of(tensor), _witness(tensor), version)

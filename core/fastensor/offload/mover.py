@@ -91,10 +91,14 @@ class Mover:
                 cell.home = Home.KEPT
                 self._tally.counts["kept_nbytes"] += cell.nbytes
 
-    def share(self, cell: Cell) -> None:
-        """One handle more will be unpacked."""
+    def share(self, cell: Cell) -> bool:
+        """One handle more will be unpacked. False if the last one is just going."""
         with self._crew.lock:
+            self._sort_out()
+            if cell.home is Home.RELEASED:
+                return False
             cell.unread += 1
+            return True
 
     def raise_failure(self) -> None:
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 _MOST_FORMS = 16
@@ -49,10 +49,10 @@ class Course:
 
     def __init__(self, expected: Sequence[int]) -> None:
         self._expected = expected
-        self._places: dict[int, deque[int]] = {}
-        """Where in the order each position is, and has not been wanted yet."""
-        for place, position in enumerate(expected):
-            self._places.setdefault(position, deque()).append(place)
+        self._places: dict[int, list[int]] = {}
+        """Where in the order each position is, and has not been wanted yet; the first is the last."""
+        for place in reversed(range(len(expected))):
+            self._places.setdefault(expected[place], []).append(place)
         self._next = 0
         """The first place that is expected."""
         self._past: set[int] = set()
@@ -63,14 +63,14 @@ class Course:
 
     def take(self, position: int) -> bool:
         """An activation is wanted. Whether that was to be expected about now; or it has been before, and nobody knew
-        how often it would be. If not, what was passed over is expected no more."""
+        how often it would be. If not, what is expected next is what comes behind it."""
         seen = position in self._seen
         self._seen.add(position)
         self.taken.append(position)
         places = self._places.get(position)
         if not places:
             return seen
-        place = places.popleft()
+        place = places.pop()
         self._past.add(place)
         expected = 0 <= place - self._next <= _SLACK
         if not expected:

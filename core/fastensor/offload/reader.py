@@ -119,13 +119,13 @@ class Reader:
         self._stop(cell)
         if cell.reading.is_over:
             self._read(cell)
+        elif not self._crew.jobs:
+            self._drop(cell)
 
     def stop(self) -> None:
         """Read nothing any more that nobody reads now, and keep no memory for later."""
         while self._to_read:
-            cell = self._to_read.popleft()
-            cell.reading = None
-            self.evict(cell)
+            self._drop(self._to_read[0])
         self._host.clear()
 
     def trim(self) -> None:
@@ -133,11 +133,10 @@ class Reader:
         self._host.trim()
 
     def _drop(self, cell: Cell) -> None:
-        """An interrupt has come before a piece was noted as read, which nobody reads any more."""
-        with suppress(ValueError):
-            self._to_read.remove(cell)
-        cell.reading = None
+        """Nobody reads it, be it that an interrupt has come before a piece was noted as read."""
+        self._stop(cell)
         self.evict(cell)
+        cell.reading = None  # last, or it would be taken for loaded if an interrupt came now
         self._depot.tidy(cell)
 
     def _stop(self, cell: Cell) -> None:
@@ -169,17 +168,19 @@ class Reader:
 
     def _read(self, cell: Cell) -> None:
         """Nobody reads it any more."""
-        move, cell.reading = cell.reading, None
+        move = cell.reading
         assert move is not None
         if move.failure is None and cell.home is not Home.RELEASED:
             if cell.memory is not None:
                 keep_on_fork(cell.memory)
+            cell.reading = None
             if move.transfer is not None:
                 move.transfer.done(time.perf_counter() - move.transfer.started)
                 self._tally.counts["read_nbytes"] += cell.nbytes
         else:
-            self._depot.withdraw(move.transfer)
             self.evict(cell)
+            cell.reading = None  # last, as above
+            self._depot.withdraw(move.transfer)
             if cell.home is not Home.RELEASED and isinstance(move.failure, Exception):
                 self._could_not_read(cell, move, move.failure)
         self._depot.tidy(cell)
@@ -199,7 +200,7 @@ class Reader:
 
 
 def _is_done(cell: Cell) -> bool:
-    """Every handle has been unpacked."""
+    """It has been wanted as often as it was saved."""
     return not cell.unread
 
 

@@ -411,7 +411,7 @@ class AsyncWriter:
         except BaseException as error:
             save.tell()
             snapshot.stop(error)
-            if not save.done and save not in self._queue.works():  # it was never accepted
+            if save not in self._queue.works() and not save.done:  # in this order, or it may have ended in between
                 save.fail(error)
             raise
         else:
