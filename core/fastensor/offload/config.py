@@ -50,7 +50,11 @@ class OffloadConfig:
     """Patterns (``fnmatch``) of names of modules whose saved tensors are offloaded, with those of modules inside;
     without any, all. Needs :meth:`ActivationOffload.attach`."""
     exclude: tuple[str, ...] = ()
-    """Patterns of names of modules whose saved tensors are not. The innermost module that a pattern fits decides."""
+    """Patterns of names of modules whose saved tensors are not. The innermost module that a pattern fits decides.
+
+    Where ``torch.compile`` meets a module that a pattern of ``include`` or ``exclude`` fits, it breaks the graph before
+    and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
+    instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
     backend: str = registry.AUTO
     """What moves the bytes: ``direct``, ``numpy``, ``gds``, or by default what was the fastest for a size on this
     machine (the Fastensor paper's WRDic)."""

@@ -117,9 +117,13 @@ class ActivationOffload:
         """Say which model runs in the steps, so that its buffers are not offloaded, and ``include`` and ``exclude`` of
         the configuration can name its modules. It takes the place of the one before.
 
+        Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
+        attached, and can be loaded where Fastensor is not installed.
+
         Raises:
             ValueError: a pattern fits no module of the model.
-            OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
+            OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters; or a
+                pattern fits a module of TorchScript, which calls no hooks.
         """
         attached = AttachedModel(model, self.config.include, self.config.exclude)
         self.detach()

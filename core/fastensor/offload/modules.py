@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +31,30 @@ def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool 
     return True if any(fnmatchcase(name, pattern) for pattern in include) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """A hook of one module.
+
+    Copies of the module, pickled ones as well, have in its place a function of the standard library that takes anything
+    and does nothing: they are not attached, and can be loaded where Fastensor is not installed.
+
+    In a compiled region it breaks the graph, wherever gradients are computed: compiled code saves its tensors when it
+    ends, and what runs before and after the module must not be in the same piece of it.
+    """
+
+    call: Callable[..., None]
+
+    def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            torch._dynamo.graph_break(msg="include or exclude of fastensor's OffloadConfig fits a module here")
+        self.call(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        return getattr, (nullcontext(), "__exit__")
+
+
 class AttachedModel:
-    """Hooks in a model, until they are removed. Forwards may run in several threads.
+    """Hooks in a model, until they are removed. Forwards may run in several threads. Copies of the model have none.
 
     Args:
         model: whose parameters and buffers are not offloaded. They are looked up at each step: they may be replaced.
@@ -38,7 +63,8 @@ class AttachedModel:
 
     Raises:
         ValueError: a pattern fits no module.
-        OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
+        OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters; or a
+            pattern fits a module of TorchScript, which calls no hooks.
     """
 
     def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
@@ -47,15 +73,18 @@ class AttachedModel:
         self._default = not include
         self._running = threading.local()
         self._handles: list[RemovableHandle] = []
-        names = [name for name, _ in model.named_modules()]
+        modules = dict(model.named_modules())
         for pattern in (*include, *exclude):
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(f"no module of {type(model).__name__} is called {pattern!r}; there are {names[:20]}")
-        for name, module in model.named_modules():
-            decided = decision(name, include, exclude)
-            if decided is not None:
-                self._handles.append(module.register_forward_pre_hook(self._entering(decided), prepend=True))
-                self._handles.append(module.register_forward_hook(self._left, always_call=True))
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                kind, some = type(model).__name__, list(modules)[:20]
+                raise ValueError(f"no module of {kind} is called {pattern!r}; there are {some}")
+        decisions = {name: decision(name, include, exclude) for name in modules}
+        decided = {name: modules[name] for name, wanted in decisions.items() if wanted is not None}
+        _refuse_scripted(decided)
+        for name, module in decided.items():
+            enter = _Hook(partial(self._enter, decisions[name] is True))
+            self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
 
     @property
     def wants(self) -> bool:
@@ -81,17 +110,27 @@ class AttachedModel:
         stack: list[tuple[nn.Module, bool]] = self._running.__dict__.setdefault("stack", [])
         return stack
 
-    def _entering(self, decided: bool) -> Any:
-        def enter(module: nn.Module, arguments: Any) -> None:
-            self._stack().append((module, decided))
+    def _enter(self, wanted: bool, module: nn.Module, arguments: Any) -> None:
+        self._stack().append((module, wanted))
 
-        return enter
-
-    def _left(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Also called if another hook has raised before the module was entered, or one inside of it was left."""
         stack = self._stack()
         at = next((at for at in reversed(range(len(stack))) if stack[at][0] is module), len(stack))
         del stack[at:]
+
+
+def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
+    """
+    Raises:
+        OffloadError: one of these modules calls no hooks.
+    """
+    for name, module in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise OffloadError(
+                f"include or exclude fits {name!r}, a module of TorchScript, which does not tell when its modules run. "
+                "Let the pattern fit a module of Python around it"
+            )
 
 
 def _refuse(model: nn.Module) -> None:
