@@ -45,7 +45,8 @@ class SSDActivationOffload(Callback):
             ``offload/prefetch_hit_rate`` of each training batch.
 
     Raises:
-        UnsupportedContentError: in ``fit``, with DeepSpeed's ZeRO stage 3, FSDP and FSDP2.
+        UnsupportedContentError: in ``fit``, with DeepSpeed's ZeRO stage 3, FSDP and FSDP2, and where a Trainer has
+            several of these callbacks.
 
     >>> from lightning.pytorch import Trainer
     >>> trainer = Trainer(callbacks=[SSDActivationOffload()], logger=False, accelerator="cpu")
@@ -61,6 +62,14 @@ class SSDActivationOffload(Callback):
         self._undo: Callable[[], None] = _nothing
         """Takes the context away again."""
         self._checked = False
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        count = sum(isinstance(one, SSDActivationOffload) for one in trainer.callbacks)  # type: ignore[attr-defined]  # set later
+        if stage == "fit" and count > 1:
+            raise UnsupportedContentError(
+                f"there are {count} SSDActivationOffload in this Trainer, of which the last would get all tensors. "
+                "Leave one of them; its OffloadConfig takes several directories"
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._stop()

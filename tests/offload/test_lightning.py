@@ -263,3 +263,37 @@ def test_two_processes(tmp_path: Path, strategy: str) -> None:
     expected = trained(Net, tmp_path, **options)
     found = trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), **options)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class Average(pl.Callback):
+    """As in many code bases."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.copied = copy.deepcopy(module)
+        self.pickled = pickle.dumps(module.body)
+
+
+@pytest.mark.parametrize("average", [Average, pl.callbacks.EMAWeightAveraging])
+@pytest.mark.parametrize("first", [True, False])
+def test_models_are_averaged_while_parts_of_them_are_excluded(
+    tmp_path: Path, average: Callable[[], pl.Callback], first: bool
+) -> None:
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, exclude=("head", "body.*")))
+    beside = average()
+    trained(Net, tmp_path, *((callback, beside) if first else (beside, callback)))
+    assert callback.statistics is not None
+    assert callback.statistics.kept["module"] > 0
+    if isinstance(beside, Average):
+        assert b"fastensor" not in beside.pickled
+        assert beside.copied(torch.randn(8, 16)).shape == (8, 4)
+
+
+def test_two_of_them_in_a_trainer_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    two = SSDActivationOffload(EVERYTHING), SSDActivationOffload()
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    with pytest.raises(fastensor.UnsupportedContentError, match=r"2 SSDActivationOffload in this Trainer.*Leave one"):
+        trained(Net, tmp_path, *two, strategy=strategy)
+    assert "train_step_context" not in strategy.precision_plugin.__dict__
+    assert two[0].statistics is None
+    trained(Net, tmp_path, two[0])
+    assert two[0].statistics is not None
