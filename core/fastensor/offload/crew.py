@@ -8,13 +8,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from operator import methodcaller
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from fastensor.backends.threads import NoThreadsError, open_pool, shut_down, submit
+from fastensor.backends.threads import NoThreadsError, Pool, open_pool, shut_down, submit
 from fastensor.select.context import Operation
 
 THREADS = 4
@@ -40,7 +39,7 @@ class Crew:
         """Of each thread that waits for a change. (A Condition may be left without its lock by an interrupt.)"""
         self._changes = 0
         """How often something has."""
-        self._pools: dict[Operation, ThreadPoolExecutor] = {}
+        self._pools: dict[Operation, Pool] = {}
         self._working: defaultdict[Operation, set[int]] = defaultdict(set)
         """Threads that look for jobs. They enter themselves: no interrupt comes to them."""
         self._called: Counter[Operation] = Counter()

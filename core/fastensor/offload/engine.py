@@ -26,7 +26,7 @@ from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.modules import AttachedModel
 from fastensor.offload.mover import Mover, Token
 from fastensor.offload.order import Course, Orders
-from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
+from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.statistics import WRITTEN_BY, OffloadStatistics, drive_days
 
 _FORGET_ALIVE_EVERY = 64
@@ -306,11 +306,10 @@ class _Step:
             self._engine.count(Counter(), Counter(), time.perf_counter() - started)
 
     def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
-        """Why it stays in memory, if it does, and the bytes of its storage that are concerned."""
-        if torch._C._current_graph_task_id() != -1:
-            return "backward", range(0)
-        if reason := reason_to_keep(tensor):
-            return reason, range(tensor.nbytes) if reason == "parameter" else range(0)
+        """Why it stays in memory, if it does, and the bytes that are concerned: of its storage, if it does not."""
+        backward = "backward" if torch._C._current_graph_task_id() != -1 else ""
+        if reason := backward or reason_to_keep(tensor):
+            return reason, range(nbytes_of(tensor))
         storage = tensor.untyped_storage()
         span = bytes_to_move(spanned(tensor), storage.nbytes())
         if storage._cdata in self._persistent:

@@ -11,6 +11,7 @@ _SAME_VALUES = frozenset((
     "Movedim", "Flatten",
 ))  # fmt: skip
 """Operations that only move, cast or look at what they get; their nodes are called so, with ``Backward0`` behind."""
+_SPARSE_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def reason_to_keep(tensor: torch.Tensor) -> str:
@@ -23,11 +24,26 @@ def reason_to_keep(tensor: torch.Tensor) -> str:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad):
         return "parameter"
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_mkldnn or tensor.is_neg():
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_neg():
         return "layout"
     if tensor.device.type not in MOVABLE_DEVICES or tensor.is_inference():
         return "device"
     return ""
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's values, whatever its layout and its class; 0 of what has symbols in the place of sizes.
+
+    >>> nbytes_of(torch.zeros(8)), nbytes_of(torch.eye(8).to_sparse()), nbytes_of(torch.eye(8).to_sparse_csr())
+    (32, 32, 32)
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # subclasses may say nothing about themselves
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor._values()
+        elif tensor.layout in _SPARSE_COMPRESSED:
+            tensor = tensor.values()
+        count: object = tensor.numel()  # nbytes is not there for every layout
+        return count * tensor.dtype.itemsize if isinstance(count, int) else 0
 
 
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
