@@ -141,6 +141,37 @@ def test_what_is_wanted_several_times_is_expected_as_often(order: list[int]) -> 
     assert not list(course.upcoming())
 
 
+@given(st.lists(st.integers(0, 9), max_size=30), st.sets(st.integers(0, 9)))
+def test_what_is_gone_is_not_expected(wanted: list[int], gone: set[int]) -> None:
+    course, left = Course([*range(10), *range(10)]), dict.fromkeys(range(10), 2)
+    for position in (one for one in wanted if one not in gone):
+        course.take(position)
+        left[position] -= 1
+        there = list(course.upcoming(lambda one: one not in gone))
+        assert not gone.intersection(there)
+        assert all(there.count(one) <= max(left[one], 0) for one in range(10))
+        assert there == list(course.upcoming()), "it is not asked about again"
+
+
+def test_what_is_gone_is_asked_about_once() -> None:
+    """A look ahead costs what it finds, however much was saved before."""
+    course = Course(range(100_000))
+    asked: list[int] = []
+
+    def is_there(position: int) -> bool:
+        asked.append(position)
+        return position in (0, 1, 50_000, 99_999)
+
+    assert list(course.upcoming(is_there)) == [0, 1, 50_000, 99_999]
+    assert len(asked) == 100_000
+    asked.clear()
+    assert course.take(0)
+    assert list(course.upcoming(is_there)) == asked == [1, 50_000, 99_999]
+    assert not course.take(50_000), "that was not expected so soon"
+    assert list(course.upcoming(is_there)) == [99_999]
+    assert len(asked) == 4
+
+
 @pytest.mark.parametrize("nbytes", [1, 4096, PIECE_NBYTES + 1, 5 * PIECE_NBYTES + 77])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_slots_hold_what_is_put_there(tmp_path: Path, nbytes: int, count: int) -> None:

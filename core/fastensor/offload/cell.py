@@ -95,9 +95,10 @@ class Cell:
     lead: int = 0
     """How many bytes in front of them are written and read, too, so that whole pages are."""
     mark: int = 0
-    """Tells the tensor apart from others of its step, and is the same for the same in other steps of the same form."""
+    """Tells the tensor apart from others of its forward pass, and is the same for the same in others of the same
+    form."""
     position: int = 0
-    """In its step."""
+    """In its forward pass."""
     home: Home = Home.QUEUED
     unread: int = 1
     """How many handles have not been unpacked."""

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -22,6 +21,7 @@ from fastensor.errors import OffloadError
 from fastensor.offload.cell import Cell
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import event_now, lead_of
+from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.modules import AttachedModel
 from fastensor.offload.mover import Mover, Token
@@ -30,9 +30,9 @@ from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason
 from fastensor.offload.statistics import WRITTEN_BY, OffloadStatistics, drive_days
 
 _FORGET_ALIVE_EVERY = 64
-"""Steps, after which it is found out anew whose memory others keep alive."""
-_MOST_AHEAD = 64
-"""Activations that are read ahead, at most."""
+"""Forward passes, after which it is found out anew whose memory others keep alive."""
+_LEAST_TO_TIDY = 256
+"""Ranges of memory. Before so many have been offloaded, nothing is done to forget those that are gone."""
 _LEAST_SECONDS = 60.0
 """So long is watched before anything is said about the lives of drives."""
 _logger = logging.getLogger("fastensor")
@@ -78,6 +78,7 @@ class ActivationOffload:
         self._mover: Mover | None = None
         self._model: AttachedModel | None = None
         self._orders = Orders()
+        self._forward_passes = 0
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._hook_seconds = 0.0
@@ -90,7 +91,8 @@ class ActivationOffload:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Offload what this thread's forward pass saves in the block.
+        """Offload what this thread's forward pass saves in the block. There may be any number of them in it, and of
+        backward passes: each costs what it would in a block of its own.
 
         Raises:
             OffloadError: it has been closed; or, with ``when_full="raise"``, an activation could not be written, be it
@@ -104,8 +106,6 @@ class ActivationOffload:
             self._mover.raise_failure()
         with self._lock:
             self._counts["steps"] += 1
-            if self._mover is not None and self._counts["steps"] % _FORGET_ALIVE_EVERY == 0:
-                self._mover.alive_anyway.clear()
         step = _Step(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(_untraced(step.pack), _untraced(step.unpack)):
@@ -202,7 +202,15 @@ class ActivationOffload:
                     self._mover.close()
             return self._mover
 
-    def begin_course(self, form: int, saved: Sequence[int]) -> Course:
+    def begin_forward(self) -> ForwardPass:
+        mover = self.mover()
+        with self._lock:
+            self._forward_passes += 1
+            if self._forward_passes % _FORGET_ALIVE_EVERY == 0:
+                mover.alive_anyway.clear()
+        return ForwardPass(mover, self._begin_course)
+
+    def _begin_course(self, form: int, saved: Sequence[int]) -> Course:
         with self._lock:
             return self._orders.begin(form, saved)
 
@@ -251,27 +259,51 @@ class _Offloaded:
     """What the graph holds of a tensor that does not."""
 
     token: Token
+    forward: ForwardPass
+    position: int
+    """In the forward pass."""
     view: View
     witness: torch.Tensor
     """Has no memory, but the version counter of the tensor."""
     version: int
 
+    def unpack(self) -> torch.Tensor:
+        mover, cell = self.token.mover, self.token.cell
+        mover.check_process()
+        _check_version(self.witness, self.version, self.view)
+        self.forward.look_ahead(cell, self.position)
+        storage, origin = mover.bring(cell)
+        tensor = _shown(self.witness, self.view.on(storage, origin))
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A range of memory that was offloaded, and may be saved again while its token lives."""
+
+    token: weakref.ref[Token]
+    owner: weakref.ref[torch.Tensor]
+    """The tensor whose version counter the version is of."""
+    span: range
+
 
 class _Step:
-    """What is saved in one ``step()`` block. Packs come from one thread, unpacks from any."""
+    """What is saved in one ``step()`` block, by one forward pass after the other. Packs come from one thread, unpacks
+    from any."""
 
     def __init__(self, engine: ActivationOffload) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
         self._persistent = engine.persistent_storages()
-        self._tokens: dict[tuple[int, int], list[tuple[weakref.ref[Token], weakref.ref[torch.Tensor], range]]] = {}
-        """By storage and version: what of it is offloaded already, and the tensor whose counter the version is of."""
-        self._cells: list[Callable[[], Cell | None]] = []
-        """By position."""
-        self._saved: list[int] = []
-        """Positions, in the order of packs."""
-        self._form = 0
-        self._course: Course | None = None
+        self._forward: ForwardPass | None = None
+        self._is_over = False
+        """Whether a backward pass has begun: what is saved next is of another forward pass."""
+        self._known: dict[tuple[int, int], list[_Known]] = {}
+        """By storage and version."""
+        self._count = 0
+        """How many are known."""
+        self._tidy_at = _LEAST_TO_TIDY
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Offloaded:
         """Called by autograd for what it saves. What is returned belongs to the graph."""
@@ -288,20 +320,12 @@ class _Step:
 
     def unpack(self, packed: _Kept | _Offloaded) -> torch.Tensor:
         """Called by autograd for what it needs again."""
+        self._is_over = True
         if isinstance(packed, _Kept):
             return packed.unpack()
         started = time.perf_counter()
         try:
-            packed.token.mover.check_process()
-            _check_version(packed.witness, packed.version, packed.view)
-            cell = packed.token.cell
-            mover = packed.token.mover
-            self._look_ahead(mover, cell)
-            storage, origin = mover.bring(cell)
-            tensor = _shown(packed.witness, packed.view.on(storage, origin))
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            return tensor
+            return packed.unpack()
         finally:
             self._engine.count(Counter(), Counter(), time.perf_counter() - started)
 
@@ -314,7 +338,7 @@ class _Step:
         span = bytes_to_move(spanned(tensor), storage.nbytes())
         if storage._cdata in self._persistent:
             return "buffer", span
-        if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._tokens:
+        if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
             return "small", span
         if is_cast_of_parameter(tensor):
             return "parameter", span
@@ -324,27 +348,19 @@ class _Step:
         self, tensor: torch.Tensor, span: range, counts: Counter[str], kept: Counter[str]
     ) -> _Kept | _Offloaded:
         storage = tensor.untyped_storage()
-        version = tensor._version
         base = tensor if tensor._base is None else tensor._base
-        known = self._tokens.get((storage._cdata, version), ())
-        for reference, owner, covered in known:
-            token = reference()
-            if token is None or token.mover is not self._engine.mover():  # but a parent's, before a fork
-                continue
-            covers = owner() is base and covered.start <= span.start and span.stop <= covered.stop
-            if covers and token.mover.share(token.cell):
-                self._form = hash((self._form, token.cell.position))
-                self._note(token.cell.position)
-                counts["shared_nbytes"] += len(span)
-                return _Offloaded(token, View.of(tensor), _witness(tensor), version)
+        key = storage._cdata, tensor._version
+        forward = self._forward_now()
+        if (token := self._share(key, base, span, forward.mover)) is not None:
+            counts["shared_nbytes"] += len(span)
+            return _offloaded(token, forward, forward.add_again(token.cell), tensor)
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)
             return _keep(tensor)
-        self._form = hash((self._form, len(span), tensor.dtype))
-        mover = self._engine.mover()
-        if self._form in mover.alive_anyway:
+        mark = forward.mark(len(span), tensor.dtype)
+        if mark in forward.mover.alive_anyway:
             kept["alive anyway"] += len(span)
-            self._note(len(self._cells), _no_cell)  # so that positions are the same in steps in which it is not kept
+            forward.add(None)
             return _keep(tensor)
         lead = lead_of(tensor, span)
         cell = Cell(
@@ -356,37 +372,45 @@ class _Step:
             straight=lead is not None,
             lead=lead or 0,
             ready=event_now(tensor.device),
-            mark=self._form,
-            position=len(self._cells),
+            mark=mark,
+            position=forward.next_position,
         )
-        token = Token(cell, mover)  # first: whatever interrupts what follows, somebody lets go of the cell
-        mover.admit(cell)
-        self._note(cell.position, weakref.ref(cell))
-        self._tokens.setdefault((storage._cdata, version), []).append((weakref.ref(token), weakref.ref(base), span))
-        return _Offloaded(token, View.of(tensor), _witness(tensor), version)
+        token = Token(cell, forward.mover)  # first: whatever interrupts what follows, somebody lets go of the cell
+        forward.mover.admit(cell)
+        forward.add(cell)
+        self._know(key, _Known(weakref.ref(token), weakref.ref(base), span))
+        return _offloaded(token, forward, cell.position, tensor)
 
-    def _note(self, position: int, cell: Callable[[], Cell | None] | None = None) -> None:
-        """A node has saved what has this position, and is new if it is given: the next backward pass goes another way
-        than the last one."""
-        with self._lock:
-            if cell is not None:
-                self._cells.append(cell)
-            self._saved.append(position)
-            self._course = None
+    def _forward_now(self) -> ForwardPass:
+        """The forward pass that saves something now: another one after a backward pass, or in a forked child."""
+        if self._forward is None or self._is_over or self._forward.mover is not self._engine.mover():
+            self._is_over = False
+            self._forward = self._engine.begin_forward()
+        return self._forward
 
-    def _look_ahead(self, mover: Mover, cell: Cell) -> None:
-        """Note that a cell is wanted, and have those read that will be next."""
-        with self._lock:
-            if self._course is None:
-                self._course = self._engine.begin_course(self._form, self._saved)
-            course, cells = self._course, self._cells
-            expected = not cell.unread or course.take(cell.position)  # backward passes may be repeated
-            ahead = (found for position in course.upcoming() if (found := cells[position]()) is not None)
-            upcoming = list(islice(ahead, _MOST_AHEAD))
-        if not expected:
-            wanted = set(upcoming)
-            mover.drop(one for one in (ref() for ref in cells) if one is not None and one not in wanted)
-        mover.prefetch(upcoming, wanted=cell)
+    def _share(self, key: tuple[int, int], base: torch.Tensor, span: range, mover: Mover) -> Token | None:
+        """The token of what is offloaded already, which is unpacked once more; None if there is none."""
+        known = self._known.get(key, [])
+        known[:] = (one for one in known if one.token() is not None)
+        for one in known:
+            token = one.token()
+            covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
+            if covers and token is not None and token.mover is mover and mover.share(token.cell):
+                return token
+        return None
+
+    def _know(self, key: tuple[int, int], one: _Known) -> None:
+        """Note what may be saved again. Now and then, so that it costs next to nothing, forget what is gone: positions
+        in the forward pass as well if that is most of them."""
+        self._known.setdefault(key, []).append(one)
+        self._count += 1
+        if self._count < self._tidy_at:
+            return
+        alive = {key: [one for one in known if one.token() is not None] for key, known in self._known.items()}
+        self._known = {key: known for key, known in alive.items() if known}
+        before, self._count = self._count, sum(map(len, alive.values()))
+        self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
+        self._is_over |= self._count < before / 2
 
 
 def _untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -398,8 +422,8 @@ def _untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return disabled
 
 
-def _no_cell() -> None:
-    """Of what stays in memory."""
+def _offloaded(token: Token, forward: ForwardPass, position: int, tensor: torch.Tensor) -> _Offloaded:
+    return _Offloaded(token, forward, position, View.of(tensor), _witness(tensor), tensor._version)
 
 
 def _keep(tensor: torch.Tensor) -> _Kept:

@@ -171,12 +171,13 @@ class Mover:
                     break
 
     def drop(self, cells: Iterable[Cell]) -> None:
-        """Those were not wanted after all: what was read of them may go."""
+        """Those were not wanted after all: what was read of them may go, and what is being read once it is."""
         with self._crew.lock:
             self._sort_out()
             for cell in cells:
                 if cell.is_loaded and cell.prefetched:
                     self._reader.evict(cell)
+                cell.prefetched = False
 
     def settle(self) -> None:
         """Wait until nothing is on its way to the SSD or back, and sort out what nobody wants any more."""

@@ -1,0 +1,197 @@
+"""One ``step()`` around many forward and backward passes: the last costs what the first did, in work and in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tracemalloc
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastensor.offload
+from fastensor.backends.threads import NoThreadsError
+from fastensor.offload import ActivationOffload, crew, engine
+from fastensor.offload.cell import Cell
+
+HERE = os.path.dirname(fastensor.offload.__file__)
+Pass = Callable[[], object]
+
+
+class Passes:
+    """One forward pass, and what becomes of it."""
+
+    def __init__(self) -> None:
+        self.net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())])
+        self.x = torch.randn(16, 16)
+        self.graphs: list[torch.Tensor] = []
+        self.latest: deque[torch.Tensor] = deque(maxlen=3)
+
+    def loss(self) -> torch.Tensor:
+        found: torch.Tensor = self.net(self.x).square().mean()
+        return found
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def two_backward(self) -> None:
+        first, second = self.loss(), self.loss()
+        first.backward()
+        second.backward()
+
+    def nothing(self) -> None:
+        self.loss()
+
+    def beside_a_graph_that_stays(self) -> None:
+        if not self.graphs:
+            self.graphs.append(self.loss())
+        self.backward()
+        self.graphs[0].backward(retain_graph=True)
+
+    def graphs_that_stay(self) -> None:
+        """For three passes: all of them are unpacked in each."""
+        self.latest.append(self.loss())
+        for graph in self.latest:
+            graph.backward(retain_graph=True)
+
+    def tensors_that_stay(self) -> None:
+        """Saved by more and more graphs."""
+        self.graphs.append((self.net[0].weight * self.x).sum())
+        self.backward()
+
+    def half_of_a_graph(self) -> None:
+        """The rest is never used, and goes."""
+        middle = self.net[:4](self.x)
+        (middle.sum() + self.net[4:](middle).sum()).detach()
+        middle.sum().backward()
+
+
+KINDS = [name for name in vars(Passes) if not name.startswith("_") and name != "loss"]
+
+
+def no_threads(*arguments: Any) -> Any:
+    raise NoThreadsError("the thread of the training does everything")
+
+
+@pytest.fixture
+def alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Offloads whose work is all done by the thread of the training, and so is the same each time."""
+    monkeypatch.setattr(engine, "_LEAST_TO_TIDY", 8)
+    monkeypatch.setattr(crew, "open_pool", no_threads)
+    return make
+
+
+def lines_run(action: Pass) -> int:
+    """How many lines of the package this thread runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(HERE):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"staging_bytes": 1}, {}])
+def test_each_pass_is_as_much_work_as_the_first(alone: Any, kind: str, options: dict[str, Any]) -> None:
+    offload: ActivationOffload = alone(**options)
+    passes = Passes()
+    run: Pass = getattr(passes, kind)
+    found = []
+    with offload.step():
+        for number in range(100):
+            found.append(0 if 15 <= number < 85 else lines_run(run))
+            if not found[-1]:
+                run()
+    early, late = sum(found[:15]), sum(found[85:])
+    assert early > 15 * 100
+    assert late < 1.1 * early
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tensors_that_stay"])
+def test_passes_leave_nothing_behind(alone: Any, kind: str) -> None:
+    offload: ActivationOffload = alone(staging_bytes=1, backend="numpy")  # what is learned of backends is kept for long
+    run: Pass = getattr(Passes(), kind)
+
+    def held() -> int:
+        only = tracemalloc.Filter(True, f"{HERE}/*")
+        return sum(one.size for one in tracemalloc.take_snapshot().filter_traces([only]).statistics("filename"))
+
+    tracemalloc.start()
+    try:
+        with offload.step():
+            sizes = []
+            for number in range(60):
+                run()
+                if number % 40 in range(15, 20):
+                    sizes.append(held())
+    finally:
+        tracemalloc.stop()
+    assert max(sizes[-5:]) - max(sizes[:5]) < 2048, sizes
+
+
+def test_passes_of_one_step_are_learned_from(make: Any) -> None:
+    """What is known of the last one is known of the next, as if each had been a step."""
+    passes = Passes()
+    offload: ActivationOffload = make()
+    with offload.step():
+        for _ in range(4):
+            before = offload.statistics()
+            loss = passes.loss()
+            offload.settle()
+            loss.backward()
+        found = offload.statistics()
+    assert found.misses - before.misses <= 1, "the first, which nothing has announced"
+    assert found.kept["alive anyway"] >= 2 * passes.x.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_many_passes_are_the_same(make: Any, kind: str) -> None:
+    def run(offload: ActivationOffload | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        passes = Passes()
+        with offload.step() if offload else torch.enable_grad():
+            for _ in range(12):
+                getattr(passes, kind)()
+            for graph in passes.graphs:
+                graph.backward()
+        return [one.grad for one in passes.net.parameters() if one.grad is not None]
+
+    found, expected = run(make(staging_bytes=1, prefetch_bytes=3000)), run(None)
+    assert len(found) == len(expected) == (0 if kind == "nothing" else len(expected))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_passed_over_while_it_is_read_makes_room(alone: Any) -> None:
+    offload: ActivationOffload = alone(prefetch_bytes=50_000)
+    x = torch.randn(10_000, requires_grad=True)
+    with offload.step():
+        loss = x.exp().sin().sum()
+    offload.settle()
+    mover = offload.mover()
+    reader = mover._reader
+    cells = [one for one in gc.get_objects() if type(one) is Cell and one.slot and one.nbytes == x.nbytes]
+    (cell,) = cells
+    reader.begin(cell, urgent=False)
+    mover.drop([cell])
+    offload.settle()
+    assert reader.resident.nbytes == x.nbytes
+    assert reader.find_room(40_000)
+    assert not reader.resident.nbytes
+    loss.backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())  # type: ignore[arg-type]
