@@ -51,8 +51,9 @@ class ActivationOffload:
     In-place changes of saved tensors are found as without offloading, at the backward pass. Changes that autograd does
     not see (``tensor.data``, other frameworks) are not: of which values gradients are is then left open.
 
-    Every method may be called from several threads; steps may overlap and nest. Pickled, or in a forked child, it is a
-    new one with the same configuration. Files and threads begin with the first tensor that is offloaded.
+    Every method may be called from several threads; steps may overlap and nest. Pickled it is a new one with the same
+    configuration; so it is in a forked child, attached to the child's model. There a graph that the parent has made
+    raises, unless nothing of it was offloaded. Files and threads begin with the first tensor that is offloaded.
     ``torch.func`` refuses to work under hooks of this kind.
 
     Args:
@@ -71,12 +72,12 @@ class ActivationOffload:
 
     def __init__(self, config: OffloadConfig | None = None) -> None:
         self.config = config or OffloadConfig()
+        self._model: AttachedModel | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._mover: Mover | None = None
-        self._model: AttachedModel | None = None
         self._orders = Orders()
         self._forward_passes = 0
         self._counts: Counter[str] = Counter()
