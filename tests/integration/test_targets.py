@@ -410,7 +410,7 @@ def test_handles_do_not_pile_up(s3_url: str) -> None:
         file: Any = found._file
         for _ in range(5):
             assert torch.equal(found["large"], TENSORS["large"])
-        assert file._opened == 4
+        assert file._handles.qsize() == 4
 
 
 def test_a_state_that_changes_between_the_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:

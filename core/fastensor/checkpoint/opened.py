@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 import stat
 import time
@@ -14,12 +15,12 @@ from typing import Any, BinaryIO, Protocol
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.fallback import Fallback, give_up
+from fastensor.backends.fallback import Fallback, announce, give_up
 from fastensor.backends.to_device import DeviceReader, DeviceTarget
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
-from fastensor.checkpoint.remote import RemoteFile
+from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
@@ -27,6 +28,8 @@ from fastensor.select.transfer import Transfer, is_to_blame
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
+_OF_ONE_PROCESS = (io.BytesIO, mmap.mmap)
+"""Kinds of files whose position no forked process shares."""
 _NEARLY_ALL = 0.9
 """Reading so much of a file is learned as reading the file, so that it can be compared with having written it."""
 
@@ -58,10 +61,15 @@ class OpenedFile(Protocol):
 
 
 class LocalFile:
-    """A regular file of this machine."""
+    """A regular file of this machine.
 
-    def __init__(self, fd: int, where: str) -> None:
+    Args:
+        copied: why it is read here, if it is a copy of one that is somewhere else.
+    """
+
+    def __init__(self, fd: int, where: str, *, copied: Fallback | None = None) -> None:
         self._fd = fd
+        self._copied = copied
         self.where = where
         self.path = f"/proc/self/fd/{fd}"  # by its name, another file might be there by now
         self.nbytes = os.fstat(fd).st_size
@@ -71,6 +79,8 @@ class LocalFile:
         return posix.read_fully(self._fd, buffer, offset)
 
     def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+        if self._copied is not None and self._copied not in fallbacks:
+            fallbacks.append(self._copied)
         nbytes = sum(extent.end - extent.begin for extent in order)
         context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         default = choose_reader(nbytes, self.resident_fraction)
@@ -147,10 +157,11 @@ class StreamFile:
     resident_fraction = 0.0
 
     def __init__(self, file: BinaryIO, where: str) -> None:
-        self._file = file
+        self._file: stream.Readable = file if isinstance(file, _OF_ONE_PROCESS) else _SharedPosition(file)
         self._start = file.tell()
         self.where = where
-        self.nbytes = file.seek(0, os.SEEK_END) - self._start
+        file.seek(0, os.SEEK_END)  # which may return nothing, as that of mmap.mmap does
+        self.nbytes = file.tell() - self._start
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         self._file.seek(self._start + offset)
@@ -158,6 +169,22 @@ class StreamFile:
 
     def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
         return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(self._file, self._start))
+
+
+class _SharedPosition:
+    """An open file that is not used in forked processes: each would move the position that the others read from."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._process = os.getpid()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> object:
+        if self._process != os.getpid():
+            raise OSError(errno.EBUSY, "a forked process shares its position; open the checkpoint again in each")
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
 
 
 class FileView(io.RawIOBase):
@@ -206,7 +233,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
             if isinstance(target, str):
                 file: OpenedFile = _open_local(target, where, stack)
             elif isinstance(target, RemotePath):
-                file = RemoteFile(target, where, stack)
+                file = _open_remote(target, where, stack)
             else:
                 file = _borrow(target, where, stack)
         if file.nbytes <= 0:
@@ -221,6 +248,15 @@ def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(posix.close_read_only, fd)
     return LocalFile(fd, where)
+
+
+def _open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
+    try:
+        return RemoteFile(target, where, stack)
+    except OnlyWholeError as error:
+        copied = Fallback("reading by ranges", f"{error}; it is downloaded to a temporary file")
+        announce(copied.backend, copied.reason)
+        return LocalFile(download(target, stack), where, copied=copied)
 
 
 def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:

@@ -7,8 +7,10 @@ import errno
 import io
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -19,7 +21,7 @@ from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
-from fastensor.checkpoint.location import RemotePath
+from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.errors import BackendUnavailableError, FastensorError
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _PARALLEL_NBYTES = 8 << 20
 """Less than this is not worth opening a file several times."""
+_QUIET_SECONDS = 300.0
+"""How long a server may be silent while it sends a file."""
 
 
 @contextmanager
@@ -144,11 +148,55 @@ def refusals_as_os_errors() -> Iterator[None]:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
+class OnlyWholeError(Exception):
+    """A server sends a file only from its beginning to its end; the message says how that was seen."""
+
+
+def download(target: RemotePath, resources: ExitStack) -> int:
+    """A nameless file in the folder for temporary files that holds all of a remote one: its descriptor.
+
+    Raises:
+        OSError: the filesystem refused something, or the folder has no room.
+    """
+    file = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the resources are left later
+    try:
+        with refusals_as_os_errors():
+            _patient(target).get_file(target.path, file)
+            file.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        folder = tempfile.gettempdir()
+        raise OSError(errno.ENOSPC, f"{folder} has no room for it; set TMPDIR to a folder that has") from error
+    return file.fileno()
+
+
+def _patient(target: RemotePath) -> AbstractFileSystem:
+    """A filesystem for a download that may take long: that of HTTP gives up after five minutes by default."""
+    filesystem = target.filesystem
+    if not _is_http(target):
+        return filesystem
+    from aiohttp import ClientTimeout
+
+    options = dict(filesystem.storage_options)
+    timeout = ClientTimeout(total=None, sock_connect=_QUIET_SECONDS, sock_read=_QUIET_SECONDS)
+    client = {"timeout": timeout, **(options.pop("client_kwargs", None) or {})}
+    return type(filesystem)(**options, client_kwargs=client)
+
+
+def _is_http(target: RemotePath) -> bool:
+    return "http" in target.filesystem.protocol
+
+
 class RemoteFile:
     """A file of a remote filesystem, open for reading. See :class:`fastensor.checkpoint.opened.OpenedFile`.
 
     Object stores are asked for several ranges at a time, all of them of the version that was there at the opening where
-    the store has entity tags.
+    the store has entity tags. A forked child opens it anew.
+
+    Raises:
+        OnlyWholeError: it can be downloaded, but not be read by ranges.
+        OSError: the filesystem refused something.
     """
 
     path = None
@@ -157,12 +205,16 @@ class RemoteFile:
     def __init__(self, target: RemotePath, where: str, resources: ExitStack) -> None:
         self.where = where
         self._target = target
+        self._process = os.getpid()
         self._resources = resources
         self._version: str | None = None
         self._handles: SimpleQueue[_Handle] = SimpleQueue()
-        self._opened = 0
-        self._file = self._open(block_size=BUFFER_NBYTES)
+        self._opened_by = 0
+        """The process that the handles are of."""
+        self._file = _Handle(partial(self._open, block_size=BUFFER_NBYTES))
         self.nbytes = self._file.seek(0, os.SEEK_END)
+        if _is_http(target) and self.nbytes > BUFFER_NBYTES:
+            self._file.check_ranges(self.nbytes)
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         self._file.seek(offset)
@@ -172,10 +224,12 @@ class RemoteFile:
         plain = stream.StreamReader(self._file, 0)
         if sum(extent.end - extent.begin for extent in order) < _PARALLEL_NBYTES or not self._file.independent:
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
+        if self._opened_by != os.getpid():  # in a forked child, threads that do not live there may hold some of them
+            self._handles = SimpleQueue()
+            for _ in range(TRANSFERS_IN_FLIGHT):
+                self._handles.put(_Handle(partial(self._open, cache_type="none")))
+            self._opened_by = os.getpid()
         handles = self._handles
-        while self._opened < TRANSFERS_IN_FLIGHT:
-            handles.put(self._open(cache_type="none"))
-            self._opened += 1
 
         def read(buffer: memoryview, offset: int) -> int:
             handle = handles.get()
@@ -192,17 +246,28 @@ class RemoteFile:
             give_up(fallbacks, "reading in parallel", str(error))
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
 
-    def _open(self, **options: Any) -> _Handle:
+    def _open(self, **options: Any) -> Any:
         with refusals_as_os_errors():
-            file = self._target.filesystem.open(self._target.path, "rb", **options)
+            target = self._target
+            if self._process != os.getpid():  # fsspec's filesystems have threads, which do not live here
+                target = cast(RemotePath, locate(target.url))
+            file = target.filesystem.open(target.path, "rb", **options)
             if isinstance(file, io.BytesIO):  # of files in memory there is one, whose position all who open it share
-                file = _SharedFile(self._target)
-        handle = _Handle(self._resources.enter_context(file))
+                file = _SharedFile(target)
+        self._resources.enter_context(file)
+        version = str(file.details.get("ETag")) if _is_of_ranges(file) else ""
         if self._version is None:
-            self._version = handle.version
-        if handle.version != self._version:
+            self._version = version
+        if version != self._version:
             raise OSError(errno.EBUSY, "the file was replaced while it was being read")
-        return handle
+        return file
+
+
+def _is_of_ranges(file: Any) -> bool:
+    """Whether it is one of those that ``fsspec`` reads by ranges; its details say more about it."""
+    from fsspec.spec import AbstractBufferedFile
+
+    return isinstance(file, AbstractBufferedFile)
 
 
 class _SharedFile(io.RawIOBase):
@@ -226,21 +291,48 @@ class _SharedFile(io.RawIOBase):
         return data
 
 
-class _Handle(io.RawIOBase):
-    """An open file whose failures are ``OSError``s. Does not own it."""
+class _Handle:
+    """A file that is opened, in a forked child anew, and whose failures are ``OSError``s. Does not own it.
 
-    def __init__(self, file: Any) -> None:
-        from fsspec.spec import AbstractBufferedFile
+    Raises:
+        OnlyWholeError: it cannot seek.
+    """
 
-        self._file = file
-        self.independent = isinstance(file, AbstractBufferedFile)
+    def __init__(self, open_file: Callable[[], Any]) -> None:
+        self._open = open_file
+        self._begin()
+        self.independent = _is_of_ranges(self._file)
         """Whether reading through several at a time pays."""
-        self.version = str(file.details.get("ETag")) if self.independent else ""
-        """Differs between contents; the store sees to it that all reads are of this one."""
+        if self.independent and self._file.size is None:
+            self._file.close()
+            raise OnlyWholeError("the server does not say how long the file is, or that it sends no parts of it")
+
+    def _begin(self) -> None:
+        self._file = self._open()
+        self._process = os.getpid()
+
+    def check_ranges(self, nbytes: int) -> None:
+        """Find out whether the last byte can be had without the others.
+
+        Raises:
+            OnlyWholeError: the server answers with something else.
+        """
+        self.seek(nbytes - 1)
+        try:
+            found = self.read(1)
+        except OSError as error:
+            if not isinstance(error.__cause__, ValueError):  # as which fsspec tells of such an answer
+                raise
+            raise OnlyWholeError("the server was asked for the last byte, and would have sent all of them") from error
+        if not found:
+            raise OnlyWholeError("the server was asked for the last byte, and has sent none")
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if self._process != os.getpid():
+            self._begin()
         with refusals_as_os_errors():
-            return int(self._file.seek(offset, whence))
+            self._file.seek(offset, whence)
+            return int(self._file.tell())
 
     def read(self, size: int = -1) -> bytes:
         with refusals_as_os_errors():
