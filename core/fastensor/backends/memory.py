@@ -150,12 +150,14 @@ class Shelf(Generic[Key, Kept]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: dict[Key, Kept] = {}
-        self._forgotten: dict[Key, Kept] = {}
+        self._of_parent: list[Kept] = []
+        """Kept alive, so that nothing frees them here."""
         os.register_at_fork(after_in_child=self.forget)
 
     @contextmanager
     def borrowed(self, key: Key, make: Callable[[], Kept]) -> Iterator[Kept]:
         """One for the length of a transfer. Nothing may use it any more when the block is left."""
+        process = os.getpid()
         with self._lock:
             ring = self._idle.pop(key, None)
         if ring is None:
@@ -163,14 +165,22 @@ class Shelf(Generic[Key, Kept]):
         try:
             yield ring
         finally:
-            with self._lock:
-                kept = self._idle.setdefault(key, ring)
-            if kept is not ring:
-                ring.release()
+            if process != os.getpid():  # this thread has forked in the block
+                self._of_parent.append(ring)
+            else:
+                self._give_back(key, ring)
+
+    def _give_back(self, key: Key, ring: Kept) -> None:
+        with self._lock:
+            kept = self._idle.setdefault(key, ring)
+        if kept is not ring:
+            ring.release()
 
     def forget(self) -> None:
         """In a forked child, which shares neither the lock's holder nor pinned pages, and must not free a device's."""
-        self._lock, self._forgotten, self._idle = threading.Lock(), self._idle, {}
+        self._lock = threading.Lock()
+        self._of_parent += self._idle.values()
+        self._idle = {}
 
 
 _rings: Shelf[None, Ring] = Shelf()

@@ -6,7 +6,7 @@ For small files, and for reading what is in the page cache already: resident byt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 from isal import isal_zlib
@@ -15,7 +15,7 @@ from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.backends.memory import BUFFER_NBYTES, copy_memory
 from fastensor.backends.staging import open_stager
-from fastensor.backends.threads import finish, open_pool, shut_down, submit, usable_cores
+from fastensor.backends.threads import Pool, finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source
 
@@ -79,18 +79,21 @@ class BufferedSlots:
 
 
 class BufferedReader:
-    """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.Reader`."""
+    """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.Reader`.
+
+    Goes on in a forked child, with threads of its own.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._threads = usable_cores(_MAX_THREADS)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         if buffer.nbytes < _PARALLEL_NBYTES or self._threads == 1:
             return _read_with_checksum(self._fd, offset, buffer, checksum)
         try:
-            if self._pool is None:
+            if self._pool is None or self._pool.is_of_parent:
                 self._pool = open_pool(self._threads, "fastensor-read")
             return self._read_in_parallel(self._pool, offset, buffer, checksum)
         except BackendUnavailableError:  # the interpreter exits: this thread has to do it alone
@@ -101,7 +104,7 @@ class BufferedReader:
         if self._pool is not None:
             shut_down(self._pool)
 
-    def _read_in_parallel(self, pool: ThreadPoolExecutor, offset: int, buffer: memoryview, checksum: bool) -> int:
+    def _read_in_parallel(self, pool: Pool, offset: int, buffer: memoryview, checksum: bool) -> int:
         share = -(-buffer.nbytes // self._threads // _BLOCK_NBYTES) * _BLOCK_NBYTES
         parts = [(at, buffer[at : at + share]) for at in range(0, buffer.nbytes, share)]
         futures: list[Future[int]] = []

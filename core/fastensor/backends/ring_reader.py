@@ -107,7 +107,8 @@ class RingReader:
     """Reads ahead through planned transfers; what is asked for out of order is read on the spot, buffered.
 
     Filling fresh memory is slower than the disk, because every page of it is touched for the first time: so large
-    reads are copied out of the ring by several threads. See :class:`fastensor.backends.base.Reader`.
+    reads are copied out of the ring by several threads. In a forked child, which has neither the threads nor what is in
+    the ring, all is read on the spot. See :class:`fastensor.backends.base.Reader`.
 
     Args:
         read: called by several threads at once.
@@ -151,11 +152,13 @@ class RingReader:
     def _read(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
         try:
             return self._read_through_ring(offset, buffer, checksum)
-        except NoThreadsError:  # the interpreter exits: from now on without
+        except NoThreadsError:  # the interpreter exits, or this is a forked child: from now on without
             self._begins = []
             return _read_at_once(self._elsewhere, offset, buffer, checksum)
 
     def _read_through_ring(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
+        if self._threads.reading.is_of_parent:  # they will never fill what they were to fill
+            raise NoThreadsError("the ring is that of the process that this one was forked from")
         parts: list[tuple[int, Future[int] | int]] = []
         try:
             while buffer.nbytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from fastensor.errors import BackendUnavailableError
@@ -19,7 +19,21 @@ T = TypeVar("T")
 
 
 class NoThreadsError(BackendUnavailableError):
-    """None can be started, or they accept no more work: the interpreter exits, or there are too many."""
+    """None can be started, or they accept no more work: the interpreter exits, there are too many, or they are those of
+    the process that this one was forked from."""
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads of the process that has made it: none of them lives in a forked child."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(threads, name)
+        self._process = os.getpid()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that has made it. What was given to it is never done here."""
+        return self._process != os.getpid()
 
 
 def usable_cores(most: int) -> int:
@@ -27,13 +41,14 @@ def usable_cores(most: int) -> int:
     return min(most, len(os.sched_getaffinity(0)))
 
 
-def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool all of whose threads run: later work only fails to be accepted if the interpreter exits.
+def open_pool(threads: int, name: str) -> Pool:
+    """A pool all of whose threads run: later work only fails to be accepted if the interpreter exits, or in a forked
+    child.
 
     Raises:
         NoThreadsError: a thread cannot be started, because the interpreter exits or there are too many.
     """
-    pool = ThreadPoolExecutor(threads, name)
+    pool = Pool(threads, name)
     everyone = threading.Barrier(threads)
     try:
         started = [pool.submit(everyone.wait) for _ in range(threads)]
@@ -47,12 +62,14 @@ def open_pool(threads: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-def submit(pool: Executor, function: Callable[..., T], *arguments: Any, **options: Any) -> Future[T]:
+def submit(pool: Pool, function: Callable[..., T], *arguments: Any, **options: Any) -> Future[T]:
     """Give work to a pool.
 
     Raises:
-        NoThreadsError: it accepts none any more, because the interpreter exits.
+        NoThreadsError: it accepts none any more, because the interpreter exits, or this process was forked.
     """
+    if pool.is_of_parent:
+        raise NoThreadsError("the threads are those of the process that this one was forked from")
     try:
         return pool.submit(function, *arguments, **options)
     except RuntimeError as error:
@@ -83,7 +100,7 @@ def uninterrupted_call(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function in a thread to which no interrupt comes: another one if this is the main one, which waits."""
     if threading.current_thread() is not threading.main_thread():
         return function(*arguments)
-    pool = ThreadPoolExecutor(1)
+    pool = Pool(1, "fastensor-call")
     try:
         return submit(pool, function, *arguments).result()
     finally:
@@ -96,9 +113,10 @@ def finish(futures: Iterable[Future[int]]) -> None:
     uninterrupted(lambda: wait(pending))
 
 
-def shut_down(pool: Executor) -> None:
-    """Drop what has not begun and return when nothing runs any more."""
-    uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
+def shut_down(pool: Pool) -> None:
+    """Drop what has not begun and return when nothing runs any more: at once in a forked child, where nothing does."""
+    if not pool.is_of_parent:
+        uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
 
 
 def uninterrupted(action: Callable[[], object]) -> None:

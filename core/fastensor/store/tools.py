@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,10 +116,14 @@ class Tools:
         self.tool = tool if tool == registry.AUTO else registry.get(tool).name
         self.mode = mode
         self._selector = selector
-        self._lock = threading.Lock()
+        self._renew_lock()
         self._counts: Counter[str] = Counter()
         self._used: dict[Operation, Counter[str]] = {"write": Counter(), "read": Counter()}
         self._fallbacks: dict[str, str] = {}
+        _made.add(self)
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
 
     @property
     def available(self) -> tuple[str, ...]:
@@ -179,3 +185,15 @@ class Tools:
                 fallbacks=dict(self._fallbacks),
                 selector=asked,
             )
+
+
+_made: weakref.WeakSet[Tools] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: whoever holds one does not live there."""
+    for tools in _made:
+        tools._renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -40,6 +40,7 @@ class SaveHandle:
         self._started = time.perf_counter()
         self._stage: SaveStage = "staging"
         self._stages: dict[SaveStage, float] = {"staging": 0.0}
+        self._outcome: SaveReport | BaseException | None = None
         self._future: Future[SaveReport] = Future()
 
     @property
@@ -115,14 +116,26 @@ class SaveHandle:
     def end(self, stage: SaveStage, outcome: SaveReport | BaseException) -> None:
         """Note how it ended. For the writer."""
         self.enter(stage)
+        self._outcome = outcome
+        self._tell(outcome)
+
+    def _tell(self, outcome: SaveReport | BaseException) -> None:
         if isinstance(outcome, BaseException):
             self._future.set_exception(outcome)
         else:
             self._future.set_result(outcome)
 
-    def restart_waiting(self) -> None:
-        """In a forked child: nobody waits any more, and no lock is held. For the writer."""
+    def forget(self, otherwise: BaseException) -> None:
+        """In a forked child: nobody waits any more, and no lock is held. For the writer.
+
+        Args:
+            otherwise: how it ends for the child if it is not done: that is its parent's.
+        """
         self._future = Future()
+        if self._outcome is None:
+            self.end("cancelled", otherwise)
+        else:
+            self._tell(self._outcome)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._path!r}: {self.stage}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -65,6 +66,7 @@ class Operation:
         self._ended: Future[None] = Future()
         self._busy_thread: int | None = None
         """The caller's, while it is at work for this operation: it must not wait for itself."""
+        _made.add(self)
 
     @property
     def done(self) -> bool:
@@ -101,7 +103,8 @@ class Operation:
         return self._busy_thread == threading.get_ident()
 
     def forget(self) -> None:
-        """In a forked child: it is the parent's business."""
+        """In a forked child: no lock is held, and what was not done is the parent's business."""
+        self._lock = threading.RLock()
         self._ended = Future()
         self._ended.set_result(None)
 
@@ -229,8 +232,7 @@ class Save(Operation):
     def forget(self) -> None:
         super().forget()
         self.delivery.forget()
-        self.handle.restart_waiting()
-        self.handle.end("cancelled", SaveDroppedError(f"{self.handle.path}: the process that was forked saves it"))
+        self.handle.forget(SaveDroppedError(f"{self.handle.path}: the process that was forked saves it"))
 
     def _check_dropped(self) -> None:
         if self._dropped is not None:
@@ -332,3 +334,14 @@ class Step(Operation):
     def lose(self) -> None:
         if not self.done:
             self._end(RuntimeError(f"the thread has died that was at it: {self.what}"))
+
+
+_made: weakref.WeakSet[Operation] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for operation in list(_made):
+        operation.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -43,11 +43,7 @@ class WorkQueue:
     def works(self) -> list[Work]:
         """What is not done, in order."""
         with self.changed:
-            return self.works_of_parent()
-
-    def works_of_parent(self) -> list[Work]:
-        """In a forked child, where the lock may be held by nobody who lives: what was not done."""
-        return [*([] if self.current is None else [self.current]), *self.waiting]
+            return [*([] if self.current is None else [self.current]), *self.waiting]
 
     def put(self, work: Work) -> None:
         """Have it done behind all others.

@@ -368,9 +368,6 @@ class AsyncWriter:
 
     def forget_pending(self) -> None:
         """In a forked child: what is pending is the parent's, and so is the memory."""
-        for work in self._queue.works_of_parent():
-            if isinstance(work, Operation):
-                work.forget()
         self._failures.clear()
         self._arena.forget()
         self._begin_empty()
