@@ -68,11 +68,13 @@ class LoadReport:
         return self.nbytes / self.seconds
 
 
-def warn_unverified(where: str, *, stacklevel: int) -> None:
-    """Warn that a file could not be verified. ``stacklevel`` 2 blames the caller of this."""
+def warn_unverified(where: str, why: str = "", *, stacklevel: int) -> None:
+    """Warn that a file could not be verified, and why if there is more to be said. ``stacklevel`` 2 blames the caller
+    of this."""
+    because = f": {why}" if why else ""
     warnings.warn(
-        f"{where}: the file carries no checksums that could be verified; it is taken as it is. Saving or converting it "
-        f"with Fastensor adds them",
+        f"{where}: the file carries no checksums that could be verified{because}; it is taken as it is. Saving or "
+        f"converting it with Fastensor adds them",
         UnverifiedCheckpointWarning,
         stacklevel=stacklevel + 1,
     )

@@ -27,6 +27,10 @@ from fastensor.stitch.shape import MAX_SIZE, is_shape
 from fastensor.stitch.source import Plan
 
 CHECKSUM_KEY = "fastensor.crc32"
+_MARK = b"  "
+"""Between the name and the text of that entry. It means nothing in JSON, and no tool that copies metadata copies it."""
+_ENTRY = re.compile(rb'(?<!\\)"' + re.escape(CHECKSUM_KEY.encode()) + b'":(' + _MARK + b')?"')
+"""How the entry begins. Within a text, its first quote would be escaped."""
 METADATA_KEY = "__metadata__"
 LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
@@ -46,6 +50,10 @@ _BITS = {name: bits for name, _, bits in _DTYPES}
 _FROM_FILE: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own, _ in _DTYPES if hasattr(torch, own)}
 _TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
 _RANK = {name: rank for rank, (name, _, _) in enumerate(_DTYPES)}
+_COPIED = (
+    f"another tool has written it, and copied {CHECKSUM_KEY!r} in its metadata from a file of Fastensor's, whose "
+    f"checksums these are"
+)
 _CHECKSUMS = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})*")
 
 
@@ -81,6 +89,8 @@ class SafetensorsHeader:
     """Where the data region begins."""
     checked: bool
     """Whether the file carries checksums, and the header matches its own."""
+    unchecked: str = ""
+    """Why it does not, where there is more to be said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +128,24 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
         UnsupportedContentError: the container cannot hold that; the message says why and what to do.
     """
     checked = _checked_tensors(tensors)
-    texts = _checked_metadata(metadata, checksums)
+    texts = _checked_metadata(metadata)
     order = sorted(checked, key=lambda name: (_RANK[_TO_FILE[checked[name].dtype]], name.encode()))
     if checksums:
         texts = {**(texts or {}), CHECKSUM_KEY: " ".join([_BLANK] * (len(order) + 1))}
-    header, begins = _header(order, checked, texts)
+    header, begins = _header(order, checked, texts, is_ours=checksums)
     segments: list[Segment] = [Header(0, header)]
     for index, name in enumerate(order):
         if nbytes := checked[name].nbytes:
             before = int(checked[name].storage_offset()) * checked[name].itemsize
             behind = int(checked[name].untyped_storage().nbytes()) - before - nbytes
             segments.append(Payload(begins[index], nbytes, index, before=before, behind=behind))
-    marker = f'"{CHECKSUM_KEY}":"'.encode()
-    blanks = header.rindex(marker + _BLANK.encode()) + len(marker) if checksums else None
+    found = _ENTRY.search(header) if checksums else None
     storages = tuple(checked[name].untyped_storage() for name in order)
-    return SafetensorsPlan(Image(segments), storages, header, blanks)
+    return SafetensorsPlan(Image(segments), storages, header, found.end() if found else None)
 
 
 def _header(
-    order: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+    order: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, *, is_ours: bool
 ) -> tuple[bytes, list[int]]:
     """The first bytes of the file, and where each tensor begins."""
     content: dict[str, Any] = {} if metadata is None else {METADATA_KEY: metadata}
@@ -149,6 +158,8 @@ def _header(
         at += tensor.nbytes
         content[name] = {"dtype": dtype, "shape": _shape_in_file(tensor), "data_offsets": [begins[-1], at]}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    if is_ours:
+        text = _ENTRY.sub(lambda entry: entry[0][:-1] + _MARK + entry[0][-1:], text, count=1)
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_NBYTES:
         raise UnsupportedContentError(
@@ -244,7 +255,7 @@ def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def _checked_metadata(metadata: Mapping[str, str] | None, checksums: bool) -> dict[str, str] | None:
+def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
@@ -256,12 +267,7 @@ def _checked_metadata(metadata: Mapping[str, str] | None, checksums: bool) -> di
             )
         if not (_is_text(key) and _is_text(value)):
             raise UnsupportedContentError(f"metadata {key!r} holds a lone surrogate, which UTF-8 does not have")
-    if CHECKSUM_KEY in metadata:
-        raise UnsupportedContentError(
-            f"metadata has an entry {CHECKSUM_KEY!r}, which belongs to the checksums of the file that it came from: "
-            f"leave it out"
-        )
-    return dict(metadata)
+    return {key: value for key, value in metadata.items() if key != CHECKSUM_KEY}  # that is of another file
 
 
 def _is_text(text: str) -> bool:
@@ -326,12 +332,13 @@ def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -
     metadata = _parse_metadata(content.pop(METADATA_KEY, {}), where)
     text = metadata.pop(CHECKSUM_KEY, None)
     checksums = None if text is None or not verify else _parse_checksums(text, len(content), data, where)
+    unchecked = _COPIED if text is not None and verify and checksums is None else ""
     entries = tuple(
         _parse_entry(name, value, None if checksums is None else checksums[i], len(data), where)
         for i, (name, value) in enumerate(content.items())
     )
     _check_tiling(entries, len(data), nbytes, where)
-    return SafetensorsHeader(entries, metadata, len(data), checksums is not None)
+    return SafetensorsHeader(entries, metadata, len(data), checksums is not None, unchecked)
 
 
 def _parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -367,32 +374,31 @@ def _parse_metadata(value: Any, where: str) -> dict[str, str]:
     return dict(value)
 
 
-def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[int]:
-    """The CRC32 of each tensor, in the order of the header, if the header's own matches."""
-    if not _CHECKSUMS.fullmatch(text) or len(text) != 9 * (tensors + 1) - 1:
+def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[int] | None:
+    """The CRC32 of each tensor, in the order of the header; None if another tool has copied them from another file.
+
+    They are this file's if the header's own matches. If it does not, the header is damaged if it is one of ours.
+    """
+    entry = _ENTRY.search(data)
+    is_ours = entry is not None and entry[1] == _MARK
+    is_complete = _CHECKSUMS.fullmatch(text) and len(text) == 9 * (tensors + 1) - 1
+    own = entry.end() if entry else len(data)
+    found = zlib.crc32(b"".join((data[:own], _BLANK.encode(), data[own + len(_BLANK) :])))
+    if is_complete and found == int(text[: len(_BLANK)], 16):  # as in files that an older Fastensor wrote unmarked
+        return [int(word, 16) for word in text.split(" ")[1:]]
+    if not is_ours:
+        return None
+    if not is_complete:
         raise CorruptCheckpointError(
             f"{where}: {CHECKSUM_KEY!r} in the header at offset {LENGTH_NBYTES} does not hold {tensors + 1} CRC32s: "
-            f"the file was damaged, or another tool changed it and kept the entry. Pass verify=False to load it "
+            f"the file was damaged after it was written. Load an older checkpoint, or pass verify=False to load it "
             f"unverified"
         )
-    expected, *checksums = (int(word, 16) for word in text.split(" "))
-    found = _own_checksum(data, text)
-    if found != expected:
-        raise CorruptCheckpointError(
-            f"{where}: the header ({len(data)} bytes at offset 0) has CRC32 {found:08x}, expected {expected:08x}: the "
-            f"file was damaged after it was written, or another tool changed it and kept our entry {CHECKSUM_KEY!r} in "
-            f"its metadata. Load an older checkpoint, or pass verify=False to load it unverified"
-        )
-    return checksums
-
-
-def _own_checksum(data: bytes, text: str) -> int:
-    """The CRC32 of the header with its own value blanked."""
-    marker = f'"{CHECKSUM_KEY}":"{text}"'.encode()
-    at = data.rfind(marker)
-    own = at + len(marker) - 1 - len(text)
-    blanked = data if at < 0 else b"".join((data[:own], _BLANK.encode(), data[own + len(_BLANK) :]))
-    return zlib.crc32(blanked)
+    raise CorruptCheckpointError(
+        f"{where}: the header ({len(data)} bytes at offset 0) has CRC32 {found:08x}, expected {text[: len(_BLANK)]}: "
+        f"the file was damaged after it was written. Load an older checkpoint, or pass verify=False to load it "
+        f"unverified"
+    )
 
 
 def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str) -> Entry:
