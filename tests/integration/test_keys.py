@@ -177,7 +177,7 @@ def test_a_pickle_that_only_python_understands(tmp_path: Path, monkeypatch: pyte
         raise fastensor.CorruptCheckpointError(f"{where}: not understood")
 
     fastensor.save(CHECKPOINT, tmp_path / "x")
-    monkeypatch.setattr(torch_file, "read_structure", give_up)
+    monkeypatch.setattr(torch_file, "read_program", give_up)
     found, report = fastensor.load_with_report(tmp_path / "x", keys=["state_dict.head"])
     states.assert_equal(found, {"state_dict": OrderedDict({"head": WEIGHTS["head"]})})
     assert "not understood" in report.fallbacks[0].reason

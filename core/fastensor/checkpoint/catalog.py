@@ -111,6 +111,8 @@ class Catalog:
     """Of a safetensors file."""
     checked: bool
     """Whether the file carries checksums."""
+    unchecked: str = ""
+    """Why it does not, where there is more to be said."""
     checks: Checks | None = None
     """Of a torch file."""
     structure: Any = None
@@ -169,7 +171,7 @@ def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
         stride = torch.empty(entry.shape, device="meta").stride()
         located[entry.name] = Located(info, Part(entry.name, entry.nbytes, entry.crc32, entry), 0, stride)
     infos = {name: one.info for name, one in located.items()}
-    return Catalog("safetensors", infos, located, {}, header.metadata, header.checked)
+    return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, header.unchecked)
 
 
 def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
@@ -200,7 +202,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         tensors[name] = info
         if part is not None and value.plain and not swapped:
             located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, checks.complete, checks, structure, by_identity)
+    return Catalog("torch", tensors, located, others, {}, checks.complete, "", checks, structure, by_identity)
 
 
 _EMPTY = Part("", 0, None, None)
@@ -211,12 +213,18 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
 
     Raises:
         CorruptCheckpointError: there is no such record, or the tensor is not inside.
+        UnsupportedContentError: the tensor had no memory any more when it was saved.
     """
     if tensor.storage is None:
         return None
     numel = torch.Size(tensor.shape).numel()
     end = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
     part = parts.get(tensor.storage.key, _EMPTY)
+    if numel and part.nbytes == tensor.storage.nbytes == 0:
+        raise UnsupportedContentError(
+            f"{where}: tensor {name!r} was saved without its values: it needs {end * tensor.dtype.itemsize} bytes, and "
+            f"its storage, which had been freed, has 0. Load the others by their keys"
+        )
     if numel and end * tensor.dtype.itemsize > part.nbytes:
         raise CorruptCheckpointError(
             f"{where}: tensor {name!r} needs {end * tensor.dtype.itemsize} bytes of record {tensor.storage.key!r}, "

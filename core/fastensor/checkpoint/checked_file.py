@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from fastensor.checkpoint.opened import FileView, OpenedFile, explained
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.torch_records import Checks, OpenRecord
 from fastensor.stitch.zip_directory import LOCAL_HEADER, Record
+
+_AS_IT_IS: Mapping[str, bytes] = {}
 
 
 class NotAskedForError(Exception):
@@ -31,17 +33,26 @@ class CheckedFile(FileView):
         checks: what can be compared.
         skipped: names of records of which nothing is read: torch's memory for their data is left as it is, and whoever
             calls torch sees to it that nobody looks.
+        replaced: by names of records, what torch gets instead of their data; of the same size.
         postpones: leave the memory of storages as it is until :meth:`fill` is called for each of them, which has to be
             before torch asks for the next one.
     """
 
     def __init__(
-        self, file: OpenedFile, reader: Reader, checks: Checks, skipped: Container[str] = (), *, postpones: bool = False
+        self,
+        file: OpenedFile,
+        reader: Reader,
+        checks: Checks,
+        skipped: Container[str] = (),
+        replaced: Mapping[str, bytes] = _AS_IT_IS,
+        *,
+        postpones: bool = False,
     ) -> None:
         super().__init__(file)
         self._reader = reader
         self._checks = checks
         self.skipped = skipped
+        self._replaced = replaced
         self._filler = Filler(reader)
         self._postpones = postpones
         self._postponed: OpenRecord | None = None
@@ -111,6 +122,10 @@ class CheckedFile(FileView):
         current = self._current
         inside = current is not None and current.contains(offset, view.nbytes)
         if current is not None and inside and current.record.name in self.skipped:
+            return
+        if current is not None and inside and current.record.name in self._replaced:
+            begin = offset - current.begin
+            view[:] = self._replaced[current.record.name][begin : begin + view.nbytes]
             return
         if self._postpones and current is not None and inside and self._checks.is_whole_storage(current, view.nbytes):
             self.check_none_postponed()

@@ -91,7 +91,7 @@ def convert(
         file = stack.enter_context(opened(source))
         catalog = read_catalog(file, verify=verify)
         if verify and not catalog.checked:
-            warn_unverified(file.where, stacklevel=2)
+            warn_unverified(file.where, catalog.unchecked, stacklevel=2)
         tensors = _tensors_of(catalog, root, file.where)
         if not copy_ties:
             _check_ties(tensors, file.where)

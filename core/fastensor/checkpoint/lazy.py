@@ -17,7 +17,7 @@ from fastensor.checkpoint.checksums import checksum_of
 from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
-from fastensor.checkpoint.placement import MapLocation, filled
+from fastensor.checkpoint.placement import MapLocation, check_destination, filled
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -52,6 +52,7 @@ def open(  # users write fastensor.open
         CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
         UnsupportedContentError: the file can only be loaded whole (files of torch before 1.6, TorchScript).
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
+        PlacementError: torch cannot put tensors where ``map_location`` says.
 
     No code of the file is run and none of its classes is imported: this is safe for any file.
 
@@ -72,7 +73,8 @@ def open(  # users write fastensor.open
         file = stack.enter_context(opened(path))
         catalog = read_catalog(file, verify=verify is not False)
         if verify is not False and not catalog.checked:
-            warn_unverified(file.where, stacklevel=3)
+            warn_unverified(file.where, catalog.unchecked, stacklevel=3)
+        check_destination("cpu", map_location, file.where)
         return LazyCheckpoint(file, catalog, stack.pop_all(), map_location, verify is not False, backend)
 
 

@@ -17,7 +17,7 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.report import LoadReport, warn_unverified
-from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.checkpoint.request import Loaded, LoadRequest, is_restricted
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -29,7 +29,7 @@ def load(
     map_location: MapLocation = None,
     *,
     keys: Iterable[str] | None = None,
-    weights_only: bool | None = True,
+    weights_only: bool | None = None,
     mmap: bool = False,
     verify: bool | None = None,
     backend: BackendChoice = registry.AUTO,
@@ -46,8 +46,9 @@ def load(
             (``state_dict``). Only the tensors in it are read. The result is the same object with nothing else in it; of
             a list, only what was chosen is left. A list of nothing but plain values is one value. None loads
             everything.
-        weights_only: as for ``torch.load``, None included. With False a crafted file can run any code; with True it
-            is as safe as torch's restricted unpickler. A safetensors file runs none.
+        weights_only: as for ``torch.load``. None means True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set in the
+            environment; ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` makes it True whatever is given. With False a crafted file
+            can run any code; with True it is as safe as torch's restricted unpickler. A safetensors file runs none.
         mmap: as for ``torch.load``: map the file instead of reading it.
         verify: compare everything that is loaded with the CRC32s in the file. None means True, but False with
             ``mmap``, which reads nothing that could be compared. A file without checksums is loaded with an
@@ -62,7 +63,9 @@ def load(
         UnknownKeyError: a name or pattern in ``keys`` chooses nothing.
         UnsafeCheckpointError: ``weights_only=True`` met a global that is not allow-listed.
         PlacementError: torch cannot put tensors where ``map_location``, or else the file, says.
-        UnsupportedContentError: the file holds a dtype that this torch does not have.
+        UnsupportedContentError: the file is sound, but this torch cannot rebuild what it holds, such as a dtype that it
+            does not have. With ``weights_only=False``, what torch raises is passed on.
+        Exception: what the user's own code raises, which an allow-listed class or a callable ``map_location`` is.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
 
@@ -88,7 +91,7 @@ def load_with_report(
     map_location: MapLocation = None,
     *,
     keys: Iterable[str] | None = None,
-    weights_only: bool | None = True,
+    weights_only: bool | None = None,
     mmap: bool = False,
     verify: bool | None = None,
     backend: BackendChoice = registry.AUTO,
@@ -101,6 +104,7 @@ def load_with_report(
             "load without mmap to verify"
         )
     check_choice(backend)
+    is_restricted(weights_only)  # it raises where the environment contradicts itself
     names = keys if keys is None or isinstance(keys, str) else tuple(keys)
     request = LoadRequest(map_location, names, weights_only, mmap, verify is not False and not mmap, backend)
     begin_to_use(map_location)
@@ -119,7 +123,7 @@ def load_with_report(
             fallbacks=tuple(request.fallbacks),
         )
     if request.checked and not loaded.verified:
-        warn_unverified(report.path, stacklevel=3)
+        warn_unverified(report.path, loaded.unchecked, stacklevel=3)
     return loaded.result, report
 
 

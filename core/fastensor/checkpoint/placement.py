@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fastensor.backends.to_device import FILLED_AT_ONCE, is_filled_at_once, storage_on
+from fastensor.errors import PlacementError
 
 _HOST = torch.device("cpu")
 MapLocation: TypeAlias = Any
@@ -31,11 +32,16 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
     >>> may_be_filled_at_once("cuda"), may_be_filled_at_once("cpu"), may_be_filled_at_once(lambda storage, _: storage)
     (True, False, False)
     """
-    if callable(map_location) and not isinstance(map_location, torch.device):
+    if _is_users(map_location):
         return False
     if map_location is None or isinstance(map_location, dict):
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch gives it no types
     return kind_of_device(map_location) in FILLED_AT_ONCE
+
+
+def _is_users(map_location: MapLocation) -> bool:
+    """Whether code of the user's says where storages go."""
+    return callable(map_location) and not isinstance(map_location, torch.device)
 
 
 def is_told(map_location: MapLocation) -> bool:
@@ -58,6 +64,19 @@ def destination(location: str, map_location: MapLocation) -> torch.device:
     return place(storage_on(_HOST, 0), location, map_location).device
 
 
+def check_destination(location: str, map_location: MapLocation, where: str) -> None:
+    """
+    Raises:
+        PlacementError: torch refuses to put a storage there; its error is the cause. A callable is not asked.
+    """
+    if _is_users(map_location):
+        return
+    try:
+        destination(location, map_location)
+    except Exception as error:
+        raise PlacementError(f"{where}: {error}. map_location='cpu' loads it to the host") from error
+
+
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
     """Put a storage where ``torch.load`` would.
 
@@ -67,7 +86,7 @@ def place(storage: torch.UntypedStorage, location: str, map_location: MapLocatio
         map_location: as for ``torch.load``.
     """
     restore: Callable[[torch.UntypedStorage, str], torch.UntypedStorage] = torch.serialization.default_restore_location
-    if callable(map_location) and not isinstance(map_location, torch.device):
+    if _is_users(map_location):
         placed: torch.UntypedStorage | None = map_location(storage, location)
         return restore(storage, location) if placed is None else placed
     if isinstance(map_location, dict):

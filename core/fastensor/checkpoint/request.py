@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,22 @@ from fastensor.checkpoint.placement import MapLocation, is_told, kind_of_device
 from fastensor.select.transfer import BackendChoice
 
 MAPPED = "the file is mapped"
+FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+NOT_FORCED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_YES = ("1", "y", "yes", "true")
+"""What torch takes for a yes in them."""
+
+
+def is_restricted(weights_only: bool | None) -> bool:
+    """Whether ``torch.load`` uses its restricted unpickler, environment variables considered.
+
+    Raises:
+        RuntimeError: as ``torch.load``, because both variables are set.
+    """
+    forced, not_forced = (os.environ.get(name, "").lower() in _YES for name in (FORCED, NOT_FORCED))
+    if forced and not_forced:
+        raise RuntimeError(f"Only one of `{FORCED}` or `{NOT_FORCED}` should be set, but both were set.")
+    return forced or (not not_forced if weights_only is None else weights_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +37,18 @@ class LoadRequest:
 
     map_location: MapLocation = None
     keys: Iterable[str] | None = None
-    weights_only: bool | None = True
+    weights_only: bool | None = None
     mmap: bool = False
     checked: bool = True
     """Whether what is loaded is to be compared with its checksums."""
     backend: BackendChoice = "auto"
     fallbacks: list[Fallback] = field(default_factory=list)
     """Filled while loading."""
+
+    @property
+    def restricted(self) -> bool:
+        """Whether torch's restricted unpickler reads it."""
+        return is_restricted(self.weights_only)
 
     @property
     def wanted(self) -> Wanted:
@@ -45,3 +67,5 @@ class Loaded:
     """Why that one."""
     verified: bool
     """Whether all of it matched a CRC32 in the file."""
+    unchecked: str = ""
+    """Why not, where there is more to be said than that the file has none."""

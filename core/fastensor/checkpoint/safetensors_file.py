@@ -13,7 +13,7 @@ from fastensor.backends.to_device import Filler
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
-from fastensor.checkpoint.placement import MapLocation, filled, place
+from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import (
@@ -35,6 +35,7 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
         raise UnsupportedContentError(f"{file.where}: safetensors files are little endian, this machine is not")
     header = read_header(file, verify=request.checked)
     entries = _chosen(header.entries, request.keys, file.where)
+    check_destination(_SAVED_FROM, request.map_location, file.where)
     if request.mmap:
         return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
     order = [Extent(entry.begin, entry.end) for entry in sorted(entries, key=lambda entry: entry.begin)]
@@ -45,7 +46,7 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
         for entry in sorted(entries, key=lambda entry: entry.begin):
             tensors[entry.name] = _read(file, filler, entry, request)
     in_order = {entry.name: tensors[entry.name] for entry in entries}
-    return Loaded(in_order, used, why, header.checked and request.checked)
+    return Loaded(in_order, used, why, header.checked and request.checked, header.unchecked)
 
 
 def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:

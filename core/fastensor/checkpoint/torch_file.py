@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import pickle
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import IO, Any, cast
 
 import torch
 
-from fastensor.backends.base import Extent, Reader
+from fastensor.backends.base import Extent
 from fastensor.backends.fallback import announce, give_up
 from fastensor.backends.to_device import is_filled_at_once, storage_on
 from fastensor.checkpoint.archive import (
@@ -29,7 +29,8 @@ from fastensor.checkpoint.placement import MapLocation, destination, may_be_fill
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.torch_errors import explain
 from fastensor.errors import CorruptCheckpointError, FastensorError
-from fastensor.stitch.torch_pickle import read_structure, storages_in
+from fastensor.stitch.pickle_parts import cut
+from fastensor.stitch.torch_pickle import StorageRef, all_in, read_program
 from fastensor.stitch.torch_records import Checks, payload_records, record_ends
 from fastensor.stitch.zip_directory import ZipDirectory
 
@@ -54,17 +55,33 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     find_pickle(archive, file.where)
     _announce_byte_order(archive)
     part = _find_part(file, archive, request)
-    if part is not None:
-        try:
-            return _load_part(file, archive, request, part)
-        except (FastensorError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001  # it is raised again if it was not for the want of values
-            give_up(
-                request.fallbacks, "partial reading", f"torch cannot rebuild the rest without its values ({error!r})"
-            )
-    loaded = _load_archive(file, archive, request, frozenset())
+    try:
+        return _load_whole(file, archive, request) if part is None else _load_part(file, archive, request, part)
+    except Exception as error:
+        explain(error, file, request)
+        raise
+
+
+def _load_whole(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) -> Loaded:
+    loaded = _load_archive(file, archive, request, _NOTHING)
     return replace(loaded, result=_chosen(loaded.result, request, file))
+
+
+_FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError, pickle.UnpicklingError)
+"""What another attempt would raise again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """What torch does not get."""
+
+    skipped: Collection[str]
+    """Names of records that hold nothing of what was asked for. What lies in them is on the meta device, or None."""
+    replaced: Mapping[str, bytes]
+    """Records that it gets in another form: the pickle, from which most of that has been cut out."""
+
+
+_NOTHING = _LeftOut((), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +90,7 @@ class _Part:
 
     names: set[str]
     """Of branches and leaves."""
-    skipped: set[str]
-    """Names of the records that hold nothing of it."""
+    left_out: _LeftOut
 
 
 def _find_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) -> _Part | None:
@@ -83,26 +99,36 @@ def _find_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) ->
         return None
     data = read_pickle(file, archive, verify=request.checked)
     try:
-        structure = read_structure(data, where=file.where)
+        program = read_program(data, where=file.where)
     except CorruptCheckpointError as error:  # torch's own unpickler may know what to make of it
         give_up(request.fallbacks, "partial reading", str(error))
         return None
-    names = _names_of(structure, request.keys, file.where)
-    needed = {storage.key for storage in storages_in(choose(structure, names.__contains__))}
-    skipped = {record.name for key, record in records_by_key(archive, file.where).items() if key not in needed}
-    return _Part(names, skipped)
+    names = _names_of(program.structure, request.keys, file.where)
+    needed = list(all_in(choose(program.structure, names.__contains__)))
+    keys = {one.key for one in needed if isinstance(one, StorageRef)}
+    skipped = {record.name for key, record in records_by_key(archive, file.where).items() if key not in keys}
+    identities = {id(one) for one in needed}
+    leaves = (id(node.value) for node in nodes(program.structure, file.where) if node.is_leaf)
+    short = cut(program, (leaf for leaf in leaves if leaf not in identities))
+    record = find_pickle(archive, file.where)
+    replaced = {} if short is None else {record.name: short.ljust(record.nbytes, b"\0")}
+    return _Part(names, _LeftOut(skipped, replaced))
 
 
 def _load_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, part: _Part) -> Loaded:
-    """Load the rest as tensors on the meta device, and drop it.
-
-    Raises:
-        LookupError: torch gave the object other names than its pickle.
-    """
-    loaded = _load_archive(file, archive, request, part.skipped)
-    if not part.names <= {node.name for node in nodes(loaded.result, file.where)}:
-        raise LookupError("its keys are of classes that are known to Python only")
-    return replace(loaded, result=choose(loaded.result, part.names.__contains__))
+    """Load it without the rest; or with it, if torch needs it."""
+    try:
+        loaded = _load_archive(file, archive, request, part.left_out)
+    except _FINAL:
+        raise
+    except Exception as error:  # noqa: BLE001  # it is raised again if it was not for the want of values
+        reason = f"torch cannot rebuild the rest without its values ({error!r})"
+    else:
+        if part.names <= {node.name for node in nodes(loaded.result, file.where)}:
+            return replace(loaded, result=choose(loaded.result, part.names.__contains__))
+        reason = "its keys are of classes that are known to Python only"
+    give_up(request.fallbacks, "partial reading", reason)
+    return _load_whole(file, archive, request)
 
 
 def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
@@ -110,25 +136,25 @@ def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
     return resolve(keys, [node.name for node in nodes(tree, where)], where)
 
 
-def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, skipped: Collection[str]) -> Loaded:
-    """Let torch rebuild the object from our file; the records to skip become tensors on the meta device."""
+def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, left_out: _LeftOut) -> Loaded:
+    """Let torch rebuild the object from our file."""
     if may_be_filled_at_once(request.map_location) and not is_of_other_byte_order(archive):
         try:
-            return _attempt(file, archive, request, skipped, _filling)
-        except (FastensorError, OSError, MemoryError, torch.OutOfMemoryError):
+            return _attempt(file, archive, request, left_out, _filling)
+        except (*_FINAL, OSError):
             raise
         except Exception as error:  # noqa: BLE001  # it is raised again if it was not for that
             give_up(
                 request.fallbacks, "filling devices at once", f"torch cannot rebuild the object that way ({error!r})"
             )
-    return _attempt(file, archive, request, skipped, _skipping)
+    return _attempt(file, archive, request, left_out, _skipping)
 
 
 def _attempt(
     file: OpenedFile,
     archive: ZipDirectory,
     request: LoadRequest,
-    skipped: Collection[str],
+    left_out: _LeftOut,
     placing: Callable[[CheckedFile, MapLocation], MapLocation],
 ) -> Loaded:
     """
@@ -139,21 +165,16 @@ def _attempt(
     order = [
         Extent(record.header_offset, ends[record.header_offset])
         for record in payload_records(archive)
-        if record.name not in skipped
+        if record.name not in left_out.skipped
     ]
     checks = Checks(archive, enabled=request.checked)
     with explained(file.where):
         used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
     with closing(reader):
-        view = CheckedFile(file, reader, checks, skipped, postpones=placing is _filling)
-        try:
-            result = _rebuild(view, placing(view, request.map_location), request.weights_only)
-            view.check_none_postponed()
-        except Exception as error:
-            if placing is not _filling:
-                rebuild = partial(_rebuild_without_values, file, archive, reader)
-                explain(error, file, request, is_zip=True, rebuild=rebuild)
-            raise
+        postpones = placing is _filling
+        view = CheckedFile(file, reader, checks, left_out.skipped, left_out.replaced, postpones=postpones)
+        result = _rebuild(view, placing(view, request.map_location), request.weights_only)
+        view.check_none_postponed()
     return Loaded(result, used, why, checks.complete)
 
 
@@ -193,12 +214,6 @@ def _raise_failure(view: CheckedFile) -> None:
             raise failure
 
 
-def _rebuild_without_values(file: OpenedFile, archive: ZipDirectory, reader: Reader) -> object:
-    """Find out whether the pickle is sound, on the host and without reading any tensor."""
-    everything = {record.name for record in payload_records(archive)}
-    return _rebuild(CheckedFile(file, reader, Checks(archive, enabled=False), everything), "cpu", True)
-
-
 def _skipping(view: CheckedFile, map_location: MapLocation) -> MapLocation:
     """A ``map_location`` that leaves no values where none were read."""
     if not view.skipped:
@@ -233,5 +248,5 @@ def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) ->
     try:
         return attempt(request.map_location)
     except Exception as error:
-        explain(error, file, request, is_zip=is_zip, rebuild=lambda: attempt("cpu"))
+        explain(error, file, request, rebuild_on_host=None if is_zip else lambda: attempt("cpu"))
         raise

@@ -16,9 +16,9 @@ import io
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -46,6 +46,8 @@ class StorageRef:
     """uint8 for untyped ones."""
     location: str
     """The device that it was saved from, such as ``cuda:0``."""
+    nbytes: int = field(default=0, compare=False)
+    """How many bytes it had."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,14 +102,47 @@ class Opaque:
         self.parts.append(item)
 
 
+Range: TypeAlias = tuple[int, int]
+"""Begin and end of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A pickle, and which of its bytes make what."""
+
+    data: bytes
+    structure: Any
+    """What it makes, symbolically."""
+    made: Mapping[int, Range]
+    """What makes a tensor, or an object of an unknown class, and leaves it on the stack, by its identity."""
+    puts: Mapping[int, int]
+    """Where things are put into the memo, by their number in it."""
+    atoms: Mapping[int, tuple[int, bool]]
+    """Texts and globals: where they end, where they begin, and whether it is a global."""
+    gets: Sequence[tuple[int, int]]
+    """Where things are taken from the memo, in order, and their numbers."""
+    can_be_cut: bool
+    """Whether it consists of what protocol 2 has, and numbers nothing in the memo twice."""
+
+
 def read_structure(data: bytes, *, where: str) -> Any:
     """The object that the pickle describes: dicts, lists and plain values as they are, the rest as records.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of torch's.
     """
+    return read_program(data, where=where).structure
+
+
+def read_program(data: bytes, *, where: str) -> Program:
+    """The same, and which of its bytes make what.
+
+    Raises:
+        CorruptCheckpointError: as :func:`read_structure`.
+    """
+    interpreter = _Interpreter(data)
     try:
-        return _Interpreter(data).load()
+        return interpreter.program(interpreter.load())
     except MemoryError:
         raise
     except RecursionError as error:
@@ -118,15 +153,19 @@ def read_structure(data: bytes, *, where: str) -> Any:
 
 
 def storages_in(value: Any) -> Iterator[StorageRef]:
-    """Yield every storage that a part of the structure needs, each container being looked into once."""
+    """Yield every storage that a part of the structure needs."""
+    return (one for one in all_in(value) if isinstance(one, StorageRef))
+
+
+def all_in(value: Any) -> Iterator[Any]:
+    """Yield a part of the structure and all that is in it, once each."""
     seen: set[int] = set()
     stack = [value]
     while stack:
         value = stack.pop()
-        if isinstance(value, StorageRef):
-            yield value
-        elif id(value) not in seen:
+        if id(value) not in seen:
             seen.add(id(value))
+            yield value
             stack += _inside(value)
 
 
@@ -294,7 +333,23 @@ _KNOWN: dict[str, Any] = {
 }
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _SPARSE = "torch._utils._rebuild_sparse_tensor"
+_WITH_LENGTHS = (tuple, list, dict, set, frozenset, str, bytes, bytearray)
 _LOADS = pickle._Unpickler.dispatch
+_PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
+_GETS = {pickle.BINGET: 1, pickle.LONG_BINGET: 4}
+"""Opcodes, and how many bytes of a number follow."""
+_ATOMS = frozenset((pickle.GLOBAL, pickle.BINUNICODE))
+_MAKES = frozenset(
+    (pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS)
+)
+"""Opcodes behind which there may be another object on the stack, or the same with something in it."""
+_OTHERS = {
+    *(pickle.PROTO, pickle.BINPERSID, pickle.MARK, pickle.EMPTY_DICT, pickle.EMPTY_LIST),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NONE, pickle.NEWTRUE),
+    *(pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT),
+    *(pickle.SHORT_BINSTRING, pickle.BINSTRING),
+}
+"""The other opcodes of protocol 2 that do nothing to what is below their arguments on the stack."""
 
 
 def _then_light(load: Callable[[Any], None]) -> Callable[[_Interpreter], None]:
@@ -323,13 +378,77 @@ class _Interpreter(pickle._Unpickler):
         },
     }
     stack: list[Any]
+    metastack: list[list[Any]]
+    memo: dict[int, Any]
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
+        self._data = data
+        self._made: dict[int, tuple[int, int]] = {}
+        self._puts: dict[int, int] = {}
+        self._atoms: dict[int, tuple[int, bool]] = {}
+        self._gets: list[tuple[int, int]] = []
+        self._can_be_cut = True
         self._globals: dict[str, GlobalRef] = {}
         self._texts: dict[type, dict[Any, Any]] = {str: {}, bytes: {}}
         self._left = 2 * len(data) + _SPARE_ELEMENTS
         """How many elements calls may still copy. A pickle may have a list once, and make set after set of it."""
+
+    def load(self) -> Any:
+        """Run the program, and keep account of which of its bytes have made what is on the stack."""
+        file = io.BytesIO(self._data)
+        self.read, self.readline, self.readinto = file.read, file.readline, file.readinto
+        self.metastack, self.stack, self.proto = [], [], 0
+        self.append = self.stack.append
+        begins: list[int] = []
+        """Where the making of what is on the stack begins."""
+        outer: list[tuple[list[int], int]] = []
+        """The same of the stacks below, and where the marks between them are."""
+        read, tell, dispatch, memo, puts = file.read, file.tell, self.dispatch, self.memo, self._puts
+        while True:
+            at = tell()
+            key = read(1)
+            if key in _PUTS:  # most opcodes are, or one of the next
+                number = int.from_bytes(read(_PUTS[key]), "little")
+                self._can_be_cut &= number not in puts
+                memo[number] = self.stack[-1]
+                puts[number] = at
+                continue
+            if key in _GETS:
+                number = int.from_bytes(read(_GETS[key]), "little")
+                self.stack.append(memo[number])
+                begins.append(at)
+                self._gets.append((at, number))
+                continue
+            if key == pickle.STOP:
+                return self.stack.pop()
+            if not key:
+                raise EOFError("the pickle has no end")
+            stack = self.stack
+            dispatch[key[0]](self)
+            if self.stack is stack:
+                if len(stack) > len(begins):
+                    begins.append(at)
+                else:
+                    del begins[len(stack) :]
+            elif key == pickle.MARK:
+                outer.append((begins, at))
+                begins = []
+            else:
+                begins, mark = outer.pop()
+                if len(self.stack) > len(begins):
+                    begins.append(mark)
+            if key in _MAKES:
+                if type(self.stack[-1]) in (TensorRef, Opaque):
+                    self._made[id(self.stack[-1])] = (begins[-1], tell())
+            elif key in _ATOMS:
+                self._atoms[tell()] = (at, key == pickle.GLOBAL)
+            elif key not in _OTHERS:
+                self._can_be_cut = False
+
+    def program(self, structure: Any) -> Program:
+        """What has been run, and made that."""
+        return Program(self._data, structure, self._made, self._puts, self._atoms, self._gets, self._can_be_cut)
 
     def find_class(self, module: str, name: str) -> Any:
         short = len(module) + len(name) <= _LONGEST_NAME
@@ -350,21 +469,25 @@ class _Interpreter(pickle._Unpickler):
         raise ValueError("a global that is a number: torch writes names")
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        word, kind, key, location, _ = pid
+        word, kind, key, location, numel = pid
         texts = isinstance(key, str) and isinstance(location, str)
-        if word != "storage" or not texts or not isinstance(kind, _StorageKind):
+        if word != "storage" or not texts or not isinstance(kind, _StorageKind) or not isinstance(numel, int):
             raise ValueError("a persistent id that is not one of a storage")
-        return StorageRef(key, kind.dtype, location)
+        return StorageRef(key, kind.dtype, location, numel * kind.dtype.itemsize)
 
     def load_bytearray8(self) -> None:
-        (nbytes,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]  # set by load()
-        data = self.read(nbytes)  # type: ignore[attr-defined]  # no more than there is, unlike what this replaces
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        data = self.read(nbytes)  # no more than there is, unlike what this replaces
         if len(data) != nbytes:
             raise EOFError("a bytearray is cut off")
         self.stack.append(bytearray(data))
 
     def load_buffer(self) -> None:
         raise ValueError("a buffer out of band: torch writes none")
+
+    def load_frame(self) -> None:
+        """What is in a frame is behind it, as if there was none."""
+        self.read(8)
 
     def light(self, value: Any) -> Any:
         """The same, such that it is hashed and compared quickly, however often a file does that."""
@@ -412,7 +535,7 @@ class _Interpreter(pickle._Unpickler):
         return self.light(function(*arguments))
 
     def _spend(self, *copied: Any) -> None:
-        self._left -= sum(len(value) for value in copied if isinstance(value, Sized))
+        self._left -= sum([len(value) for value in copied if isinstance(value, _WITH_LENGTHS)])
         if self._left < 0:
             raise ValueError("its calls copy more than the file holds")
 
@@ -433,6 +556,7 @@ class _Interpreter(pickle._Unpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
     dispatch[pickle.NEXT_BUFFER[0]] = load_buffer
     dispatch[pickle.READONLY_BUFFER[0]] = load_buffer
+    dispatch[pickle.FRAME[0]] = load_frame
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.NEWOBJ[0]] = load_reduce

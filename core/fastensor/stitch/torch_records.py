@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, Record, ZipDirectory
@@ -17,8 +18,8 @@ def payload_records(archive: ZipDirectory) -> list[Record]:
     records = [record for record in archive.records if record.name.split("/")[1:2] == ["data"] and record.nbytes]
     keys = [record.name.rpartition("/")[2] for record in records]
     if all(key.isdecimal() and key.isascii() for key in keys):
-        numbered = sorted(zip(keys, records, strict=True), key=lambda pair: (len(pair[0]), pair[0]))
-        return [record for _, record in numbered]
+        numbered = sorted(zip(map(len, keys), keys, records, strict=True), key=itemgetter(0, 1))
+        return [record for _, _, record in numbered]
     return records
 
 

@@ -1,0 +1,129 @@
+"""Cutting out of a pickle what nobody asked for."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pickle
+import pstats
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import states
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastensor
+from fastensor import UnsafeCheckpointError
+from fastensor.checkpoint import names
+from fastensor.stitch.pickle_parts import cut
+from fastensor.stitch.torch_pickle import read_program
+
+
+class Pair:
+    """Tells what it was rebuilt from."""
+
+    built: ClassVar[list[Any]] = []
+
+    def __init__(self, one: Any, other: Any) -> None:
+        self.one, self.other = one, other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        self.built.append(state["one"])
+
+
+def load(state: Any, keys: list[str]) -> Any:
+    """A part of a state, of which torch needs nothing else, and the names of which it says nothing else."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    found, report = fastensor.load_with_report(file, keys=keys, weights_only=False)  # type: ignore[arg-type]
+    assert not report.fallbacks
+    states.assert_equal(found, names.choose(state, set(keys).__contains__))
+    return found
+
+
+@given(tree=states.trees(), data=st.data())
+def test_any_part_of_any_tree(tree: Any, data: st.DataObject) -> None:
+    tied = {"root": tree, "again": tree, "first": torch.ones(3)}
+    there = sorted({node.name for node in names.nodes(tied)})
+    load(tied, data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=3, unique=True)))
+
+
+W = torch.arange(6.0)
+TIED: dict[str, Any] = {
+    "one tensor under two names": {"a": W, "b": W, "c": torch.ones(2)},
+    "views of one": {"a": W[:2], "b": W[2:], "c": torch.ones(2)},
+    "a dict in two places": {"a": {"w": W, "v": torch.ones(1)}, "b": [torch.zeros(1)]},
+    "attributes": {"a": OrderedDict(w=W, v=torch.ones(1)), "b": torch.ones(2), "c": W},
+    "in tuples": (torch.ones(1), (W, torch.zeros(3)), {"x": W}),
+    "parameters": {"a": torch.nn.Parameter(W), "b": torch.nn.Parameter(torch.ones(2)), "c": W},
+    "texts that are used again": {"cpu": W, "storage": torch.ones(1), "0": "cpu", "x": ["storage", "cpu", "0"]},
+    "more than 256": {str(i): torch.tensor([i]) for i in range(300)},
+}
+TIED["a dict in two places"]["b"].append(TIED["a dict in two places"]["a"])
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_what_several_refer_to(kind: str) -> None:
+    for node in names.nodes(TIED[kind]):
+        load(TIED[kind], [node.name])
+
+
+def test_what_an_unknown_object_shares_with_the_rest() -> None:
+    shared = torch.arange(4.0)
+    state = {"first": Pair(shared, {"inner": torch.ones(2)}), "shared": shared, "last": Pair(1, shared)}
+    state["inner"] = state["first"].other  # type: ignore[attr-defined]
+    for key in ("shared", "inner", "inner.inner", "last"):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        found = fastensor.load(file, keys=[key], weights_only=False)  # type: ignore[arg-type]
+        part = found[key.partition(".")[0]]
+        assert torch.equal(part.other if key == "last" else part if key == "shared" else part["inner"], {
+            "shared": shared, "last": shared}.get(key, torch.ones(2)))  # fmt: skip
+
+
+def test_only_what_is_asked_for_is_rebuilt(tmp_path: Path) -> None:
+    """The calls are counted, not timed."""
+    Pair.built.clear()
+    state = {f"layer.{i}": torch.tensor([i]) for i in range(200)} | {"pair": Pair(1, torch.ones(2))}
+    fastensor.save(state, tmp_path / "x")
+    with cProfile.Profile() as profile:
+        found = fastensor.load(tmp_path / "x", keys=["layer.117"], weights_only=False)
+    assert found["layer.117"].item() == 117
+    calls = {name: count for (_, _, name), (count, *_) in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
+    assert calls["load_tensor"] == calls["_rebuild_tensor_v2"] == 1
+    assert not Pair.built
+
+
+def test_globals_of_what_is_cut_out_are_still_refused(tmp_path: Path) -> None:
+    fastensor.save({"a": torch.ones(1), "pair": Pair(1, 2)}, tmp_path / "x")
+    with pytest.raises(UnsafeCheckpointError, match="Pair"):
+        fastensor.load(tmp_path / "x", keys=["a"])
+
+
+def test_what_cannot_be_cut_is_left_as_it_is(tmp_path: Path) -> None:
+    state = {"a": W, "b": torch.ones(2)}
+    for protocol in (1, 3, 4, 5):
+        fastensor.save(state, tmp_path / "x", pickle_protocol=protocol)
+        found = fastensor.load(tmp_path / "x", keys=["b"], weights_only=False)
+        states.assert_equal(found, {"b": torch.ones(2)})
+    twice = b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01K\x01X\x01\x00\x00\x00bq\x01K\x02u."
+    assert pickle.loads(twice) == {"a": 1, "b": 2}
+    assert cut(read_program(twice, where="x"), []) is None
+
+
+def test_it_takes_no_more_bytes() -> None:
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=2)
+    pickler.dump({"a": Pair("x" * 300, "y"), "b": ["y", "x" * 300], "c": Pair("y", 3)})
+    program = read_program(file.getvalue(), where="x")
+    short = cut(program, [id(program.structure["a"]), id(program.structure["c"])])
+    assert short is not None
+    assert len(short) <= len(program.data)
+    assert pickle.loads(short) == {"a": None, "b": ["y", "x" * 300], "c": None}
