@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 # Two workers with two threads each on two cores: OpenMP's would take the time of the others by waiting actively.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,29 @@ def folder_of_dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def nothing_announced() -> None:
     """Fallbacks are logged once per process: here, once per test."""
     announce.cache_clear()
+
+
+@pytest.fixture
+def only_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filesystem refuses files without names."""
+    monkeypatch.setattr(os, "open", _refusing(os.open))
+
+
+@pytest.fixture(params=["nameless", "named"])
+def temporaries(request: pytest.FixtureRequest) -> str:
+    """What files are before they are published: the filesystem may refuse those without names."""
+    if request.param == "named":
+        request.getfixturevalue("only_named")
+    return str(request.param)
+
+
+def _refusing(function: Callable[..., int]) -> Callable[..., int]:
+    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return function(path, flags, *arguments, **options)
+
+    return refuse
 
 
 _TALLY = pytest.StashKey[Counter[str]]()

@@ -76,6 +76,7 @@ def prepare(path: Path, *, overwrite: bool) -> None:
 @pytest.mark.parametrize("code", CODES, ids=name_of)
 @ways
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+@pytest.mark.usefixtures("temporaries")
 def test_a_save_whose_nth_call_fails(
     tmp_path: Path, backend: str, name: str, overwrite: bool, code: int, tally: Counter[str]
 ) -> None:

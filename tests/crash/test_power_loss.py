@@ -16,7 +16,7 @@ import torch
 import fastensor
 from fastensor import FastensorError
 from fastensor.backends.fallback import available_names
-from fastensor.testing.disk import File, Operation, Rename, Resize, SyncFile, SyncFolder, Write
+from fastensor.testing.disk import File, Link, Operation, Rename, Resize, SyncFile, SyncFolder, Write
 from fastensor.testing.power_loss import look_at, power_failures, recorded, replay
 
 WAYS = [*((backend, "x") for backend in available_names()), ("direct", "x.safetensors")]
@@ -107,19 +107,24 @@ targets = pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overw
 
 @ways
 @targets
-def test_what_is_recorded_is_what_happens(tmp_path: Path, backend: str, name: str, overwrite: bool) -> None:
+def test_what_is_recorded_is_what_happens(
+    tmp_path: Path, backend: str, name: str, overwrite: bool, temporaries: str
+) -> None:
     """Nothing that reaches the file passes the recorder, or the tests below would prove nothing."""
     recording = record(tmp_path / "saved" / name, backend=backend, overwrite=overwrite, durable=True)
     assert list(recording.after) == [name]
     assert replay(recording.before, recording.operations) == recording.after
     kinds = [type(operation) for operation in recording.operations]
     assert kinds.count(Write) > 1
-    assert kinds.count(SyncFile) == kinds.count(Rename) == kinds.count(SyncFolder) == 1
+    assert kinds.count(SyncFile) == kinds.count(SyncFolder) == 1
+    assert kinds.count(Link) == (temporaries == "nameless")
+    assert kinds.count(Rename) == (overwrite or temporaries == "named")
 
 
 @samples
 @ways
 @targets
+@pytest.mark.usefixtures("temporaries")
 def test_a_durable_save(tmp_path: Path, judge: Judge, backend: str, name: str, overwrite: bool, sample: int) -> None:
     recording = record(tmp_path / "saved" / name, backend=backend, overwrite=overwrite, durable=True)
     found = recording.verdicts(judge, sample)
@@ -152,6 +157,7 @@ def test_only_checksums_tell_that_a_save_that_is_not_durable_is_damaged(tmp_path
 
 
 @ways
+@pytest.mark.usefixtures("temporaries")
 def test_modes_are_durable_with_the_content(tmp_path: Path, backend: str, name: str) -> None:
     recording = record(tmp_path / "saved" / name, backend=backend, overwrite=True, durable=True)
     assert recording.after[name].mode == 0o640
@@ -160,6 +166,7 @@ def test_modes_are_durable_with_the_content(tmp_path: Path, backend: str, name: 
         assert state.file.mode == 0o640
 
 
+@pytest.mark.usefixtures("temporaries")
 def test_temporaries_that_are_left_go_with_the_next_save(tmp_path: Path, judge: Judge) -> None:
     recording = record(tmp_path / "saved" / "x", backend="numpy", overwrite=True, durable=True)
     states = {

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,26 +31,3 @@ def direct_io(tmp_path: Path) -> None:
         pytest.skip(f"no direct I/O at {tmp_path}: {error}")
     finally:
         os.close(fd)
-
-
-@pytest.fixture
-def only_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filesystem refuses files without names."""
-    monkeypatch.setattr(os, "open", _refusing(os.open))
-
-
-@pytest.fixture(params=["nameless", "named"])
-def temporaries(request: pytest.FixtureRequest) -> str:
-    """What files are before they are published: the filesystem may refuse those without names."""
-    if request.param == "named":
-        request.getfixturevalue("only_named")
-    return str(request.param)
-
-
-def _refusing(function: Callable[..., int]) -> Callable[..., int]:
-    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return function(path, flags, *arguments, **options)
-
-    return refuse

@@ -21,9 +21,9 @@ import torch
 import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
 from fastensor.backends.fallback import available_names
+from fastensor.backends.new_file import NewFile, _remove_old_leftovers
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import npy
-from fastensor.store.files import NewFile, _remove_leftovers
 from fastensor.testing import failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
 
@@ -228,27 +228,27 @@ def leftover(folder: Path, name: str, *, age_seconds: float) -> Path:
 
 
 def test_where_files_have_names_those_of_the_dead_are_removed(tmp_path: Path, temporaries: str) -> None:
-    old = leftover(tmp_path, "0" * 32, age_seconds=4000)
+    old = leftover(tmp_path, "0" * 16 + ".0", age_seconds=4000)
     kept = [
-        leftover(tmp_path, "1" * 32, age_seconds=3000),  # may be of another machine, whose locks are not seen here
-        leftover(tmp_path, "x.ckpt." + "2" * 12, age_seconds=4000),
+        leftover(tmp_path, "1" * 16 + ".0", age_seconds=3000),  # of another machine, perhaps, whose locks are not seen
+        leftover(tmp_path, "x.ckpt.0", age_seconds=4000),
         leftover(tmp_path, "notes", age_seconds=4000),
     ]
-    with NewFile(str(tmp_path)) as alive:
+    with NewFile(str(tmp_path / "x")) as alive:
         if temporaries == "named":
             (living,) = set(tmp_path.iterdir()) - {old, *kept}
             os.utime(living, (0, 0))
             kept.append(living)
-        _remove_leftovers.cache_clear()
+        _remove_old_leftovers.cache_clear()
         ref = TensorStore(tmp_path).put(SMALL)
         assert set(tmp_path.iterdir()) == {tmp_path / ref.file, *kept, *([old] if temporaries == "nameless" else [])}
-        alive.publish(str(tmp_path / "x"))
+        alive.publish()
 
 
 @pytest.mark.parametrize("name", ["open", "fstat", "flock", "unlink"])
 @pytest.mark.usefixtures("only_named")
 def test_what_cannot_be_removed_is_left(tmp_path: Path, name: str) -> None:
-    old = leftover(tmp_path, "0" * 32, age_seconds=4000)
+    old = leftover(tmp_path, "0" * 16 + ".0", age_seconds=4000)
     ours: set[int] = set()
 
     def refuse(call: Call) -> Any:
@@ -258,6 +258,8 @@ def test_what_cannot_be_removed_is_left(tmp_path: Path, name: str) -> None:
         result = call.perform()
         if call.name == "open" and str(first) == str(old):
             ours.add(result)
+        elif call.name == "close":
+            ours.discard(first)
         return result
 
     with intercepted(refuse):

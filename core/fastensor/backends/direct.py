@@ -50,8 +50,7 @@ class DirectBackend:
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         limits = _limits(fd)
-        with _refusals_reported():
-            direct_fd = posix.reopen_direct(fd)
+        direct_fd = _reopen(fd, os.O_RDONLY)
         with ExitStack() as undo:
             undo.callback(posix.close_read_only, direct_fd)
             with _refusals_reported(), borrowed_ring() as ring:
@@ -65,8 +64,7 @@ class DirectBackend:
 
     def open_slots(self, fd: int) -> DirectSlots:
         limits = _limits(fd)
-        with _refusals_reported():
-            return DirectSlots(posix.reopen_direct(fd, os.O_RDWR), limits.offset_alignment)
+        return DirectSlots(_reopen(fd, os.O_RDWR), limits.offset_alignment)
 
 
 class DirectSlots:
@@ -106,6 +104,14 @@ def _limits(fd: int) -> posix.DirectLimits:
     if BUFFER_NBYTES % limits.offset_alignment or limits.memory_alignment > posix.ASSUMED_ALIGNMENT:
         raise BackendUnavailableError(f"the filesystem asks for an alignment that the buffers lack: {limits}")
     return limits
+
+
+def _reopen(fd: int, mode: int) -> int:
+    with _refusals_reported():
+        try:
+            return posix.reopen_direct(fd, mode)
+        except FileNotFoundError as error:
+            raise BackendUnavailableError("/proc is missing, by which a file is opened once more") from error
 
 
 @contextmanager

@@ -25,6 +25,12 @@ TEMPORARY_SUFFIX = ".fastensor-tmp"
 """Of files that will have another name when they are whole."""
 
 _AT_EMPTY_PATH = 0x1000
+_AT_FDCWD = -100
+_AT_SYMLINK_NOFOLLOW = 0x100
+_AT_EACCESS = 0x200
+_STATX_ATTRIBUTES = 0x08  # stx_attributes, u64
+_STATX_ATTR_MOUNT_ROOT = 0x2000
+_KEPT_ATTRIBUTES = ("user.", "system.", "security.selinux")
 _STATX_DIOALIGN = 0x2000
 _STATX_NBYTES = 256
 _STATX_DIO_OFFSET = 0x98  # stx_dio_mem_align and stx_dio_offset_align, two u32 (linux/stat.h)
@@ -35,6 +41,9 @@ _SYS_CACHESTAT = 451
 """Of all architectures."""
 _CACHESTAT_NBYTES = 40  # five u64; the first one counts pages (linux/mman.h)
 _RESIDENCY_SAMPLES = 64
+_BTRFS = 0x9123683E
+_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+"""How filesystems, and kernels, say that they do not have them."""
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -113,8 +122,15 @@ def sync_file(fd: int) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """``fsync`` a directory: names that were created, replaced or removed in it are on stable storage."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """``fsync`` a directory: names that were created, replaced or removed in it are on stable storage.
+
+    One that may be written but not read cannot be synced by itself: then everything is (``sync``).
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        os.sync()
+        return
     try:
         sync_file(fd)
     except OSError as error:
@@ -153,27 +169,62 @@ def set_direct(fd: int, enabled: bool) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if enabled else flags & ~os.O_DIRECT)
 
 
-def reopen_direct(fd: int, mode: int = os.O_RDONLY) -> int:
-    """A second descriptor of the same file, which may have no name, with O_DIRECT. The caller closes it."""
+def reopen_direct(fd: int, mode: int) -> int:
+    """A second descriptor of the same file, which may have no name, with O_DIRECT. The caller closes it.
+
+    Raises:
+        FileNotFoundError: ``/proc`` is missing.
+    """
     return os.open(f"/proc/self/fd/{fd}", mode | os.O_DIRECT | os.O_CLOEXEC)
 
 
 def open_nameless(directory: str) -> int:
     """A new file for reading and writing that has no name, so that nothing is left of it when it is closed."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOENT):
-            raise
+    fd = try_nameless(directory, 0o600)
+    if fd is not None:
+        return fd
     path = os.path.join(directory, f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
-    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.unlink(path)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def try_nameless(directory: str, mode: int) -> int | None:
+    """A new file for reading and writing without a name, which ``linkat`` may give it; None where there are none.
+
+    None also where a file without a name could not be given one (no ``/proc``), and on btrfs: its ``fsync`` skips files
+    without names, so that they would be empty after a power failure.
+    """
+    if not has_proc():
+        return None
+    try:
+        fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno not in _NO_NAMELESS_FILES:
+            raise
+        return None
+    try:
+        forgets = _filesystem_type(fd) == _BTRFS
+    except BaseException:
+        os.close(fd)
+        raise
+    if forgets:
+        os.close(fd)
+        return None
+    return fd
+
+
+def has_proc() -> bool:
+    """Whether open files can be found in ``/proc``, which some sandboxes lack."""
+    try:
+        os.stat("/proc/self/fd")
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def try_lock(fd: int) -> bool:
@@ -207,7 +258,8 @@ def open_to_lock(path: str) -> int:
 def remove_leftover(path: str, unchanged_seconds: float | None = None) -> None:
     """Remove the temporary file of a process that was killed: nobody locks it.
 
-    What cannot be told to be one stays: it is locked, somebody else's, gone, or on a filesystem without locks.
+    What cannot be told to be one stays: it is locked, somebody else's, gone, or on a filesystem without locks. Whoever
+    has locked a file under that name is the only one who may take the name away.
 
     Args:
         path: of the file.
@@ -218,7 +270,8 @@ def remove_leftover(path: str, unchanged_seconds: float | None = None) -> None:
         try:
             if unchanged_seconds is None or os.fstat(fd).st_mtime < time.time() - unchanged_seconds:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                if os.path.samestat(os.lstat(path), os.fstat(fd)):  # else it has got another name, and this is another
+                    os.unlink(path)
         finally:
             close_read_only(fd)
 
@@ -230,10 +283,51 @@ def close_read_only(fd: int) -> None:
 
 
 def memory_filesystem(fd: int) -> str | None:
-    """The name of the filesystem if it lives in memory, where direct I/O gains nothing."""
+    """The name of the filesystem if it lives in memory, where direct I/O gains nothing and nothing is durable."""
+    return _MEMORY_FILESYSTEMS.get(_filesystem_type(fd))
+
+
+def _filesystem_type(fd: int) -> int:
     buffer = ctypes.create_string_buffer(_STATFS_NBYTES)
     _call("fstatfs64", fd, buffer)
-    return _MEMORY_FILESYSTEMS.get(struct.unpack_from("@l", buffer)[0] & 0xFFFFFFFF)
+    kind: int = struct.unpack_from("@l", buffer)[0]
+    return kind & 0xFFFFFFFF
+
+
+def is_mounted_by_itself(path: str) -> bool:
+    """Whether a file is the root of a mount (``mount --bind``), so that its name cannot be given to another file.
+
+    False where the kernel does not tell (``statx``, STATX_ATTR_MOUNT_ROOT; Linux 5.8).
+    """
+    buffer = ctypes.create_string_buffer(_STATX_NBYTES)
+    try:
+        _call("statx", _AT_FDCWD, os.fsencode(path), _AT_SYMLINK_NOFOLLOW, 0, buffer)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return False
+    attributes: int = struct.unpack_from("=Q", buffer, _STATX_ATTRIBUTES)[0]
+    return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
+
+
+def check_writable(path: str) -> None:
+    """Find out whether this process may write to a file, without opening it.
+
+    Raises:
+        OSError: it may not, or the file is not there.
+    """
+    _call("faccessat", _AT_FDCWD, os.fsencode(path), os.W_OK, _AT_EACCESS)
+
+
+def attributes_of(file: str | int) -> dict[str, bytes]:
+    """The extended attributes that tell who may use a file, or what its user has noted on it: ACLs, labels, notes."""
+    try:
+        names = os.listxattr(file)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return {}
+    return {name: os.getxattr(file, name) for name in names if name.startswith(_KEPT_ATTRIBUTES)}
 
 
 def direct_limits(fd: int) -> DirectLimits | None:

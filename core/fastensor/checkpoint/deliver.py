@@ -13,20 +13,13 @@ from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.fallback import Fallback, can_write, give_up
+from fastensor.backends.new_file import NewFile
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
-from fastensor.checkpoint.publish import (
-    Target,
-    Temporary,
-    copy_ownership,
-    open_temporary,
-    publish,
-    resolve_target,
-    wait_for_space,
-)
+from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target, wait_for_space
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
@@ -50,12 +43,14 @@ class _Written(NamedTuple):
     backend: str
     reason: str
     durable: bool
+    atomic: bool
 
 
 class Delivery:
     """One file on its way to where it is to be: planned, opened, moved. Used by one thread at a time.
 
-    What was at the target before is replaced in the last instant of :meth:`move`, or never.
+    What was at the target before is replaced in the last instant of :meth:`move`, or never, unless it has to be written
+    in place.
 
     Args:
         path: where to.
@@ -88,12 +83,12 @@ class Delivery:
         self.seconds: dict[str, float] = {}
         """By stage."""
         self.before_publishing: Callable[[], None] = lambda: None
-        """Called when all is ready to take the target's place; it is not taken if this raises."""
+        """Called before the target is replaced or overwritten, which is not done if this raises."""
         self._let_torch_write = let_torch_write
         self._backend = backend
         self._durable = durable
         self._fallbacks: list[Fallback] = []
-        self._temporary: Temporary | None = None
+        self._output: NewFile | InPlace | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -127,26 +122,38 @@ class Delivery:
         return planned
 
     def open(self) -> None:
-        """Create what will take a local target's place. From now on the delivery is to be left by ``with``.
+        """Open what is to be written for a local target. From now on the delivery is to be left by ``with``.
 
         Raises:
-            CheckpointWriteError: the directory does not let files be created.
+            CheckpointWriteError: the target can neither be replaced nor written in place.
         """
-        if isinstance(self.target, Target) and self._temporary is None:
-            self._temporary = open_temporary(self.target)
+        if isinstance(self.target, Target) and self._output is None:
+            self._output = open_output(self.target)
+            if isinstance(self._output, InPlace) and self._output.is_file and self._output.nbytes:
+                give_up(self._fallbacks, "atomic replacement", f"{self.where}: {self._output.why}")
 
     def close(self) -> None:
-        """Undo :meth:`open`, unless the file has been published, and let go of what was saved. Again does nothing."""
+        """Undo :meth:`open`, unless the file has been published, and let go of what was saved. Again does nothing.
+
+        Raises:
+            CheckpointWriteError: the file could not be closed.
+        """
         self._let_torch_write = _refuse
-        temporary, self._temporary = self._temporary, None
-        if temporary is not None:
-            temporary.close()
+        output, self._output = self._output, None
+        if output is None:
+            return
+        try:
+            output.close()
+        except OSError as error:
+            raise CheckpointWriteError(
+                error.errno, f"closing the file that was written failed ({error.strerror}); {_left(output)}", self.where
+            ) from error
 
     def forget(self) -> None:
         """In a forked child: let go of what is its parent's, and leave it as it is."""
-        if self._temporary is not None:
-            os.close(self._temporary.fd)
-        self._temporary = None
+        if self._output is not None:
+            os.close(self._output.fd)
+        self._output = None
 
     def move(self, source: Source | None) -> SaveReport:
         """Write it all, sync it, and let it take the target's place.
@@ -158,8 +165,10 @@ class Delivery:
             CheckpointWriteError: it could not be written; the message says what is there now.
         """
         self.open()
-        if self._temporary is not None:
-            written = self._to_disk(source, self._temporary)
+        if isinstance(self._output, NewFile):
+            written = self._to_disk(source, self._output)
+        elif isinstance(self._output, InPlace):
+            written = self._in_place(source, self._output)
         elif isinstance(self.target, RemotePath):
             written = self._to_url(source, self.target)
         else:
@@ -172,6 +181,7 @@ class Delivery:
             backend=written.backend,
             reason=written.reason,
             durable=written.durable,
+            atomic=written.atomic,
             plan_seconds=self.seconds["plan"],
             write_seconds=self.seconds["write"],
             sync_seconds=self.seconds.get("sync", 0.0),
@@ -188,41 +198,57 @@ class Delivery:
         yield
         self.seconds[stage] = time.perf_counter() - started
 
-    def _to_disk(self, source: Source | None, temporary: Temporary) -> _Written:
-        """Write to a temporary, sync it, publish it."""
-        path = temporary.target.path
+    def _to_disk(self, source: Source | None, new: NewFile) -> _Written:
+        """Write to a new file, sync it, publish it."""
         transfer = None
-        with _explained(temporary, path), ExitStack() as undo:
+        with _explained(new), ExitStack() as undo:
             with self._at("write"):
                 if source is None:
-                    self._write_with_torch(temporary.fd)
+                    self._write_with_torch(new.fd)
                 else:
-                    transfer, checksums = self._write(source, temporary)
+                    transfer, checksums = self._write(source, new)
                     undo.callback(transfer.withdraw)
                     if source.checksums_first:
-                        posix.write_fully(temporary.fd, memoryview(source.head(checksums)), 0)
-                nbytes = os.fstat(temporary.fd).st_size
-            copy_ownership(temporary)
+                        posix.write_fully(new.fd, memoryview(source.head(checksums)), 0)
+                nbytes = os.fstat(new.fd).st_size
+                durable = self._durable and posix.memory_filesystem(new.fd) is None
             if self._durable:
                 with self._at("sync"):
-                    posix.sync_file(temporary.fd)
+                    posix.sync_file(new.fd)
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             self.before_publishing()
             with self._at("publish"):
-                publish(temporary, durable=self._durable)
+                publish(new, durable=self._durable)
             self.close()
             undo.pop_all()
         if transfer is None:
-            return _Written(path, nbytes, "torch", _ONLY_TORCH, self._durable)
+            return _Written(new.path, nbytes, "torch", _ONLY_TORCH, durable, True)
         transfer.done(taken)
-        return _Written(path, nbytes, transfer.used, transfer.reason, self._durable)
+        return _Written(new.path, nbytes, transfer.used, transfer.reason, durable, True)
+
+    def _in_place(self, source: Source | None, existing: InPlace) -> _Written:
+        """Write from front to back: until the end is there, every reader sees that the file is cut off."""
+        durable = False
+        with _explained(existing):
+            self.before_publishing()
+            with self._at("write"):
+                existing.begin(source.nbytes if source is not None else 0)
+                nbytes = self._to_stream(source, existing)
+                existing.finish()
+            if existing.is_file and self._durable:
+                with self._at("sync"):
+                    posix.sync_file(existing.fd)
+                durable = posix.memory_filesystem(existing.fd) is None
+            self.close()
+        backend, reason = ("torch", _ONLY_TORCH) if source is None else (stream.NAME, "it is written in place")
+        return _Written(existing.path, nbytes, backend, reason, durable, False)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
         kept = "what was there before is kept"
         with self._at("write"), _refusals_explained(self.where, kept), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
-        return _Written(target.url, nbytes, *_STREAMED[source is not None], False)
+        return _Written(target.url, nbytes, *_STREAMED[source is not None], False, True)
 
     def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
         _check_writable(file, self.where)
@@ -230,21 +256,21 @@ class Delivery:
             nbytes = self._to_stream(source, file)
             if hasattr(file, "flush"):
                 file.flush()
-        return _Written(self.where, nbytes, *_STREAMED[source is not None], False)
+        return _Written(self.where, nbytes, *_STREAMED[source is not None], False, False)
 
     def _write_with_torch(self, fd: int) -> None:
         with file_for_torch(partial(posix.write_fully, fd)) as file:
             self._let_torch_write(file)
 
-    def _write(self, source: Source, temporary: Temporary) -> tuple[Transfer, Sequence[int]]:
+    def _write(self, source: Source, new: NewFile) -> tuple[Transfer, Sequence[int]]:
         """Move the file with the chosen backend or else with the next one that can."""
-        fd = temporary.fd
+        fd = new.fd
         wait_for_space()
         posix.preallocate(fd, -(-source.nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
         try:
             transfer = Transfer.of_file(
                 self._backend,
-                os.path.dirname(temporary.name),
+                os.path.dirname(new.path),
                 source.nbytes,
                 Context("write", source.device, warm=not self._durable),
                 [name for name in registry.names() if can_write(name, source)],
@@ -256,7 +282,7 @@ class Delivery:
             raise OSError(errno.EINVAL, str(error)) from error
         return transfer, checksums
 
-    def _to_stream(self, source: Source | None, file: BinaryIO) -> int:
+    def _to_stream(self, source: Source | None, file: BinaryIO | InPlace) -> int:
         """Write to a file from its position on; returns how much."""
         counted = _Counted(file)
         if source is not None:
@@ -274,7 +300,7 @@ def _refuse(file: BinaryIO) -> None:
 class _Counted:
     """Passes everything on to a file, and counts."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO | InPlace) -> None:
         self._file = file
         self.nbytes = 0
 
@@ -297,18 +323,27 @@ def _check_writable(file: BinaryIO, where: str) -> None:
 
 
 @contextmanager
-def _explained(temporary: Temporary, path: str) -> Iterator[None]:
+def _explained(output: NewFile | InPlace) -> Iterator[None]:
     try:
         yield
     except FastensorError:
         raise
     except OSError as error:
-        outcome = (
-            "the new file is in place, but a power failure may bring back what was there before"
-            if temporary.published
-            else "what was there before is kept"
-        )
-        raise CheckpointWriteError(error.errno, f"the save failed ({error.strerror}); {outcome}", path) from error
+        path = output.path
+        raise CheckpointWriteError(error.errno, f"the save failed ({error.strerror}); {_left(output)}", path) from error
+
+
+def _left(output: NewFile | InPlace) -> str:
+    """What is at the target after a failure."""
+    if isinstance(output, NewFile):
+        if output.published:
+            return "the new file is in place, but a power failure may bring back what was there before"
+        return "what was there before is kept"
+    if output.finished:
+        return "all of it was written in place, but a power failure may cut it off"
+    if not output.begun or (output.is_file and not output.nbytes):
+        return "what was there before is kept"
+    return "the file was written in place and holds a part of the new contents"
 
 
 @contextmanager

@@ -71,7 +71,8 @@ class LocalFile:
         self._fd = fd
         self._copied = copied
         self.where = where
-        self.path = f"/proc/self/fd/{fd}"  # by its name, another file might be there by now
+        # by its name, another file might be there by now
+        self.path = f"/proc/self/fd/{fd}" if posix.has_proc() else where
         self.nbytes = os.fstat(fd).st_size
         self.resident_fraction = posix.resident_fraction(fd, self.nbytes)
 

@@ -1,9 +1,12 @@
-"""Replacing a file atomically and durably, and cleaning up after processes that died while doing so.
+"""Taking a file's place: atomically and durably, or in place where that cannot be.
 
-New contents go to a temporary file in the target's directory, which is synced and renamed over the target; then the
-directory is synced. A crash at any instant leaves the old file or the new one, whole. The writer holds a ``flock`` on
-its temporary, which the kernel drops when the process dies: that tells a leftover from a file that is being written,
-also between containers that do not see each other's processes.
+New contents go to a new file in the target's directory, which is synced and takes the target's name; then the directory
+is synced. A crash at any instant leaves the old file or the new one, whole.
+
+Where that would change more than the contents, or is refused, the file is written in place, as ``torch.save`` does: it
+has been given by its descriptor, is no regular file, is empty, is mounted by itself, is in a directory that may not be
+written, or has an owner or rights that a new file cannot have. All of this is found out before the first byte is
+written. A file that may not be written is not replaced either.
 """
 
 from __future__ import annotations
@@ -11,24 +14,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
-import hashlib
 import os
+import re
 import secrets
 import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from fastensor.backends import posix
+from fastensor.backends.new_file import NewFile, names_of_writers
 from fastensor.errors import CheckpointWriteError
 
-_TOKEN_NBYTES = 6
-_NAME_MAX = 255
+_MOST_LINKS = 40
+_DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 _POLL_SECONDS = 0.01
+_KEPT = "what was there before is kept"
+_NOT_POSSIBLE = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How systems say that something cannot be done with a file, be there room and time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,11 @@ class Target:
     """Where a save ends up."""
 
     path: str
-    """The file that is replaced: the path given, with symlinks followed."""
+    """The file that is replaced, or written in place: the path given, with symlinks followed."""
     previous: os.stat_result | None
     """What was there before."""
+    why_in_place: str = ""
+    """Why it cannot be replaced, as far as its path tells."""
 
     @property
     def directory(self) -> str:
@@ -46,126 +54,275 @@ class Target:
 
 
 def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> Target:
-    """Find out which file a save to ``path`` replaces, and refuse what must not be replaced.
+    """Find out which file a save to ``path`` ends up in, and refuse what cannot be one.
 
     Args:
         path: as given by the user.
         follow_symlinks: whether a symlink's target is replaced, or the link itself.
 
     Raises:
-        CheckpointWriteError: the path is a directory, a device or a pipe, a symlink loop, or its directory is missing.
+        CheckpointWriteError: the path is a directory, or a symlink loop, or its directory is missing.
     """
     given = os.fspath(path)
     if not isinstance(given, str):
         raise TypeError(f"expected a path of type str or os.PathLike[str], found {type(given).__name__}")
-    if follow_symlinks:
-        real = os.path.realpath(given)
-    else:
-        directory, name = os.path.split(os.path.abspath(given))
-        real = os.path.join(os.path.realpath(directory), name)
+    if given.endswith("/"):
+        raise CheckpointWriteError(
+            errno.EISDIR,
+            "cannot save: the path ends with a slash, so it names no file; give that of a file",
+            given,
+        )
     try:
-        previous = os.stat(real, follow_symlinks=False)
-    except FileNotFoundError:
-        previous = None
-    except OSError as error:
-        raise _failure(error, "cannot look at the target", given) from error
-    if previous is not None and stat.S_ISLNK(previous.st_mode) and not follow_symlinks:
-        previous = None
-    if previous is not None and not stat.S_ISREG(previous.st_mode):
-        kind = "a directory" if stat.S_ISDIR(previous.st_mode) else "not a regular file"
-        code = errno.EISDIR if stat.S_ISDIR(previous.st_mode) else errno.EINVAL
-        raise CheckpointWriteError(code, f"cannot save: the target is {kind}; give the path of a file", given)
-    try:
-        os.stat(os.path.dirname(real))
+        real, previous, is_descriptor = _resolve(given, follow_symlinks=follow_symlinks)
     except FileNotFoundError as error:
         raise CheckpointWriteError(
             error.errno, "cannot save: its directory is missing; create it first", given
         ) from error
     except OSError as error:
-        raise _failure(error, "cannot look at the target's directory", given) from error
-    return Target(real, previous)
+        raise _failure(error, "cannot look at the target", given) from error
+    if previous is None and is_descriptor:
+        raise CheckpointWriteError(errno.EBADF, "cannot save: no file is open under this descriptor", given)
+    if previous is not None and stat.S_ISDIR(previous.st_mode):
+        raise CheckpointWriteError(
+            errno.EISDIR, "cannot save: the target is a directory; give the path of a file", given
+        )
+    return Target(real, previous, _why_not_a_name(previous, is_descriptor))
 
 
-@dataclass(slots=True)
-class Temporary:
-    """A file that is to take a target's place. It has to be closed: nothing happens by itself, least of all in a child
-    that was forked meanwhile."""
+def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result | None, bool]:
+    """Where a path leads, what is there, and whether it is somebody's open file: ``/dev/fd/3``, ``/proc/self/fd/3``.
 
-    fd: int
-    name: str
-    target: Target
-    published: bool = False
-    """Whether it has."""
+    Raises:
+        FileNotFoundError: its directory is missing.
+        OSError: it cannot be looked at, or its symlinks lead in a circle.
+    """
+    path = given
+    for _ in range(_MOST_LINKS):
+        directory, name = os.path.split(path)
+        directory = os.path.realpath(directory or os.curdir, strict=True)
+        path = os.path.join(directory, name)
+        is_descriptor = _DESCRIPTORS.fullmatch(directory) is not None
+        try:
+            found = os.stat(path, follow_symlinks=is_descriptor)
+        except FileNotFoundError:
+            return path, None, is_descriptor
+        if not stat.S_ISLNK(found.st_mode):
+            return path, found, is_descriptor
+        if not follow_symlinks:
+            return path, None, False
+        path = os.path.join(directory, os.readlink(path))
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
-    def close(self) -> None:
-        """Remove it, unless it was published.
+
+def _why_not_a_name(previous: os.stat_result | None, is_descriptor: bool) -> str:
+    if is_descriptor:
+        return "it was given by its descriptor, and whoever has that is to see what is saved"
+    if previous is not None and not stat.S_ISREG(previous.st_mode):
+        return "it is a pipe, a device or a socket"
+    return ""
+
+
+class InPlace:
+    """A target that is written from front to back, as it is. To be closed. Used by one thread at a time.
+
+    Args:
+        target: something that is there. It is opened, and locked if it is a regular file.
+        why: it is not replaced; empty if there is nothing in it that an atomic replacement could keep.
+
+    Raises:
+        OSError: it may not be written.
+        BlockingIOError: another process has locked it, perhaps because it writes to it.
+    """
+
+    def __init__(self, target: Target, why: str) -> None:
+        self.path = target.path
+        self.why = why
+        self.begun = False
+        """Whether what was there before is gone."""
+        self.fd = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            status = os.fstat(self.fd)
+            self.is_file = stat.S_ISREG(status.st_mode)
+            self.nbytes = status.st_size
+            """What was in it."""
+            self.has_name = status.st_nlink > 0
+            if self.is_file and not posix.try_lock(self.fd):
+                raise BlockingIOError(errno.EAGAIN, "another process has locked it, perhaps to write to it")
+        except BaseException:
+            posix.close_read_only(self.fd)
+            raise
+        self._position = 0
+        self.finished = False
+        """Whether all was written."""
+
+    def begin(self, nbytes: int) -> None:
+        """Drop what was there before, if there is room for so many bytes.
 
         Raises:
-            CheckpointWriteError: the file could not be closed.
+            OSError: there is not; then what was there before is kept.
         """
-        with contextlib.suppress(OSError):  # it has taken the target's place, or the filesystem is gone
-            os.unlink(self.name)
-        try:
-            os.close(self.fd)
-        except OSError as error:
-            outcome = "the new file is in place" if self.published else "what was there before is kept"
-            raise _failure(error, f"closing the file that was written failed; {outcome}", self.target.path) from error
+        if self.is_file:
+            try:
+                posix.preallocate(self.fd, max(nbytes, self.nbytes, 1))
+                posix.truncate(self.fd, 0)
+            except OSError:
+                posix.truncate(self.fd, self.nbytes)
+                raise
+        self.begun = True
+
+    def write(self, data: memoryview) -> int:
+        """Write all of it behind what was written before; returns how many bytes."""
+        if self.is_file:
+            posix.write_fully(self.fd, data, self._position)
+        else:
+            at = 0
+            while at < data.nbytes:
+                at += os.write(self.fd, data[at:])
+        self._position += data.nbytes
+        return data.nbytes
+
+    def finish(self) -> None:
+        """All is written."""
+        self.finished = True
+
+    def close(self) -> None:
+        """Let go of it. A file that was empty is so again unless all was written.
+
+        Raises:
+            OSError: the file could not be closed, so what was written to it may be lost.
+        """
+        if self.begun and not self.finished and self.is_file and not self.nbytes:
+            with contextlib.suppress(OSError):  # the error that is on its way says more
+                posix.truncate(self.fd, 0)
+        os.close(self.fd)
 
 
-def open_temporary(target: Target) -> Temporary:
-    """A locked, empty file beside the target.
+def open_output(target: Target) -> NewFile | InPlace:
+    """What a save to the target is to be written to: a new file that will replace it, or the target itself.
+
+    A new file has got the owner, the mode, ACLs, labels and ``user.*`` attributes of the one that it replaces.
 
     Raises:
-        CheckpointWriteError: the directory does not let files be created.
+        CheckpointWriteError: neither can be done. Nothing has been changed.
     """
-    _remove_leftovers(target)
     try:
-        return _create_temporary(target)
+        if target.previous is not None:
+            with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
+                return _open_existing(target, target.previous)
+        return NewFile(target.path)
     except OSError as error:
-        raise _failure(error, "cannot create a temporary file in the target's directory", target.path) from error
+        raise _failure(error, f"cannot save ({_KEPT})", target.path) from error
 
 
-def copy_ownership(temporary: Temporary) -> None:
-    """Give the new file the mode, and where allowed the owner, of the one that it replaces. To be done before syncs.
-
-    Where it cannot have the same group, no group gets rights: the old one's are not for another.
-    """
-    previous = temporary.target.previous
-    if previous is None:
-        return
-    current = os.fstat(temporary.fd)
-    mode = stat.S_IMODE(previous.st_mode)
-    if (current.st_uid, current.st_gid) != (previous.st_uid, previous.st_gid) and not (
-        _change_owner(temporary.fd, previous.st_uid, previous.st_gid)
-        or current.st_gid == previous.st_gid
-        or _change_owner(temporary.fd, -1, previous.st_gid)
-    ):
-        mode &= ~stat.S_IRWXG
-    if stat.S_IMODE(current.st_mode) != mode:  # filesystems without modes refuse even what changes nothing
-        os.fchmod(temporary.fd, mode)
+def _open_existing(target: Target, previous: os.stat_result) -> NewFile | InPlace:
+    _check_writable(target)
+    if stat.S_ISREG(previous.st_mode) and not previous.st_size:
+        found = _open_if_empty(target)
+        if found is not None:
+            return found
+    new, why = _try_to_replace(target, previous)
+    return InPlace(target, why) if new is None else new
 
 
-def _change_owner(fd: int, uid: int, gid: int) -> bool:
-    """Whether that was allowed; containers and network filesystems refuse it in several ways."""
+def _check_writable(target: Target) -> None:
     try:
-        os.fchown(fd, uid, gid)
-    except OSError:
-        return False
-    return True
+        posix.check_writable(target.path)
+    except PermissionError as error:
+        raise PermissionError(
+            error.errno, f"{error.strerror}: the file may not be written; save under another name, or change its mode"
+        ) from error
 
 
-def publish(temporary: Temporary, *, durable: bool) -> None:
-    """Rename a finished temporary over its target and make the name durable.
+def _open_if_empty(target: Target) -> InPlace | None:
+    """An empty file is written in place, for whoever has it open; None if it is not empty or there any more."""
+    try:
+        found = InPlace(target, target.why_in_place)
+    except BlockingIOError:
+        return None
+    if found.nbytes or not (found.has_name or target.why_in_place):
+        found.close()
+        return None
+    return found
+
+
+def _try_to_replace(target: Target, previous: os.stat_result) -> tuple[NewFile | None, str]:
+    """A new file with the rights of the old one, or why there cannot be one."""
+    why = target.why_in_place or _why_not_renamed(target, previous)
+    if why:
+        return None, why
+    try:
+        new = NewFile(target.path, mode=0o600)
+    except OSError as error:
+        if error.errno not in _NOT_POSSIBLE:
+            raise
+        return None, f"its directory lets no files be created ({error.strerror})"
+    try:
+        _copy_rights(new.fd, target.path, previous)
+    except BaseException as error:
+        new.close()
+        if not isinstance(error, OSError) or error.errno not in _NOT_POSSIBLE:
+            raise
+        return None, f"a new file cannot be given its owner and rights ({error.strerror})"
+    return new, ""
+
+
+def _why_not_renamed(target: Target, previous: os.stat_result) -> str:
+    """Why another file cannot get its name; empty if nothing is known against it."""
+    if posix.is_mounted_by_itself(target.path):
+        return "it is mounted by itself"
+    folder = os.stat(target.directory)
+    if folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, previous.st_uid):
+        return "its directory lets only its owner replace it (the sticky bit)"
+    return ""
+
+
+def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
+    """Give a new file the owner, the mode and the attributes of the one that it is to replace.
 
     Raises:
-        OSError: a call failed; ``temporary.published`` tells whether it has taken the target's place.
+        OSError: the filesystem, or the user's rights, do not allow that.
     """
-    target = temporary.target
-    with _keeping_open(target.path):
-        os.rename(temporary.name, target.path)
-        temporary.published = True
+    current = os.fstat(fd)
+    if (current.st_uid, current.st_gid) != (previous.st_uid, previous.st_gid):
+        os.fchown(fd, previous.st_uid, previous.st_gid)
+    wanted, found = posix.attributes_of(path), posix.attributes_of(fd)
+    for name in found.keys() - wanted.keys():
+        os.removexattr(fd, name)
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            os.setxattr(fd, name, value)
+    mode = stat.S_IMODE(previous.st_mode)
+    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:  # filesystems without modes refuse even what changes nothing
+        os.fchmod(fd, mode)
+
+
+def publish(new: NewFile, *, durable: bool) -> None:
+    """Let a finished file take its place, and make the name durable.
+
+    Raises:
+        OSError: a call failed; ``new.published`` tells whether it has taken the place.
+    """
+    with _keeping_open(new.path):
+        new.publish()
         if durable:
-            posix.sync_directory(target.directory)
+            posix.sync_directory(os.path.dirname(new.path))
+
+
+def write_text(path: str, text: str) -> None:
+    """Have a file hold a text, as :func:`fastensor.save` puts a checkpoint there, but for syncing.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    data = memoryview(text.encode())
+    with closing(open_output(resolve_target(path))) as output:
+        if isinstance(output, NewFile):
+            posix.write_fully(output.fd, data, 0)
+            publish(output, durable=False)
+        else:
+            output.begin(data.nbytes)
+            output.write(data)
+            output.finish()
 
 
 def replace_link(target: str, link: str) -> None:
@@ -174,7 +331,7 @@ def replace_link(target: str, link: str) -> None:
     Durable, and at every instant there is the old link or the new one.
     """
     directory = os.path.dirname(os.path.abspath(link))
-    temporary = _stem(Target(os.path.abspath(link), None)) + secrets.token_hex(_TOKEN_NBYTES) + posix.TEMPORARY_SUFFIX
+    temporary = os.path.join(directory, f".{secrets.token_hex(8)}{posix.TEMPORARY_SUFFIX}")
     os.symlink(os.path.relpath(os.path.abspath(target), directory), temporary)
     try:
         os.rename(temporary, link)
@@ -184,14 +341,21 @@ def replace_link(target: str, link: str) -> None:
     posix.sync_directory(directory)
 
 
-def wait_for_writers(path: str, seconds: float) -> bool:
-    """Wait until no process is about to replace a file, or a link but not its target; False if it takes longer.
+def announce_writer(path: str) -> NewFile:
+    """A hidden file that tells other processes of this machine, until it is closed, that a file is being written."""
+    return NewFile(os.path.abspath(path), mode=0o600, hidden=True)
 
-    They are known by their temporaries, which they lock: seen from other machines where the filesystem shares locks.
+
+def wait_for_writers(path: str, seconds: float) -> bool:
+    """Wait until no process that has announced it is about to replace a file, or a link but not its target.
+
+    They are known by hidden files, which they lock: seen from other machines where the filesystem shares locks.
+
+    Returns:
+        False if it takes longer.
     """
-    pattern = glob.escape(_stem(Target(os.path.abspath(path), None))) + "*" + posix.TEMPORARY_SUFFIX
     deadline = time.monotonic() + seconds
-    while any(_is_locked(name) for name in glob.glob(pattern)):
+    while any(_is_locked(name) for name in names_of_writers(os.path.abspath(path))):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)
@@ -265,41 +429,6 @@ def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
         os.makedirs(directory, exist_ok=True)
         if durable:
             posix.sync_directory(os.path.dirname(directory))
-
-
-def _stem(target: Target) -> str:
-    """What all temporaries of a target begin with: its name, shortened if the filesystem would not take it."""
-    name = os.path.basename(target.path)
-    room = _NAME_MAX - len(posix.TEMPORARY_SUFFIX) - 2 * _TOKEN_NBYTES - 2
-    if len(os.fsencode(name)) > room:
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()
-    return os.path.join(target.directory, f".{name}.")
-
-
-def _create_temporary(target: Target) -> Temporary:
-    mode = 0o666 if target.previous is None else 0o600  # until it has the mode of the file that it replaces
-    while True:
-        name = _stem(target) + secrets.token_hex(_TOKEN_NBYTES) + posix.TEMPORARY_SUFFIX
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            if posix.try_lock(fd) and os.fstat(fd).st_nlink:
-                return Temporary(fd, name, target)
-        except BaseException:
-            os.close(fd)
-            os.unlink(name)
-            raise
-        os.close(fd)  # another save took it for a leftover in the instant before it was locked: try another name
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-def _remove_leftovers(target: Target) -> None:
-    """Remove temporaries of this target whose writers are dead."""
-    for name in glob.glob(glob.escape(_stem(target)) + "*" + posix.TEMPORARY_SUFFIX):
-        token = name[len(_stem(target)) : -len(posix.TEMPORARY_SUFFIX)]
-        if len(token) != 2 * _TOKEN_NBYTES or set(token) - set("0123456789abcdef"):
-            continue
-        posix.remove_leftover(name)
 
 
 def _failure(error: OSError, what: str, path: str) -> CheckpointWriteError:

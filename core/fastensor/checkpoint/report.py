@@ -23,6 +23,9 @@ class SaveReport:
     """Why that one."""
     durable: bool
     """Whether file and name were on stable storage when the save returned."""
+    atomic: bool
+    """Whether the file got its place in one instant, so that nobody could see, or be left with, a part of it. False for
+    what is written in place: open files, pipes, devices, and files that cannot be replaced."""
     plan_seconds: float
     """Pickling the object and laying out the file."""
     write_seconds: float

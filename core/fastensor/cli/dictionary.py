@@ -6,13 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from fastensor.backends import posix
-from fastensor.checkpoint.publish import copy_ownership, open_temporary, publish, resolve_target
+from fastensor.checkpoint.publish import write_text
 from fastensor.cli.output import FAILED, OK, human_seconds, human_size, print_json, print_table, printable
 from fastensor.cli.plot import plot
 from fastensor.select.context import Context
@@ -217,15 +215,8 @@ def _export(options: argparse.Namespace) -> int:
     if options.output == "-":
         sys.stdout.write(text)
     else:
-        _replace(options.output, text)
+        write_text(options.output, text)
     return OK
-
-
-def _replace(path: str, text: str) -> None:
-    with closing(open_temporary(resolve_target(path))) as temporary:
-        posix.write_fully(temporary.fd, memoryview(text.encode()), 0)
-        copy_ownership(temporary)
-        publish(temporary, durable=False)
 
 
 def _import(options: argparse.Namespace) -> int:

@@ -1,105 +1,25 @@
-"""The files of a store: created whole or not at all, and opened."""
+"""The files of a store, opened and removed."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from fastensor.backends import posix
 from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, FastensorError
 from fastensor.store.ref import Format
 
-LEFTOVER_SECONDS = 3600.0
-"""What was written to since then may be of another machine, whose locks are not seen on every filesystem."""
 _TOKEN_NBYTES = 16
-_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-"""How filesystems, and kernels, say that they do not have them."""
 
 
 def new_name(container: Format) -> str:
     """A name that no other file has, whoever makes it."""
     return f"{secrets.token_hex(_TOKEN_NBYTES)}.{container}"
-
-
-class NewFile:
-    """An empty file that nobody sees before it is published. Leaving the block without that leaves nothing behind.
-
-    It has no name until then, so nothing is left either if the process is killed; where the filesystem does not have
-    such files, it is a hidden one, which is locked, so that another process knows it for a leftover.
-
-    Raises:
-        OSError: the directory does not let files be created.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self._names: list[str] = []
-        """By which it may be found."""
-        try:
-            self.fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            if error.errno not in _NO_NAMELESS_FILES:
-                raise
-            _remove_leftovers(directory)
-            self._names.append(os.path.join(directory, f".{secrets.token_hex(_TOKEN_NBYTES)}{posix.TEMPORARY_SUFFIX}"))
-            self.fd = os.open(self._names[0], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self._lock()
-        self._published = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        kept = False
-        try:
-            os.close(self.fd)
-            kept = self._published and kind is None
-        finally:
-            if not kept:
-                self._remove()
-
-    def publish(self, path: str) -> None:
-        """Give it its name, which no other file has.
-
-        Raises:
-            OSError: the filesystem refused.
-        """
-        temporary = list(self._names)
-        self._names.append(path)
-        if temporary:
-            os.rename(temporary[0], path)
-        else:  # with src_dir_fd Python calls linkat, which can follow the link that /proc shows
-            os.link(f"/proc/self/fd/{self.fd}", path, src_dir_fd=self.fd)
-        self._published = True
-
-    def _lock(self) -> None:
-        try:
-            posix.try_lock(self.fd)  # nobody else has: it is too young for a leftover
-        except BaseException:
-            os.close(self.fd)
-            self._remove()
-            raise
-
-    def _remove(self) -> None:
-        for name in self._names:
-            with contextlib.suppress(OSError):  # it is not, or no more, there
-                os.unlink(name)
-
-
-@cache
-def _remove_leftovers(directory: str) -> None:
-    """Remove temporaries of processes that were killed: nobody locks them. Once for each directory and process."""
-    with contextlib.suppress(OSError):  # not ours to look into
-        for name in os.listdir(directory):
-            if re.fullmatch(rf"\.[0-9a-f]{{{2 * _TOKEN_NBYTES}}}{re.escape(posix.TEMPORARY_SUFFIX)}", name):
-                posix.remove_leftover(os.path.join(directory, name), LEFTOVER_SECONDS)
 
 
 class StoredFile:
@@ -138,15 +58,26 @@ def read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
 
 @contextmanager
 def write_errors(path: str) -> Iterator[None]:
-    """Errors of the operating system as ours: of a file that is not there."""
+    """Leave no file of that name if the block raises; errors of the operating system as ours."""
     try:
-        yield
+        with _removed_unless_whole(path):
+            yield
     except FastensorError:
         raise
     except OSError as error:
         raise CheckpointWriteError(
             error.errno, f"cannot store a tensor ({error.strerror}); nothing of it is left", path
         ) from error
+
+
+@contextmanager
+def _removed_unless_whole(path: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it is not there yet
+            os.unlink(path)
+        raise
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import can_write
+from fastensor.backends.new_file import NewFile
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,
@@ -28,7 +29,7 @@ from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
 from fastensor.select.selector import Selector
 from fastensor.stitch.torch_zip import TorchZip
-from fastensor.store.files import NewFile, StoredFile, new_name, read_errors, remove, write_errors
+from fastensor.store.files import StoredFile, new_name, read_errors, remove, write_errors
 from fastensor.store.packing import Packed, pack, unpack
 from fastensor.store.reading import read_npy, read_pt, stored_crc32
 from fastensor.store.ref import Format, TensorRef
@@ -234,7 +235,7 @@ class TensorStore:
             raise BackendUnavailableError(f"it cannot write a tensor as .{container}")
         name = new_name(container)
         path = os.path.join(self._directory, name)
-        with write_errors(path), NewFile(self._directory) as new:
+        with write_errors(path), NewFile(path) as new:
             posix.preallocate(new.fd, -(-plan.nbytes // posix.ASSUMED_ALIGNMENT) * posix.ASSUMED_ALIGNMENT)
             checksums = backend.write(plan, new.fd)
             if isinstance(plan, TorchZip):
@@ -245,7 +246,7 @@ class TensorStore:
                 crc32 = None
             if self._durable:
                 posix.sync_file(new.fd)
-            new.publish(path)
+            new.publish()
         return packed.ref(name, container, backend.name, crc32)
 
     def _read(self, file: StoredFile, ref: TensorRef, device: torch.device, backend: Backend) -> Tensor:

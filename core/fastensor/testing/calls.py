@@ -15,8 +15,9 @@ from fastensor.backends import posix
 
 OS_CALLS = (
     *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "mkdir", "readlink"),
-    *("pwrite", "preadv", "fsync", "ftruncate", "posix_fadvise"),
+    *("pwrite", "write", "preadv", "fsync", "sync", "ftruncate", "posix_fadvise"),
     *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
+    *("listxattr", "getxattr", "setxattr", "removexattr"),
 )
 """Attributes of ``os``."""
 FCNTL_CALLS = ("fcntl", "flock")

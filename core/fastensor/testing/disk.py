@@ -29,9 +29,9 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A new, empty file got a name."""
+    """A new, empty file got a name, or is open without one."""
 
-    name: str
+    name: str | None
     file: int
     """By which later operations refer to it; positive."""
     mode: int
@@ -72,6 +72,14 @@ class SyncFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A file got one more name, which no file had."""
+
+    file: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rename:
     """A file got another name, which may have been that of another file."""
 
@@ -94,7 +102,7 @@ class SyncFolder:
     """As in :class:`SyncFile`."""
 
 
-Operation: TypeAlias = Create | Write | Resize | SetMode | SyncFile | Rename | Unlink | SyncFolder
+Operation: TypeAlias = Create | Write | Resize | SetMode | SyncFile | Link | Rename | Unlink | SyncFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,9 @@ class Disk:
         match operation:
             case Create(name, file, mode):
                 self._inodes[file] = _Inode(_Cell(0), _Cell(mode))
+                if name is not None:
+                    self._name(name).add(number, file)
+            case Link(file, name):
                 self._name(name).add(number, file)
             case Write(file, offset, data):
                 self._inodes[file].write(number, offset, data)

@@ -25,6 +25,7 @@ from fastensor.testing.disk import (
     Create,
     Disk,
     File,
+    Link,
     Operation,
     Rename,
     Resize,
@@ -36,7 +37,7 @@ from fastensor.testing.disk import (
     Write,
 )
 
-_fstat = os.fstat  # as it is outside of any block
+_fstat, _lstat = os.fstat, os.lstat  # as they are outside of any block
 
 
 def look_at(folder: str | os.PathLike[str]) -> dict[str, File]:
@@ -114,7 +115,11 @@ class _Recorder:
     def _operation(self, call: Call, result: Any, covers: int) -> Operation | None:
         match call.name, call.arguments:
             case "open", (path, flags, *_) if flags & os.O_CREAT and self._is_inside(path):
-                return self._creation(path, result)
+                return self._creation(os.path.basename(path), result)
+            case "open", (path, flags, *_) if flags & os.O_TMPFILE == os.O_TMPFILE and path == self._folder:
+                return self._creation(None, result)
+            case "link", (_, name) if self._is_inside(name):
+                return Link(self._files[_identity(_lstat(name))], os.path.basename(name))
             case "rename", (source, target) if self._is_inside(target):
                 return Rename(os.path.basename(source), os.path.basename(target))
             case "unlink", (path,) if self._is_inside(path):
@@ -123,10 +128,10 @@ class _Recorder:
                 return self._change(_fstat(fd), call, result, covers)
         return None
 
-    def _creation(self, path: str, fd: int) -> Create:
+    def _creation(self, name: str | None, fd: int) -> Create:
         status = _fstat(fd)
         self._files[_identity(status)] = number = next(self._numbers)
-        return Create(os.path.basename(path), number, stat.S_IMODE(status.st_mode))
+        return Create(name, number, stat.S_IMODE(status.st_mode))
 
     def _change(self, status: os.stat_result, call: Call, result: Any, covers: int) -> Operation | None:
         if call.name == "fsync" and _identity(status) == self._folder_identity:
