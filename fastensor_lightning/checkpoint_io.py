@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
@@ -18,8 +18,8 @@ import fastensor
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
-from fastensor.checkpoint.location import locate
-from fastensor.checkpoint.publish import Target, open_temporary, replace_link, wait_for_writers
+from fastensor.checkpoint.location import as_in_fsspec, locate
+from fastensor.checkpoint.publish import announce_writer, replace_link, wait_for_writers
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -149,8 +149,9 @@ class FastensorCheckpointIO(CheckpointIO):
                 an exception is handled, what failed earlier is logged instead: this may be the last chance to save.
             OSError: the directory is missing and cannot be created.
         """
+        path = as_in_fsspec(path)
         options = self._save_options(storage_options)
-        asynchronous = options.pop("asynchronous") and not _FOR_REQUEUE.fullmatch(os.path.basename(os.fspath(path)))
+        asynchronous = options.pop("asynchronous") and not _FOR_REQUEUE.fullmatch(os.path.basename(path))
         make_parent(path, durable=options["durable"])
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
@@ -158,7 +159,11 @@ class FastensorCheckpointIO(CheckpointIO):
         self._warn_if_ranks_learn_alone(checkpoint)
         if asynchronous and self._is_waited_for(checkpoint):
             self._warn_without_monitor(checkpoint)
-            self._latest = self._open_writer().save(checkpoint, path, **options)
+            with ExitStack() as until_saved:
+                _announce(path, until_saved)
+                self._latest = self._open_writer().save(checkpoint, path, **options)
+                announced = until_saved.pop_all()
+            self._latest.add_done_callback(lambda handle: announced.close())
             self._latest.add_done_callback(lambda handle: self._finished(handle, step))
         else:
             self._tell(fastensor.save(checkpoint, path, **options), step)
@@ -177,6 +182,7 @@ class FastensorCheckpointIO(CheckpointIO):
             FileNotFoundError: there is no such file.
             fastensor.FastensorError: as :func:`fastensor.load`.
         """
+        path = as_in_fsspec(path)
         if map_location is None:
             map_location = self.map_location
         if self.asynchronous:
@@ -196,6 +202,7 @@ class FastensorCheckpointIO(CheckpointIO):
         Nothing happens if there is none. An asynchronous plugin does it when what was saved last is durable, and not at
         all if that fails or was skipped.
         """
+        path = as_in_fsspec(path)
         if self._writer is None:
             remove(path)
         elif self._latest is not None and self._latest.stage == "skipped":
@@ -234,24 +241,24 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def foretell(self, path: str | os.PathLike[str]) -> bool | None:
         """Whether there will be a file at a path once nothing is pending; None if nothing is, for that path."""
-        return ordering.foretell(path)
+        return ordering.foretell(as_in_fsspec(path))
 
     def link(self, target: str, link: str) -> None:
         """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed.
 
         For asynchronous plugins. Until it is done, a temporary beside the link tells other ranks to wait for it.
         """
-        if not isinstance(locate(link), str):
+        if not isinstance(locate(as_in_fsspec(link)), str):
             _logger.warning("%s is not made: remote filesystems have no links", link)
             return
-        target, link = os.path.abspath(target), os.path.abspath(link)  # whoever does it may be elsewhere by then
+        target, link = as_in_fsspec(target), as_in_fsspec(link)  # whoever does it may be elsewhere by then
         if target == link:
             return
         place = next(ordering.places_behind(link))
-        temporary = open_temporary(Target(place, None))
+        announcement = announce_writer(place)
 
         def replace_if_there() -> None:
-            with closing(temporary):
+            with closing(announcement):
                 if os.path.exists(target):
                     replace_link(target, link)
                 else:
@@ -409,6 +416,16 @@ def _check_options(asynchronous: object) -> AsyncOptions:
     if unknown:
         raise TypeError(f"asynchronous is a dict with keys among {known}; found {', '.join(map(repr, unknown))}")
     return cast(AsyncOptions, asynchronous)
+
+
+def _announce(path: str, until: ExitStack) -> None:
+    """Tell the other ranks of this job that a file is being written, by which :func:`_wait_for_rank_0` knows it."""
+    if not _has_other_ranks() or not isinstance(locate(path), str):
+        return
+    try:
+        until.callback(announce_writer(next(ordering.places_behind(path))).close)
+    except OSError as error:
+        _logger.warning("other ranks that load %s do not wait until it is written: %s", path, error)
 
 
 def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:

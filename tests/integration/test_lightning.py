@@ -77,6 +77,31 @@ def test_top_k_last_link_and_test_with_the_best(pl: Any, tmp_path: Path) -> None
     trainer.test(dataloaders=loader(), ckpt_path="best", weights_only=False)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_path_leads_where_it_does_without_the_plugin(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """``fsspec`` takes ``~`` for the user's home, and Lightning what ``fsspec`` takes."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    names = ["~/runs/x.ckpt", "file://~/runs/y.ckpt", Path("~/runs/z.ckpt"), "runs/x.ckpt"]
+    found = []
+    for folder, plugin in (("stock", None), ("ours", FastensorCheckpointIO(asynchronous=asynchronous))):
+        trainer = fit(pl, tmp_path / folder, plugin, callbacks=[], enable_checkpointing=False)
+        for name in names:
+            trainer.save_checkpoint(name)
+            other = FastensorCheckpointIO() if plugin is None else None
+            assert fit(pl, tmp_path / folder, other, ckpt_path=str(name), max_epochs=3).current_epoch == 3
+        found.append(sorted(str(path) for path in tmp_path.glob("[hw]*/**/*.ckpt")))
+        for name in names:
+            trainer.strategy.remove_checkpoint(name)
+        assert not list(tmp_path.glob("[hw]*/**/*.ckpt"))
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
 def test_saving_last_never_replaces_the_best_through_a_link(tmp_path: Path) -> None:
     plugin = FastensorCheckpointIO()
     plugin.save_checkpoint({"a": 1}, tmp_path / "best.ckpt")

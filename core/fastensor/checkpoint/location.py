@@ -46,6 +46,18 @@ def locate(location: Location) -> str | RemotePath | BinaryIO:
     )
 
 
+def as_in_fsspec(path: str | os.PathLike[str]) -> str:
+    """A path as ``fsspec`` and Lightning take it: absolute, without a slash at its end, ``~`` being the user's home.
+
+    URLs of remote filesystems are left as they are.
+
+    Raises:
+        UnknownFilesystemError: ``fsspec`` does not know the URL's protocol, or lacks the package for it.
+    """
+    found = _resolve_url(os.fspath(path))
+    return found.url if isinstance(found, RemotePath) else found
+
+
 def _resolve_url(url: str) -> str | RemotePath:
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
