@@ -147,7 +147,7 @@ def test_a_torch_that_puts_the_pickle_elsewhere_is_noticed() -> None:
 
 
 def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
-    with mock.patch.object(torch, "save"), pytest.raises(LayoutError, match="did not pickle"):
+    with mock.patch.object(torch_zip, "_save"), pytest.raises(LayoutError, match="did not pickle"):
         plan(STATE)
 
 

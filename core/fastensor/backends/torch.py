@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from isal import isal_zlib
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
 from fastensor.errors import BackendUnavailableError
-from fastensor.stitch.source import Source
+from fastensor.stitch.source import Source, skips_values
 from fastensor.stitch.torch_zip import TorchZip
 
 _GATHERED_NBYTES = 64 << 10
@@ -39,7 +40,7 @@ class TorchBackend:
     def write(self, source: Source, fd: int) -> Sequence[int]:
         if not isinstance(source, TorchZip):
             raise BackendUnavailableError("torch.save writes only its own container, and from memory")
-        if _leaves_holes():
+        if skips_values():
             raise BackendUnavailableError(
                 "torch.serialization.skip_data is active, so torch would leave the values out"
             )
@@ -62,6 +63,7 @@ def file_for_torch(write: Callable[[memoryview, int], object]) -> Iterator[Binar
 
     Raises:
         BaseException: what the first failing ``write`` raised; there was none after it.
+        OSError: nothing was written.
     """
     raw = _FileForTorch(write)
     try:
@@ -73,6 +75,8 @@ def file_for_torch(write: Callable[[memoryview, int], object]) -> Iterator[Binar
         raise
     if raw.failure is not None:
         raise raw.failure
+    if not raw.position:
+        raise OSError(errno.EIO, f"torch.save has written nothing; it is {torch.save!r}")
 
 
 class _FileForTorch(io.RawIOBase):
@@ -84,7 +88,7 @@ class _FileForTorch(io.RawIOBase):
 
     def __init__(self, write: Callable[[memoryview, int], object]) -> None:
         self._write = write
-        self._position = 0
+        self.position = 0
         self.failure: BaseException | None = None
 
     def writable(self) -> bool:
@@ -96,23 +100,18 @@ class _FileForTorch(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence != os.SEEK_CUR or offset < 0:
             raise io.UnsupportedOperation(f"seek to {offset} (whence {whence}): torch only leaves holes")
-        self._position += offset
-        return self._position
+        self.position += offset
+        return self.position
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
         if self.failure is None:
             try:
-                self._write(view, self._position)
+                self._write(view, self.position)
             except BaseException as failure:  # noqa: BLE001  # raised when torch has returned
                 self.failure = failure.with_traceback(None)  # its frames hold torch's memory, which torch frees
-        self._position += view.nbytes
+        self.position += view.nbytes
         return view.nbytes
-
-
-def _leaves_holes() -> bool:
-    options = getattr(torch.serialization, "_serialization_tls", None)
-    return bool(getattr(options, "skip_data", False))
 
 
 class _PlainReader:

@@ -24,7 +24,7 @@ import torch
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.shape import MAX_SIZE, is_shape
-from fastensor.stitch.source import Plan
+from fastensor.stitch.source import Plan, check_values_are_wanted
 
 CHECKSUM_KEY = "fastensor.crc32"
 _MARK = b"  "
@@ -127,6 +127,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
     Raises:
         UnsupportedContentError: the container cannot hold that; the message says why and what to do.
     """
+    check_values_are_wanted()
     checked = _checked_tensors(tensors)
     texts = _checked_metadata(metadata)
     order = sorted(checked, key=lambda name: (_RANK[_TO_FILE[checked[name].dtype]], name.encode()))

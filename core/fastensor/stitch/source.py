@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.image import Image
 
 
@@ -96,3 +97,21 @@ class Plan:
     def released(self) -> Plan:
         """The same plan, without what it borrows."""
         return replace(self, storages=())
+
+
+def skips_values() -> bool:
+    """Whether ``torch.serialization.skip_data`` is active in this thread."""
+    options = getattr(torch.serialization, "_serialization_tls", None)
+    return bool(getattr(options, "skip_data", False))
+
+
+def check_values_are_wanted() -> None:
+    """
+    Raises:
+        UnsupportedContentError: whoever saves has asked torch for files without values.
+    """
+    if skips_values():
+        raise UnsupportedContentError(
+            "torch.serialization.skip_data is active here, which asks for a file without values; found that Fastensor "
+            "is to write it, which writes none such: save outside of its block, or with torch.save"
+        )

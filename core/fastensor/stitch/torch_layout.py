@@ -20,6 +20,8 @@ from fastensor.stitch.zip_directory import (
 )
 
 _ARCHIVE = "archive"
+_LARGE_NBYTES = 1 << 20
+"""Of a pickle that need not be copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +38,33 @@ class Structure:
 
 
 class Skeleton:
-    """A file that keeps what is written to it and notes the holes that are seeked over."""
+    """A file that keeps what is written to it and notes the holes that are seeked over.
+
+    A large pickle that is expected is not kept again, but leaves a hole as well.
+    """
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, bytearray]] = [(0, bytearray())]
         """Offset and contents of the written parts; holes lie between them."""
+        self.pickle: Header | None = None
+        """What is in the first hole, if that is not a storage."""
+        self._expected = b""
 
     @property
     def nbytes(self) -> int:
         offset, data = self.runs[-1]
         return offset + len(data)
 
+    def expect(self, pickle: bytes) -> None:
+        """These bytes are about to be written, in one piece."""
+        self._expected = pickle if len(pickle) >= _LARGE_NBYTES else b""
+
     def write(self, data: memoryview) -> int:
-        self.runs[-1][1].extend(data)
+        if self._expected and data.nbytes == len(self._expected):
+            self.pickle, self._expected = Header(self.nbytes, self._expected), b""
+            self.runs.append((self.nbytes + data.nbytes, bytearray()))
+        else:
+            self.runs[-1][1].extend(data)
         return data.nbytes
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -75,7 +91,7 @@ class Skeleton:
         data[offset - start : offset - start + len(new)] = new
 
     def _run_at(self, offset: int, nbytes: int) -> tuple[int, bytearray]:
-        for start, data in (self.runs[-1], self.runs[0]):
+        for start, data in (self.runs[-1], *self.runs[:2]):  # the second is the one behind a pickle
             if start <= offset and offset + nbytes <= start + len(data):
                 return start, data
         raise LayoutError(f"expected {nbytes} bytes at offset {offset} of the first or the last headers")
@@ -103,6 +119,7 @@ class Layout:
             if pickled is None or pickled.nbytes != structure.pickle_nbytes:
                 raise LayoutError(f"expected a pickle of {structure.pickle_nbytes} bytes, found {pickled}")
             place = _place(skeleton, pickled)
+            _check_pickle(skeleton.pickle, place, pickled)
             named = records.get(f"{_ARCHIVE}/.data/serialization_id")
             identity = None if named is None else _Identity.of(skeleton, named)
             if identity is not None:
@@ -160,6 +177,15 @@ class _Identity:
         return self.place.patches(identity, isal_zlib.crc32(identity))
 
 
+def _check_pickle(kept: Header | None, place: _Place, record: Record) -> None:
+    """
+    Raises:
+        LayoutError: what was not copied is not the record.
+    """
+    if kept is not None and (kept.offset != place.offset or isal_zlib.crc32(kept.data) != record.crc32):
+        raise LayoutError(f"expected the pickle at offset {place.offset}, found other {kept.nbytes} bytes")
+
+
 def _place(skeleton: Skeleton, record: Record) -> _Place:
     local = skeleton.read(record.header_offset, LOCAL_HEADER.size)
     offset = _data_offset(record.header_offset, local, record)
@@ -172,13 +198,17 @@ def _place(skeleton: Skeleton, record: Record) -> _Place:
 def _to_image(skeleton: Skeleton, records: Mapping[str, Record], structure: Structure) -> Image:
     keys, sizes = structure.keys, structure.sizes
     filled = [index for index, nbytes in enumerate(sizes) if nbytes]
-    if len(skeleton.runs) != len(filled) + 1:
-        raise LayoutError(f"torch left {len(skeleton.runs) - 1} holes for {len(filled)} storages")
     segments: list[Segment] = []
+    runs = skeleton.runs
+    if skeleton.pickle is not None:
+        segments += (Header(0, bytes(runs[0][1])), skeleton.pickle)
+        runs = runs[1:]
+    if len(runs) != len(filled) + 1:
+        raise LayoutError(f"torch left {len(runs) - 1} holes for {len(filled)} storages")
     entries: list[Blank] = []
     blanks: tuple[Blank, ...] = ()
-    tail, _ = skeleton.runs[-1]
-    for index, run, (end, behind) in zip(filled, skeleton.runs, skeleton.runs[1:], strict=False):
+    tail, last = runs[-1]
+    for index, run, (end, behind) in zip(filled, runs, runs[1:], strict=False):
         start, data = run
         record = records.get(f"{_ARCHIVE}/data/{keys[index]}")
         hole = Payload(start + len(data), sizes[index], index)
@@ -191,7 +221,7 @@ def _to_image(skeleton: Skeleton, records: Mapping[str, Record], structure: Stru
         segments += (Header(start, bytes(data), blanks), hole)
         blanks = (Blank(DESCRIPTOR_CRC_OFFSET, index),)
         entries.append(Blank(record.crc_offset - tail, index))
-    return Image([*segments, Header(tail, bytes(skeleton.runs[-1][1]), (*blanks, *sorted(entries)))])
+    return Image([*segments, Header(tail, bytes(last), (*blanks, *sorted(entries)))])
 
 
 def _data_offset(start: int, data: bytes | bytearray, record: Record) -> int:

@@ -13,8 +13,9 @@ torch itself produces every byte but the storages', through public interfaces:
 When the object has the structure of the last one, the pickle has its size, and all else stands where it stood: then
 torch is stopped as soon as it has pickled, and the last layout gets the new pickle.
 
-The object is pickled exactly once. ``skip_data`` is never active while user code runs: an object whose ``__reduce__``
-calls ``torch.save`` would come back as zeros.
+The object is pickled exactly once. ``torch.save`` is called as torch has it, not as somebody may have wrapped it: a
+wrapper would be called for each of these steps. ``skip_data`` is never active while user code runs: an object whose
+``__reduce__`` calls ``torch.save`` would come back as zeros.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ import torch
 from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import LayoutError
-from fastensor.stitch.source import Plan
+from fastensor.stitch.source import Plan, check_values_are_wanted
 from fastensor.stitch.torch_layout import Layout, Skeleton, Structure
 
+_save = torch.serialization.save
 PAGE_ALIGNMENT = 4096
 TORCH_ALIGNMENT = 64
 _PADDING_LIMIT = 0.01
@@ -100,7 +102,13 @@ class TorchZip(Plan):
     def write_with_torch(self, file: BinaryIO) -> None:
         """Let ``torch.save`` write the same file, moving the storages itself."""
         with _saving_options(self.alignment):
-            torch.save(None, file, pickle_module=_Replay(self.recording))
+            _save(None, file, pickle_module=_Replay(self.recording))
+
+
+def replaced_save() -> str:
+    """What somebody has put in the place of ``torch.save``; empty if it is torch's own."""
+    is_own = getattr(torch.save, "__globals__", None) is vars(torch.serialization)
+    return "" if is_own else repr(torch.save)
 
 
 def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
@@ -113,9 +121,11 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
 
     Raises:
         LayoutError: torch wrote something that this module does not understand.
+        UnsupportedContentError: ``torch.serialization.skip_data`` is active.
         Exception: whatever pickling the object raises, as from ``torch.save``.
     """
     global _likely_alignment, _likely_layout
+    check_values_are_wanted()
     skeleton, layout = Skeleton(), _likely_layout
     recorder = _Recorder(pickle_module, None if layout is None else layout.structure)
     guessed = _likely_alignment if _OPTIONS_ARE_PER_THREAD else None
@@ -128,8 +138,9 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
     if layout is None or layout.structure != structure:
         if structure.alignment != guessed:
             skeleton = Skeleton()
+            skeleton.expect(recording.data)
             with _saving_options(structure.alignment), torch.serialization.skip_data():
-                torch.save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
+                _save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
         layout = Layout.of(skeleton, structure)
         image = layout.image
         _likely_alignment = structure.alignment
@@ -183,6 +194,7 @@ class _Recorder:
         self._recorded: Recording | None = None
         self._references: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._skipping = ExitStack()
+        self._skeleton: Skeleton | None = None
         recorder = self
 
         class RecordingPickler(pickle_module.Pickler):  # type: ignore[misc]  # its base is known at run time only
@@ -207,10 +219,14 @@ class _Recorder:
             def dump(self, obj: Any) -> None:
                 super().dump(obj)
                 type(self).persistent_id = _no_more
+                if hasattr(self, "clear_memo"):
+                    self.clear_memo()  # it holds what large arrays were turned into on the way
                 recorded = Recording.of(self._fastensor_file.getvalue(), tuple(recorder._references.values()))
                 recorder._recorded = recorded
                 if recorded.structure == recorder._known:
                     raise _StructureIsKnown
+                if recorder._skeleton is not None:
+                    recorder._skeleton.expect(recorded.data)
                 recorder._skipping.enter_context(torch.serialization.skip_data())
 
         self.Pickler = RecordingPickler
@@ -220,12 +236,13 @@ class _Recorder:
 
     def record(self, obj: object, pickle_protocol: int, skeleton: Skeleton) -> Recording:
         """Have the object pickled, and written to the skeleton unless its structure is known."""
+        self._skeleton = skeleton
         try:
             with self._skipping, suppress(_StructureIsKnown):
-                torch.save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
+                _save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
             recorded = self._recorded
         finally:
-            self._recorded, self._references = None, {}
+            self._recorded, self._references, self._skeleton = None, {}, None
         if recorded is None:
             raise LayoutError("torch.save did not pickle through the pickle module that it was given")
         return recorded

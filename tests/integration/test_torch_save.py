@@ -1,0 +1,184 @@
+"""Where ``torch.save`` is another one than usual: wrapped by somebody's own tooling, or told to leave out values; and
+what it takes for arrays that are no tensors."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastensor
+from fastensor import CheckpointWriteError, UnsupportedContentError
+
+STATE = {"w": torch.arange(300_000), "b": torch.ones(3)}
+SMALL = {"w": torch.arange(10)}
+
+
+class Counting:
+    """Wraps ``torch.save`` as tools do that add something to each checkpoint."""
+
+    def __init__(self, original: Callable[..., None]) -> None:
+        self.calls = 0
+
+        @wraps(original)
+        def save(obj: Any, *arguments: Any, **options: Any) -> None:
+            self.calls += 1
+            original({**obj, "added": self.calls}, *arguments, **options)
+
+        self.save = save
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    found = Counting(torch.save)
+    monkeypatch.setattr(torch, "save", found.save)
+    return found
+
+
+def test_a_wrapped_save_is_called_once_and_writes_the_file(counting: Counting, tmp_path: Path) -> None:
+    for number, state in enumerate([STATE, SMALL, SMALL, STATE], 1):
+        report = fastensor.save(state, tmp_path / "x")
+        assert counting.calls == number
+        found = fastensor.load(tmp_path / "x")
+        assert found["added"] == number
+        assert torch.equal(found["w"], state["w"])
+    assert report.backend == "torch"
+    assert "torch.save is <function" in report.fallbacks[0].reason
+
+
+@pytest.mark.parametrize("backend", ["direct", "numpy", "torch"])
+def test_a_wrapped_save_is_called_once_whatever_backend_is_named(
+    counting: Counting, tmp_path: Path, backend: str
+) -> None:
+    fastensor.save(STATE, tmp_path / "x", backend=backend)
+    assert counting.calls == 1
+
+
+def test_a_wrapped_save_is_called_once_for_open_files_and_later(counting: Counting, tmp_path: Path) -> None:
+    fastensor.save(STATE, file := io.BytesIO())
+    assert counting.calls == 1
+    assert torch.load(io.BytesIO(file.getvalue()))["added"] == 1
+    with fastensor.AsyncWriter() as writer:
+        writer.save(STATE, tmp_path / "x")
+    assert counting.calls == 2
+    assert torch.load(tmp_path / "x")["added"] == 2
+
+
+def test_what_is_no_checkpoint_of_the_users_calls_no_wrapped_save(counting: Counting, tmp_path: Path) -> None:
+    store = fastensor.TensorStore(tmp_path / "store")
+    assert torch.equal(store.get(store.put(torch.eye(3).to_sparse())).to_dense(), torch.eye(3))
+    fastensor.save(SMALL, tmp_path / "x.safetensors")
+    fastensor.convert(tmp_path / "x.safetensors", tmp_path / "x.pt")
+    assert counting.calls == 0
+    assert torch.equal(torch.load(tmp_path / "x.pt")["w"], SMALL["w"])
+
+
+def test_a_save_that_writes_nothing_replaces_nothing(tmp_path: Path) -> None:
+    fastensor.save(SMALL, tmp_path / "x")
+    before = (tmp_path / "x").read_bytes()
+    with mock.patch.object(torch, "save") as save, pytest.raises(CheckpointWriteError, match="written nothing"):
+        fastensor.save(STATE, tmp_path / "x")
+    save.assert_called_once()
+    assert (tmp_path / "x").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+# --- files without values
+
+
+def save_now(state: Any, path: Path) -> None:
+    fastensor.save(state, path)
+
+
+def save_to_an_open_file(state: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        try:
+            fastensor.save(state, file)
+        finally:
+            assert file.tell() == 0
+            path.unlink()
+
+
+def save_later(state: Any, path: Path) -> None:
+    with fastensor.AsyncWriter() as writer:
+        writer.save(state, path)
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+@pytest.mark.parametrize("save", [save_now, save_to_an_open_file, save_later])
+@pytest.mark.parametrize("materialize", [False, True])
+def test_no_file_is_written_without_values(
+    tmp_path: Path, save: Callable[[Any, Path], None], name: str, materialize: bool
+) -> None:
+    with FakeTensorMode():
+        fake = {"w": torch.empty(5)}
+    for state in (STATE, fake):
+        with torch.serialization.skip_data(materialize), pytest.raises(UnsupportedContentError, match="skip_data is"):
+            save(state, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+@pytest.mark.parametrize("save", [save_now, save_to_an_open_file, save_later])
+def test_fake_tensors_are_refused_as_by_torch(tmp_path: Path, save: Callable[[Any, Path], None], name: str) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        fake = {"w": torch.empty(5)}
+        with pytest.raises(Exception, match=r"pickle|FakeTensor|memory"):
+            save(fake, tmp_path / name)
+    with pytest.raises(Exception, match=r"pickle|FakeTensor|memory"):
+        save(fake, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+# --- arrays that are no tensors
+
+
+def peak_nbytes(function: Callable[[], object]) -> int:
+    """Of what Python allocates meanwhile."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def with_array() -> dict[str, Any]:
+    array = np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8)
+    return {"replay": array, "w": torch.ones(1000)}
+
+
+@pytest.mark.parametrize("save", [save_now, save_later])
+def test_a_large_array_takes_no_more_memory_than_with_torch(
+    tmp_path: Path, with_array: dict[str, Any], save: Callable[[Any, Path], None]
+) -> None:
+    save(SMALL, tmp_path / "x")  # what is imported then is not counted
+    expected = peak_nbytes(lambda: torch.save(with_array, tmp_path / "x"))
+    first = peak_nbytes(lambda: save(with_array, tmp_path / "x"))
+    again = peak_nbytes(lambda: save(with_array, tmp_path / "x"))
+    assert max(first, again) < 1.05 * expected
+    loaded = peak_nbytes(lambda: torch.load(tmp_path / "x", weights_only=False))
+    assert peak_nbytes(lambda: fastensor.load(tmp_path / "x", weights_only=False)) < 1.05 * loaded
+
+
+def test_a_large_pickle_stands_where_torch_puts_it(tmp_path: Path, with_array: dict[str, Any]) -> None:
+    state = {**with_array, "large": torch.arange(300_000)}  # at another alignment: torch runs again
+    for one in (with_array, state):
+        fastensor.save(one, tmp_path / "x")
+        with zipfile.ZipFile(tmp_path / "x") as archive:
+            assert archive.testzip() is None
+        found = torch.load(tmp_path / "x", weights_only=False)
+        assert np.array_equal(found["replay"], with_array["replay"])
+        assert torch.equal(found["w"], with_array["w"])
