@@ -22,6 +22,7 @@ from fastensor.backends.direct import DirectBackend
 from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
+from fastensor.select import current
 from fastensor.select.files import Kind, file_for
 from fastensor.select.sizes import bucket_of
 from fastensor.testing.calls import Call, intercepted
@@ -346,3 +347,27 @@ def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path, 
     before = file.read_bytes()
     assert run(tmp_path, 3, what, FASTENSOR_EXPLORE="0")[0] == 0
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("value", "explores"),
+    [
+        *[(value, True) for value in ("", "1", "true", "YES", "On")],
+        *[(value, False) for value in ("0", "false", "No", "OFF", "False")],
+    ],
+)
+def test_yes_and_no_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, explores: bool
+) -> None:
+    monkeypatch.setenv("FASTENSOR_EXPLORE", value)
+    monkeypatch.setattr(current, "_made", {})
+    assert fastensor.current_selector(tmp_path).explore is explores
+
+
+def test_neither_yes_nor_no_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTENSOR_EXPLORE", "junk")
+    monkeypatch.setattr(current, "_made", {})
+    for use in (fastensor.current_selector, lambda path: fastensor.save({"a": 1}, path / "x.ckpt")):
+        with pytest.raises(ValueError, match="FASTENSOR_EXPLORE is 'junk'; expected one of 1, true, yes, on"):
+            use(tmp_path)
+    assert not list(tmp_path.iterdir())

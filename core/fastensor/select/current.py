@@ -16,7 +16,9 @@ from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
 
 EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
-"""Environment variable: with ``0`` nothing is tried and nothing learned, so choices are the same every time."""
+"""Environment variable: with a no, nothing is tried and nothing learned, so choices are the same every time."""
+_YES = ("1", "true", "yes", "on")
+_NO = ("0", "false", "no", "off")
 REFRESH_EVERY = 1000
 """What was learned in a bad moment of the disk is not believed for ever."""
 _FLUSH_SECONDS = 5.0
@@ -82,6 +84,9 @@ def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Sel
         path: of a file or folder.
         of: ``"files"``; ``"tensors"`` for the one that a :class:`fastensor.TensorStore` there asks;
             ``"activations"`` for that of :class:`fastensor.offload.ActivationOffload`.
+
+    Raises:
+        ValueError: ``FASTENSOR_EXPLORE`` is set to something else than a yes or a no.
     """
     if _for_all is not None:
         return _for_all
@@ -101,10 +106,20 @@ def flush() -> None:
         keeper.flush()
 
 
+def _explores() -> bool:
+    """Whether backends are tried, unless the user says no."""
+    given = os.environ.get(EXPLORE_VARIABLE, "")
+    if given.lower() not in ("", *_YES, *_NO):
+        raise ValueError(
+            f"the environment variable {EXPLORE_VARIABLE} is {given!r}; expected one of {', '.join(_YES)} to try "
+            f"backends, which is the default, or one of {', '.join(_NO)} not to"
+        )
+    return given.lower() not in _NO
+
+
 def _make(file: DictionaryFile) -> tuple[Selector, _Keeper]:
     keeper = _Keeper(file)
-    explore = os.environ.get(EXPLORE_VARIABLE) != "0"
-    return Selector(file.load(), explore=explore, refresh_every=REFRESH_EVERY, on_change=keeper.note), keeper
+    return Selector(file.load(), explore=_explores(), refresh_every=REFRESH_EVERY, on_change=keeper.note), keeper
 
 
 def _begin_anew() -> None:
