@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,81 @@ def test_checksums_are_added_to_files_of_others(tmp_path: Path) -> None:
     assert fastensor.inspect(tmp_path / "x.safetensors").metadata == {"k": "v"}
 
 
+def hard_link(path: Path, name: str) -> Path:
+    os.link(path, path.with_name(name))
+    return path.with_name(name)
+
+
+def symlink(path: Path, name: str) -> Path:
+    path.with_name(name).symlink_to(path.name)
+    return path.with_name(name)
+
+
+SAME: dict[str, Callable[[Path], Any]] = {
+    "itself": lambda path: path,
+    "relative": lambda path: os.path.relpath(path),
+    "through a folder": lambda path: path.parent / ".." / path.parent.name / path.name,
+    "a URL": lambda path: f"file://{path}",
+    "a symlink": lambda path: symlink(path, "link.ckpt"),
+    "a hard link": lambda path: hard_link(path, "hard.ckpt"),
+}
+LOSSES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "the rest": ({"model": {"w": torch.ones(2)}, "step": 3}, {"root": "model"}, "beside 'model'"),
+    "ties": ((lambda w: {"a": w, "b": w})(torch.ones(3)), {"copy_ties": True}, "share memory"),
+    "parameters": ({"a": torch.nn.Parameter(torch.ones(2))}, {}, "parameters"),
+    "what hangs on a state dict": (torch.nn.Linear(2, 2).state_dict(), {}, "hangs on the dict"),
+}
+
+
+@pytest.mark.parametrize("spelling", SAME)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_file_is_not_replaced_by_a_part_of_it(tmp_path: Path, spelling: str, loss: str) -> None:
+    path = tmp_path / "x.ckpt"
+    state, options, message = LOSSES[loss]
+    fastensor.save(state, path)
+    before = path.read_bytes()
+    other = SAME[spelling](path)
+    for source, target in ((path, other), (other, path)):
+        with pytest.raises(UnsupportedContentError, match=f"the target is the source.*{message}.*another target"):
+            fastensor.convert(source, target, **options)
+    assert path.read_bytes() == before
+
+
+def test_metadata_is_not_lost_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    fastensor.save({"w": torch.ones(2)}, path, metadata={"k": "v"})
+    for options in ({"metadata": {}}, {"metadata": {"other": "x"}}, {"container": "torch"}):
+        with pytest.raises(UnsupportedContentError, match="metadata"):
+            fastensor.convert(path, path, **options)  # type: ignore[arg-type]
+    fastensor.convert(path, path, metadata={"k": "new", "more": "x"})
+    assert fastensor.inspect(path).metadata == {"k": "new", "more": "x"}
+
+
+@pytest.mark.parametrize("spelling", SAME)
+def test_what_loses_nothing_may_be_done_in_place(tmp_path: Path, spelling: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.ckpt")
+    fastensor.convert(SAME[spelling](tmp_path / "x.ckpt"), tmp_path / "x.ckpt")
+    assert fastensor.load(tmp_path / "x.ckpt")["w"].tolist() == [1, 1]
+
+
+def test_an_open_file_is_not_written_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    fastensor.save({"w": torch.ones(2)}, path)
+    before = path.read_bytes()
+    buffer = io.BytesIO(before)
+    with path.open("r+b") as file:
+        for source, target in ((path, file), (file, file), (buffer, buffer)):
+            with pytest.raises(UnsupportedContentError, match="written over"):
+                fastensor.convert(source, target)  # type: ignore[arg-type]
+    assert path.read_bytes() == buffer.getvalue() == before
+
+
+def test_a_url_is_not_replaced_by_a_part_of_it() -> None:
+    fastensor.save({"model": {"w": torch.ones(2)}, "step": 3}, "memory://part.ckpt")
+    with pytest.raises(UnsupportedContentError, match="the target is the source"):
+        fastensor.convert("memory://part.ckpt", "memory:///part.ckpt", root="model")
+
+
 def test_ties_are_refused_or_copied(tmp_path: Path) -> None:
     base = torch.arange(100.0)
     fastensor.save({"a": base, "b": base[10:20], "c": torch.ones(1)}, tmp_path / "x.ckpt")
@@ -420,6 +496,13 @@ def test_convert_writes(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
     status, _, err = run(capsys, "convert", ckpt, tmp_path / "z.safetensors")
     assert (status, "root: 'state_dict'" in err) == (1, True)
     assert not (tmp_path / "z.safetensors").exists()
+
+
+def test_convert_refuses_to_write_a_part_over_the_whole(capsys: Any, ckpt: Path) -> None:
+    before = ckpt.read_bytes()
+    status, _, err = run(capsys, "convert", ckpt, ckpt, "--root", "state_dict")
+    assert (status, "the target is the source" in err) == (1, True)
+    assert ckpt.read_bytes() == before
 
 
 def test_the_program(ckpt: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_cat
 from fastensor.checkpoint.checksums import checksum_of
 from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.deliver import Delivery
-from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, explained, opened
 from fastensor.checkpoint.report import SaveReport, warn_unverified
@@ -53,7 +54,7 @@ def convert(
 
     What is read is compared with its checksums, and the new file carries them, so this also adds them to files of other
     tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: unless it is an open
-    file, it is not touched if anything fails.
+    file, it is not touched if anything fails. It may be the source, if nothing of that is lost.
 
     Args:
         source: a file that holds a dict from names to dense tensors, in any container but torch's of before 1.6.
@@ -74,7 +75,9 @@ def convert(
     Raises:
         FileNotFoundError: there is no such source.
         CorruptCheckpointError: the source is damaged; the target is untouched.
-        UnsupportedContentError: the source holds something else than a dict of tensors, or the target cannot hold it.
+        UnsupportedContentError: the source holds something else than a dict of tensors, or the target cannot hold it;
+            or the target is the source, and would not hold all that it does: what is beside ``root``, ties, metadata,
+            parameters, or what hangs on the dict.
         CheckpointReadError, CheckpointWriteError: the operating system refused something.
 
     No code of the source is run. Parameters become plain tensors; ``requires_grad`` is not kept.
@@ -96,6 +99,8 @@ def convert(
         if not copy_ties:
             _check_ties(tensors, file.where)
         texts = catalog.metadata or None if metadata is None and kind == "safetensors" else metadata
+        if _is_same_file(source, target):
+            _check_nothing_is_lost(catalog, root, tensors, texts or {}, file.where)
 
         def plan(fallbacks: list[Fallback]) -> Plan:
             # Their memory is never touched: only sizes count.
@@ -113,6 +118,55 @@ def convert(
 
         delivery = Delivery(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
         return delivery.deliver(plan)
+
+
+def _is_same_file(source: Location, target: Location) -> bool:
+    """Whether both are one file, by whatever names.
+
+    Raises:
+        UnsupportedContentError: they are, and it would be written while it is read.
+    """
+    one, other = _identity_of_file(source), _identity_of_file(target)
+    if one is None or one != other:
+        return False
+    if not isinstance(target, str | os.PathLike):
+        raise UnsupportedContentError(
+            f"{name_of(target)}: the target is the file that is to be read, which would be written over before that; "
+            f"give its path, which is replaced when all is written, or another target"
+        )
+    return True
+
+
+def _identity_of_file(location: Location) -> object:
+    """Equal for two locations of one file; None if there is none yet."""
+    found = locate(location)
+    if isinstance(found, RemotePath):
+        return found.filesystem, found.path
+    try:
+        status = os.stat(found if isinstance(found, str) else found.fileno())
+    except (OSError, AttributeError):  # it is not there; or an open file that is not the operating system's
+        return None if isinstance(found, str) else id(found)
+    return status.st_dev, status.st_ino
+
+
+def _check_nothing_is_lost(
+    catalog: Catalog, root: str | None, tensors: Mapping[str, Located], texts: Mapping[str, str], where: str
+) -> None:
+    """
+    Raises:
+        UnsupportedContentError: the source holds more than what is to take its place.
+    """
+    losses = {
+        f"what is in it beside {root!r}": root is not None,
+        "which tensors share memory": bool(overlapping(tensors)),
+        "metadata": not catalog.metadata.keys() <= texts.keys(),
+        "which tensors are parameters": any(one.info.kind != "Tensor" for one in tensors.values()),
+        "what hangs on the dict": bool(getattr(catalog.structure, "__dict__", {})),
+    }
+    if lost := [what for what, is_lost in losses.items() if is_lost]:
+        raise UnsupportedContentError(
+            f"{where}: the target is the source, of which this would be lost: {', '.join(lost)}; choose another target"
+        )
 
 
 def _refuse(file: BinaryIO) -> None:
