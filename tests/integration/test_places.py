@@ -250,6 +250,23 @@ def test_a_file_that_is_mounted_by_itself(tmp_path: Path) -> None:
     assert is_saved(outside)
 
 
+@needs_root
+def test_a_disk_without_room_for_both_files(tmp_path: Path) -> None:
+    """Nothing is lost by refusing, much by writing in place."""
+    code = (
+        "import os, sys, torch, fastensor; path = sys.argv[1] + '/x.ckpt'\n"
+        "fastensor.save({'w': torch.zeros(1 << 20)}, path)\n"
+        "try: fastensor.save({'w': torch.ones(1 << 20)}, path)\n"
+        "except fastensor.CheckpointWriteError as error: print(error.strerror)\n"
+        "print(int(fastensor.load(path)['w'].sum()), os.listdir(sys.argv[1]))"
+    )
+    script = 'mount -t tmpfs -o size=6m none "$1" && $PYTHON -c "$2" "$1"'
+    printed = in_a_mount_namespace(script, str(tmp_path), code)
+    assert re.match(
+        r"the save failed \(No space left on device: \d+ bytes are needed beside .*is kept\n0 \['x", printed
+    )
+
+
 WITHOUT_PROC = """
 import sys, torch, fastensor
 from fastensor.offload import ActivationOffload, OffloadConfig

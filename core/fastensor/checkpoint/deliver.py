@@ -266,7 +266,7 @@ class Delivery:
         """Move the file with the chosen backend or else with the next one that can."""
         fd = new.fd
         wait_for_space()
-        posix.preallocate(fd, -(-source.nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
+        _reserve(fd, source.nbytes)
         try:
             transfer = Transfer.of_file(
                 self._backend,
@@ -291,6 +291,21 @@ class Delivery:
         with file_for_torch(lambda data, offset: counted.write(data)) as own:
             self._let_torch_write(own)
         return counted.nbytes
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Reserve space for a new file.
+
+    Raises:
+        OSError: there is none.
+    """
+    try:
+        posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = f"{error.strerror}: {nbytes} bytes are needed beside what is there; make room, or remove that first"
+            raise OSError(error.errno, what) from error
+        raise
 
 
 def _refuse(file: BinaryIO) -> None:
