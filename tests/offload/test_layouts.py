@@ -252,3 +252,15 @@ def test_buffers_of_such_layouts(make: Any, attached: bool) -> None:
         loss = torch.sparse.mm(model.sparse, model(values())).sum()
     loss.backward()
     assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_in_place_changes_of_nested_tensors_are_found(make: Any, layout: torch.layout) -> None:
+    parts = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout, requires_grad=True)
+    with make().step():
+        saved = parts * 2
+        result = functional.gelu(saved)
+    saved.detach().mul_(3)
+    gradient = torch.ones_like(result)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        result.backward(gradient)

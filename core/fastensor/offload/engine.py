@@ -453,9 +453,11 @@ def _check_version(witness: torch.Tensor, version: int, shown: torch.Tensor | Vi
     """
     if witness._version == version:
         return
+    nested = isinstance(shown, torch.Tensor) and shown.is_nested  # which may have no shape that could be asked for
+    found = f"{shown.dtype} {'nested' if nested else list(shown.shape)}"
     raise RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{shown.dtype} {list(shown.shape)}] is at version {witness._version}; expected version {version} instead. "
+        f"[{found}] is at version {witness._version}; expected version {version} instead. "
         f"Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
         f"torch.autograd.set_detect_anomaly(True)."
     )

@@ -45,8 +45,10 @@ class _Hook:
     call: Callable[..., None]
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            torch._dynamo.graph_break(msg="include or exclude of fastensor's OffloadConfig fits a module here")
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            torch._dynamo.graph_break(
+                msg="a pattern of include or exclude in fastensor's OffloadConfig fits this module of a compiled region"
+            )
         self.call(*arguments)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
