@@ -18,7 +18,7 @@ import fastensor
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
-from fastensor.checkpoint.location import as_in_fsspec, locate
+from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.checkpoint.publish import announce_writer, replace_link, wait_for_writers
 from fastensor_lightning.frameworks import load_classes
 
@@ -182,15 +182,20 @@ class FastensorCheckpointIO(CheckpointIO):
             FileNotFoundError: there is no such file.
             fastensor.FastensorError: as :func:`fastensor.load`.
         """
-        path = as_in_fsspec(path)
+        given, path = path, as_in_fsspec(path)
         if map_location is None:
             map_location = self.map_location
         if self.asynchronous:
             _wait_for_rank_0(path)
         checkpoint: dict[str, Any]
-        checkpoint, self.last_load = fastensor.load_with_report(
-            path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
-        )
+        try:
+            checkpoint, self.last_load = fastensor.load_with_report(
+                path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
+            )
+        except FileNotFoundError as error:
+            if _is_there(path):  # something else is missing
+                raise
+            raise FileNotFoundError(f"Checkpoint file not found: {given}") from error  # in Lightning's words
         _logger.debug("loaded %s", self.last_load)
         for listener in tuple(self._listeners):
             listener.loaded(self.last_load)
@@ -426,6 +431,11 @@ def _announce(path: str, until: ExitStack) -> None:
         until.callback(announce_writer(next(ordering.places_behind(path))).close)
     except OSError as error:
         _logger.warning("other ranks that load %s do not wait until it is written: %s", path, error)
+
+
+def _is_there(path: str) -> bool:
+    found = locate(path)
+    return bool(found.filesystem.exists(found.path)) if isinstance(found, RemotePath) else os.path.exists(path)
 
 
 def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:

@@ -235,8 +235,10 @@ def test_map_location_and_weights_only_options(tmp_path: Path) -> None:
     assert plugin.load_checkpoint(tmp_path / "x", "cpu", weights_only=False)["a"].device.type == "cpu"
     with pytest.raises(fastensor.UnsafeCheckpointError, match="Path"):
         plugin.load_checkpoint(tmp_path / "x")
-    with pytest.raises(FileNotFoundError):
-        plugin.load_checkpoint(tmp_path / "missing")
+    stock = importlib.import_module("lightning.fabric.plugins.io.torch_io").TorchCheckpointIO()
+    for io in (plugin, stock):
+        with pytest.raises(FileNotFoundError, match=f"^Checkpoint file not found: {tmp_path / 'missing'}$"):
+            io.load_checkpoint(tmp_path / "missing")
 
 
 def test_remove(tmp_path: Path) -> None:
