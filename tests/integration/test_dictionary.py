@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -343,3 +344,17 @@ def test_what_replaces_is_what_there_was() -> None:
     copy = learned([*CHANGES, *replacing(many)])
     assert copy.of(WRITE, MIB).timings["numpy"].samples == (4.0, 5.0, 6.0, 7.0, 8.0)
     assert copy.of(WRITE, MIB).timings["direct"].seconds == 0.0042
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["clear"], ["show"], ["show", "--json"], ["export"], ["import", "known.json"], ["plot", "-o", "x.png"]],
+)
+def test_a_path_that_is_not_there_is_not_meant(
+    file: DictionaryFile, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    Path("known.json").write_bytes(file.path.read_bytes())
+    before = file.path.read_bytes()
+    assert main([*["dictionary", *arguments], str(tmp_path / "chekpoints")]) == 1
+    assert re.search("no such file or folder.*chekpoints", capsys.readouterr().err)
+    assert file.path.read_bytes() == before

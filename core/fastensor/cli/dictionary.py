@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -91,6 +93,13 @@ def _add_path(parser: Any) -> Any:
 
 
 def _file(options: argparse.Namespace) -> DictionaryFile:
+    """
+    Raises:
+        FileNotFoundError: there is nothing at the path, so it was not meant.
+    """
+    if not os.path.lexists(options.path):
+        what = "there is no such file or folder; expected one on the disk whose dictionary is meant"
+        raise FileNotFoundError(errno.ENOENT, what, options.path)
     return file_for(options.path, of=options.of)
 
 
