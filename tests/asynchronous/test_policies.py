@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,11 @@ def test_wrong_settings(option: Any, message: str) -> None:
 def test_options_of_save_that_do_not_exist(tmp_path: Path) -> None:
     with AsyncWriter() as writer, pytest.raises(TypeError, match="colour"):
         writer.save({}, tmp_path / "x", colour="red")  # type: ignore[call-arg]
+
+
+def test_a_handle_cannot_be_copied_and_says_what_can(tmp_path: Path) -> None:
+    with AsyncWriter() as writer:
+        handle = writer.save({}, tmp_path / "x")
+        with pytest.raises(TypeError, match="what its result"):
+            copy.deepcopy(handle)
+        assert pickle.loads(pickle.dumps(handle.result())).path == str(tmp_path / "x")

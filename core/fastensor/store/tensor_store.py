@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Iterable
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -51,7 +51,11 @@ class TensorStore:
     back contiguous. Attributes, hooks and the graph of a dense tensor are not stored.
 
     Every method may be called from several threads, and several processes may use one directory. Nothing is shared but
-    the files, whose names are random.
+    the files, whose names are random. A forked child goes on with the store that it has from its parent.
+
+    Picklable, and copied the same way: the copy has the same directory and settings, is closed if this one is, and has
+    counted nothing yet. It brings, and deletes, what any of them has put. A selector that was given is copied with it,
+    and learns by itself from then on.
 
     Args:
         directory: where the files are; created if it is missing. Closing the store removes nothing.
@@ -93,6 +97,7 @@ class TensorStore:
         verify: bool = True,
     ) -> None:
         self._directory = os.path.abspath(directory)
+        self._selector = selector
         current = partial(current_selector, self._directory, of="tensors")
         self._tools = Tools(backend, current if selector is None else lambda: selector, check_mode(mode))
         self._durable = durable
@@ -103,6 +108,23 @@ class TensorStore:
         except OSError as error:
             reason = f"cannot make a directory for tensors ({error.strerror})"
             raise CheckpointWriteError(error.errno, reason, self._directory) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "directory": self._directory,
+            "selector": self._selector,
+            "backend": self._tools.tool,
+            "mode": self._tools.mode,
+            "durable": self._durable,
+            "verify": self._verify,
+            "closed": self._closed,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        settings = dict(state)
+        closed = settings.pop("closed")
+        self.__init__(**settings)  # type: ignore[misc]  # a copy begins like any other
+        self._closed = closed
 
     @property
     def directory(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from fastensor.checkpoint.asynchronous.queue import in_drain_thread
 from fastensor.checkpoint.report import SaveReport
@@ -136,6 +136,9 @@ class SaveHandle:
             self.end("cancelled", otherwise)
         else:
             self._tell(self._outcome)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} belongs to the process that saves; what its result() returns can be copied and sent")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._path!r}: {self.stage}>"
