@@ -48,9 +48,18 @@ def save(
             lays out files in a way that Fastensor does not know, and that torch wrote the file. For safetensors, a dict
             of dense, contiguous tensors that share no memory. Its tensors are borrowed: they must not change until this
             returns. CUDA work that was queued on the current streams is waited for.
-        path: the file to create or replace: a path, whose directory must exist, or a URL that ``fsspec`` knows; or an
-            open binary file, which is written from its position on. A replaced file's mode is kept, a new file's mode
-            follows the umask.
+        path: the file to create or replace: a path, whose directory must exist and which is taken as ``torch.save``
+            takes it (``~`` is a name like any other), or a URL that ``fsspec`` knows; or an open binary file, which is
+            written from its position on. A new file's mode follows the umask, and ACLs of the directory. A replaced
+            file's owner, mode, ACLs, SELinux label and ``user.*`` attributes are kept; other hard links to it keep the
+            old contents. The disk needs room for both files at a time.
+            Some files are written in place, from front to back, as by ``torch.save``: then the report says that the
+            save was not ``atomic``, and a save that is interrupted leaves a file that is cut off, which every reader
+            notices. Those are pipes, devices and open files given by their descriptors (``/dev/fd/3``); empty files, in
+            which there is nothing to lose, so that whoever has one open finds the checkpoint in it
+            (``tempfile.NamedTemporaryFile``); and, which is logged, files whose place, owner or rights a new file
+            cannot have: one that is mounted by itself, one in a directory that may not be written, a colleague's.
+            A file that may not be written is not replaced.
         metadata: texts for the ``__metadata__`` of a safetensors file.
         checksums: whether a safetensors file carries CRC32s, in one more entry of ``__metadata__`` that other readers
             ignore. Without it is the very file of ``safetensors``. torch's files always carry them.
@@ -59,8 +68,8 @@ def save(
             that out), the name of a backend, or a :class:`~fastensor.Selector` that chooses. One that cannot, on this
             file or machine, is replaced by another; the report says so and why.
         durable: sync file and directory, so that a power failure after the return does not undo the save. Without
-            it the replacement is still atomic for every process on this machine. What is not a local path is as
-            durable as its keeper makes it: then the report says False.
+            it the replacement is still atomic for every process on this machine. What is not a local file is as durable
+            as its keeper makes it, and what is in memory (tmpfs) is lost: then the report says False.
         follow_symlinks: whether a symlink's target is replaced, or the link itself by a file.
         pickle_module: as for ``torch.save``.
         pickle_protocol: as for ``torch.save``.
@@ -71,7 +80,7 @@ def save(
     Raises:
         CheckpointWriteError: the operating system, or the remote filesystem, refused something. What was at ``path``
             before is still there, unless the message says that the new file is in place but may not survive a power
-            failure. An open file holds a part of the new contents.
+            failure. An open file, or one that is written in place, holds a part of the new contents.
         StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there.
         UnsupportedContentError: a safetensors file cannot hold that.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
