@@ -39,7 +39,8 @@ def load(
     Args:
         path: a file that :func:`fastensor.save`, ``torch.save`` (any version of torch) or ``safetensors`` wrote; which
             of them is seen from its first bytes. A path, a URL that ``fsspec`` knows, or an open binary file that can
-            seek, whose checkpoint begins at its position and ends where it ends.
+            seek, whose checkpoint begins at its position and ends where it ends. What a server sends only whole is
+            downloaded to a file in ``$TMPDIR`` first.
         map_location: as for ``torch.load``, in all its forms.
         keys: names of what to load, such as ``state_dict.layer.weight``: keys of dicts and positions in lists, joined
             by dots. They may be glob patterns (a star also stands for dots), and may name whole branches

@@ -82,17 +82,18 @@ def save(
             before is still there, unless the message says that the new file is in place but may not survive a power
             failure. An open file, or one that is written in place, holds a part of the new contents.
         StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there.
-        UnsupportedContentError: a safetensors file cannot hold that.
+        UnsupportedContentError: a safetensors file cannot hold that, or ``torch.serialization.skip_data`` is active.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
-    May be called from several threads at once. Two saves to one path at a time leave one of both files, whole.
+    May be called from several threads at once. Two saves to one path at a time leave one of both files, whole. Where
+    somebody has wrapped or mocked ``torch.save``, it is called once, and writes the file.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")
     >>> report = fastensor.save({"weight": torch.ones(2, 3)}, path)
-    >>> report.nbytes == os.path.getsize(path), report.durable
+    >>> report.nbytes == os.path.getsize(path), report.atomic
     (True, True)
     >>> torch.load(path)["weight"].shape
     torch.Size([2, 3])
