@@ -52,43 +52,39 @@ def _around(at: int, ranges: list[Range]) -> Range | None:
 
 def _removed(program: Program, ranges: list[Range]) -> tuple[list[Range], set[Range]]:
     """What can go; and the texts and globals therein that what stays takes from the memo."""
-    pending = _gets_outside(program, ranges)
+    pending = _got_outside(program, ranges)
     kept: set[Range] = set()
     moved: set[Range] = set()
     while pending:
-        put = program.puts[pending.pop()[1]]
+        put = program.puts[pending.pop()]
         found = _around(put, ranges)
         if found is None or found in kept:
             continue
         if put in program.atoms:
-            moved.add((program.atoms[put][0], put + (2 if program.data[put : put + 1] == pickle.BINPUT else 5)))
+            moved.add((program.atoms[put], put + (2 if program.data[put : put + 1] == pickle.BINPUT else 5)))
         else:
             kept.add(found)
-            pending += _gets_in(program, found)
+            pending += _got_in(program, found)
     return [one for one in ranges if one not in kept], moved
 
 
-def _gets_outside(program: Program, ranges: list[Range]) -> list[Range]:
-    found: list[Range] = []
+def _got_outside(program: Program, ranges: list[Range]) -> list[int]:
+    """The numbers of what is taken from the memo outside of all ranges."""
+    found: list[int] = []
     at = 0
-    for one in ranges:
-        found += program.gets[at : _first_get(program, one[0], at)]
-        at = _first_get(program, one[1], at)
-    return [*found, *program.gets[at:]]
+    for begin, end in ranges:
+        found += program.got[at : bisect_left(program.gets, begin, at)]
+        at = bisect_left(program.gets, end, at)
+    return [*found, *program.got[at:]]
 
 
-def _gets_in(program: Program, one: Range) -> list[Range]:
-    return list(program.gets[_first_get(program, one[0]) : _first_get(program, one[1])])
-
-
-def _first_get(program: Program, begin: int, start: int = 0) -> int:
-    """The index of the first that is not before a byte, given one that is not behind it."""
-    return bisect_left(program.gets, (begin, 0), start)
+def _got_in(program: Program, one: Range) -> list[int]:
+    begin, end = (bisect_left(program.gets, at) for at in one)
+    return list(program.got[begin:end])
 
 
 def _moved_to_the_front(program: Program, removed: list[Range], moved: set[Range]) -> Iterator[bytes]:
     """Texts and globals that are to be in the memo, and the other globals. They stay at the bottom of the stack."""
-    named = {begin: end for end, (begin, is_global) in program.atoms.items() if is_global}
-    places = sorted({**named, **dict(moved)}.items())
+    places = sorted({**dict(program.named), **dict(moved)}.items())
     pieces = (program.data[begin:end] for begin, end in places if _around(begin, removed))
     yield from dict.fromkeys(pieces)

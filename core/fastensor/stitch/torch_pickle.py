@@ -117,10 +117,14 @@ class Program:
     """What makes a tensor, or an object of an unknown class, and leaves it on the stack, by its identity."""
     puts: Mapping[int, int]
     """Where things are put into the memo, by their number in it."""
-    atoms: Mapping[int, tuple[int, bool]]
-    """Texts and globals: where they end, where they begin, and whether it is a global."""
-    gets: Sequence[tuple[int, int]]
-    """Where things are taken from the memo, in order, and their numbers."""
+    atoms: Mapping[int, int]
+    """Texts and globals: where they begin, by where they end."""
+    named: Sequence[Range]
+    """The globals among them."""
+    gets: Sequence[int]
+    """Where things are taken from the memo, in order."""
+    got: Sequence[int]
+    """Their numbers."""
     can_be_cut: bool
     """Whether it consists of what protocol 2 has, and numbers nothing in the memo twice."""
 
@@ -265,8 +269,9 @@ def _rebuild_wrapper(kind: Any, dtype: Any, size: Any, *rest: Any) -> TensorRef:
 
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
-    if not all(type(number) is int and 0 <= number <= MAX_SIZE for number in numbers):
-        raise ValueError("a tensor whose sizes, strides or offset are not integers from 0 to 2^63 - 1")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= MAX_SIZE:
+            raise ValueError("a tensor whose sizes, strides or offset are not integers from 0 to 2^63 - 1")
     return numbers
 
 
@@ -338,13 +343,12 @@ _LOADS = pickle._Unpickler.dispatch
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _GETS = {pickle.BINGET: 1, pickle.LONG_BINGET: 4}
 """Opcodes, and how many bytes of a number follow."""
-_ATOMS = frozenset((pickle.GLOBAL, pickle.BINUNICODE))
 _MAKES = frozenset(
     (pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS)
 )
 """Opcodes behind which there may be another object on the stack, or the same with something in it."""
 _OTHERS = {
-    *(pickle.PROTO, pickle.BINPERSID, pickle.MARK, pickle.EMPTY_DICT, pickle.EMPTY_LIST),
+    *(pickle.PROTO, pickle.BINPERSID, pickle.EMPTY_DICT, pickle.EMPTY_LIST),
     *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NONE, pickle.NEWTRUE),
     *(pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT),
     *(pickle.SHORT_BINSTRING, pickle.BINSTRING),
@@ -386,8 +390,10 @@ class _Interpreter(pickle._Unpickler):
         self._data = data
         self._made: dict[int, tuple[int, int]] = {}
         self._puts: dict[int, int] = {}
-        self._atoms: dict[int, tuple[int, bool]] = {}
-        self._gets: list[tuple[int, int]] = []
+        self._atoms: dict[int, int] = {}
+        self._named: list[Range] = []
+        self._gets: list[int] = []
+        self._got: list[int] = []
         self._can_be_cut = True
         self._globals: dict[str, GlobalRef] = {}
         self._texts: dict[type, dict[Any, Any]] = {str: {}, bytes: {}}
@@ -404,51 +410,70 @@ class _Interpreter(pickle._Unpickler):
         """Where the making of what is on the stack begins."""
         outer: list[tuple[list[int], int]] = []
         """The same of the stacks below, and where the marks between them are."""
-        read, tell, dispatch, memo, puts = file.read, file.tell, self.dispatch, self.memo, self._puts
+        read, tell, dispatch, memo, puts, stack = file.read, file.tell, self.dispatch, self.memo, self._puts, self.stack
         while True:
             at = tell()
             key = read(1)
-            if key in _PUTS:  # most opcodes are, or one of the next
+            if key in _PUTS:  # nearly half of the opcodes are, most others are what comes next
                 number = int.from_bytes(read(_PUTS[key]), "little")
-                self._can_be_cut &= number not in puts
-                memo[number] = self.stack[-1]
+                if number in puts:
+                    self._can_be_cut = False
+                memo[number] = stack[-1]
                 puts[number] = at
                 continue
             if key in _GETS:
                 number = int.from_bytes(read(_GETS[key]), "little")
-                self.stack.append(memo[number])
+                stack.append(memo[number])
                 begins.append(at)
-                self._gets.append((at, number))
+                self._gets.append(at)
+                self._got.append(number)
+                continue
+            if key == pickle.MARK:
+                self.metastack.append(stack)
+                self.stack = stack = []
+                self.append = stack.append
+                outer.append((begins, at))
+                begins = []
                 continue
             if key == pickle.STOP:
-                return self.stack.pop()
+                return stack.pop()
             if not key:
                 raise EOFError("the pickle has no end")
-            stack = self.stack
             dispatch[key[0]](self)
             if self.stack is stack:
                 if len(stack) > len(begins):
                     begins.append(at)
                 else:
                     del begins[len(stack) :]
-            elif key == pickle.MARK:
-                outer.append((begins, at))
-                begins = []
             else:
+                stack = self.stack
                 begins, mark = outer.pop()
-                if len(self.stack) > len(begins):
+                if len(stack) > len(begins):
                     begins.append(mark)
             if key in _MAKES:
-                if type(self.stack[-1]) in (TensorRef, Opaque):
-                    self._made[id(self.stack[-1])] = (begins[-1], tell())
-            elif key in _ATOMS:
-                self._atoms[tell()] = (at, key == pickle.GLOBAL)
+                if type(stack[-1]) in (TensorRef, Opaque):
+                    self._made[id(stack[-1])] = (begins[-1], tell())
+            elif key == pickle.BINUNICODE:
+                self._atoms[tell()] = at
+            elif key == pickle.GLOBAL:
+                self._atoms[tell()] = at
+                self._named.append((at, tell()))
             elif key not in _OTHERS:
                 self._can_be_cut = False
 
     def program(self, structure: Any) -> Program:
         """What has been run, and made that."""
-        return Program(self._data, structure, self._made, self._puts, self._atoms, self._gets, self._can_be_cut)
+        return Program(
+            self._data,
+            structure,
+            made=self._made,
+            puts=self._puts,
+            atoms=self._atoms,
+            named=self._named,
+            gets=self._gets,
+            got=self._got,
+            can_be_cut=self._can_be_cut,
+        )
 
     def find_class(self, module: str, name: str) -> Any:
         short = len(module) + len(name) <= _LONGEST_NAME

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 
 from fastensor.errors import CorruptCheckpointError
@@ -15,12 +16,14 @@ def payload_records(archive: ZipDirectory) -> list[Record]:
     torch numbers storages in the order of the pickle. Files lie in that order, too, but before torch 2.1 they were
     sorted as text (0, 1, 10, 11, 2).
     """
-    records = [record for record in archive.records if record.name.split("/")[1:2] == ["data"] and record.nbytes]
+    records = [record for record in archive.records if record.nbytes and record.name.split("/", 2)[1:2] == ["data"]]
     keys = [record.name.rpartition("/")[2] for record in records]
-    if all(key.isdecimal() and key.isascii() for key in keys):
-        numbered = sorted(zip(map(len, keys), keys, records, strict=True), key=itemgetter(0, 1))
-        return [record for _, _, record in numbered]
-    return records
+    if not (all(map(str.isdecimal, keys)) and "".join(keys).isascii()):
+        return records
+    if all((len(one), one) <= (len(other), other) for one, other in pairwise(keys)):  # nearly always: spare the tuples
+        return records
+    numbered = sorted(zip(map(len, keys), keys, records, strict=True), key=itemgetter(0, 1))
+    return [record for _, _, record in numbered]
 
 
 def record_ends(archive: ZipDirectory) -> dict[int, int]:
