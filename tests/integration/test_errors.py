@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -241,3 +242,28 @@ def test_what_the_user_raises_is_told_by_its_frames(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the device is gone") as caught:
         fastensor.load(tmp_path / "x", place)
     assert not isinstance(caught.value, FastensorError)
+
+
+def test_who_wraps_torch_load_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper is code of the user's in every traceback, and none that torch has called."""
+    module = types.ModuleType("somebodys_tooling")
+    exec("def load(*args, **options): return original(*args, **options)", vars(module))  # a module of its own
+    vars(module)["original"] = torch.load
+    monkeypatch.setattr(torch, "load", vars(module)["load"])
+    torch.save({"w": torch.ones(3), "path": Path("x")}, tmp_path / "x")
+    with pytest.raises(UnsafeCheckpointError, match="PosixPath"):
+        fastensor.load(tmp_path / "x")
+    torch.save({"w": torch.ones(3)}, tmp_path / "y")
+    if not torch.cuda.is_available():
+        with pytest.raises(PlacementError):
+            fastensor.load(tmp_path / "y", "cuda")
+
+
+def test_what_the_environment_cannot_mean_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x")
+    monkeypatch.setenv("FASTENSOR_EXPLORE", "maybe")
+    for options in ({}, {"keys": ["w"]}):
+        with pytest.raises(ValueError, match="FASTENSOR_EXPLORE is 'maybe'"):
+            fastensor.load(tmp_path / "x", **options)  # type: ignore[arg-type]

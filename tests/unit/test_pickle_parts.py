@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import cProfile
+import enum
 import io
 import pickle
 import pstats
-from collections import OrderedDict
+import types
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,6 +76,60 @@ def test_what_several_refer_to(kind: str) -> None:
         load(TIED[kind], [node.name])
 
 
+class Mode(enum.Enum):
+    TRAIN = 1
+    EVAL = 2
+
+
+class Wrapped:
+    """Comes back as a parameter."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, True, OrderedDict())  # type: ignore[attr-defined]
+
+
+ODD_KEYS: dict[str, tuple[Any, str]] = {
+    "a key of a dict of another class": ({"mode": Mode.TRAIN, "x": defaultdict(int, {Mode.TRAIN: 3})}, "x"),
+    "keys that would be the same": ({"mode": Mode.TRAIN, "table": {None: W, Mode.TRAIN: 5}}, "table.None"),
+    "a plain value beside a tensor": ({"ema": [torch.ones(3), 0.99], "w": W}, "ema.1"),
+    "a layout": ({"layout": torch.sparse_coo, "s": torch.eye(3).to_sparse()}, "s"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_KEYS)
+def test_what_is_left_out_is_nothing_that_is_needed(kind: str) -> None:
+    state, key = ODD_KEYS[kind]
+    load(state, [key])
+
+
+def test_a_parameter_of_a_tensor_that_is_not_asked_for() -> None:
+    file = io.BytesIO()
+    torch.save({"w": W, "p": Wrapped(W)}, file)
+    file.seek(0)
+    assert torch.equal(fastensor.load(file, keys=["p"], weights_only=False)["p"], W)  # type: ignore[arg-type]
+
+
+def test_identities_are_not_used_again() -> None:
+    """A pickler without a memo leaves nothing that keeps the inner tensor's record."""
+    state = {f"{i}": [torch.nn.Parameter(torch.full((2,), float(i))), f"{i:045}", (i, str(i))] for i in range(30)}
+
+    class Fast(pickle.Pickler):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.fast = True
+
+    module = types.SimpleNamespace(**{**vars(pickle), "Pickler": Fast})
+    file = io.BytesIO()
+    torch.save(state, file, pickle_module=module)
+    for i in range(30):
+        file.seek(0)
+        found = fastensor.load(file, keys=[f"{i}.0"])  # type: ignore[arg-type]
+        assert torch.equal(found[str(i)][0], torch.full((2,), float(i)))
+
+
 def test_what_an_unknown_object_shares_with_the_rest() -> None:
     shared = torch.arange(4.0)
     state = {"first": Pair(shared, {"inner": torch.ones(2)}), "shared": shared, "last": Pair(1, shared)}
@@ -126,4 +182,4 @@ def test_it_takes_no_more_bytes() -> None:
     short = cut(program, [id(program.structure["a"]), id(program.structure["c"])])
     assert short is not None
     assert len(short) <= len(program.data)
-    assert pickle.loads(short) == {"a": None, "b": ["y", "x" * 300], "c": None}
+    assert pickle.loads(short) == {"a": (), "b": ["y", "x" * 300], "c": ()}

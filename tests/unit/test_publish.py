@@ -90,6 +90,7 @@ def test_the_contents_of_a_private_file_are_never_readable_by_others(tmp_path: P
         assert stat.S_IMODE(os.fstat(output.fd).st_mode) == 0o600
 
 
+@pytest.mark.usefixtures("temporaries")
 def test_concurrent_saves_over_existing_files(tmp_path: Path) -> None:
     def save(number: int) -> None:
         for _ in range(30):
@@ -241,6 +242,21 @@ def test_filesystems_without_locks(tmp_path: Path, temporaries: str) -> None:
         for _ in range(2):
             fastensor.save(STATE, tmp_path / "x")
     assert not leftovers(tmp_path)
+
+
+@pytest.mark.usefixtures("only_named")
+def test_what_another_machine_has_put_in_our_place_is_not_published(tmp_path: Path) -> None:
+    """Its locks are not seen here, nor ours there: it took our file for a leftover, and has begun its own."""
+    fastensor.save(STATE, tmp_path / "x")
+    with closing(publish.open_output(publish.resolve_target(tmp_path / "x"))) as output:
+        name = Path(hidden_name(tmp_path / "x"))
+        name.unlink()
+        name.write_bytes(b"half of another file")
+        assert isinstance(output, NewFile)
+        with pytest.raises(OSError, match="leftover"):
+            output.publish()
+    assert torch.equal(torch.load(tmp_path / "x")["w"], STATE["w"])
+    assert name.read_bytes() == b"half of another file"
 
 
 @pytest.mark.usefixtures("only_named")

@@ -12,6 +12,7 @@ there, and removes it, without listing the folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import itertools
@@ -77,6 +78,9 @@ class NewFile:
                 self.published = True
                 return
             _claim(self.path, self._link)
+        if not _leads_to(self._names[-1], self.fd):
+            what = "another machine that does not see our locks has taken the file for a leftover"
+            raise OSError(errno.ESTALE, what, self._names[-1])
         os.rename(self._names[-1], self.path)
         self.published = True
 
@@ -88,6 +92,7 @@ class NewFile:
         """
         if not self.published:
             self._remove()
+        posix.unlock(self.fd)
         os.close(self.fd)
 
     def _create_hidden(self, mode: int) -> int:
@@ -101,9 +106,7 @@ class NewFile:
             if self._keep(fd, name):
                 fds.append(fd)
                 return True
-            os.close(fd)  # another save took it for a leftover in the instant before it was locked
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+            os.close(fd)  # another save took it for a leftover in the instant before it was locked, and removes it
             return False
 
         _claim(self.path, create)
@@ -116,8 +119,10 @@ class NewFile:
             if posix.try_lock(fd) and os.fstat(fd).st_nlink:
                 return True
         except BaseException:
+            with contextlib.suppress(OSError):
+                if _leads_to(name, fd):
+                    os.unlink(name)
             os.close(fd)
-            os.unlink(name)
             raise
         self._names = []
         return False
@@ -143,8 +148,15 @@ class NewFile:
     def _remove(self) -> None:
         for name in self._names:
             with contextlib.suppress(OSError):  # it is not, or no more, there
-                if os.path.samestat(os.lstat(name), os.fstat(self.fd)):
+                if _leads_to(name, self.fd):
                     os.unlink(name)
+
+
+def _leads_to(name: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(name), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def names_of_writers(path: str) -> list[str]:

@@ -24,6 +24,7 @@ ASSUMED_ALIGNMENT = 4096
 TEMPORARY_SUFFIX = ".fastensor-tmp"
 """Of files that will have another name when they are whole."""
 
+_FALLOC_FL_KEEP_SIZE = 1
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
@@ -140,15 +141,17 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def preallocate(fd: int, nbytes: int) -> bool:
-    """Reserve space for ``nbytes`` bytes; False if the filesystem cannot.
+def preallocate(fd: int, nbytes: int, *, keep_size: bool = False) -> bool:
+    """Reserve space for ``nbytes`` bytes, which grows the file unless it is to keep its size; False if that cannot be.
 
     Raises:
         OSError: there is no space (ENOSPC, EDQUOT), or the file may not be that large (EFBIG).
     """
     while True:
         try:
-            _call("fallocate64", fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+            _call(
+                "fallocate64", fd, _FALLOC_FL_KEEP_SIZE if keep_size else 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)
+            )
         except InterruptedError:
             continue
         except OSError as error:
@@ -240,6 +243,12 @@ def try_lock(fd: int) -> bool:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     return True
+
+
+def unlock(fd: int) -> None:
+    """Give up a ``flock``, also for copies of the descriptor that forked children have."""
+    with contextlib.suppress(OSError):  # there are no locks here; closing the file ends one as well
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def open_to_lock(path: str) -> int:

@@ -130,7 +130,18 @@ class Delivery:
         if isinstance(self.target, Target) and self._output is None:
             self._output = open_output(self.target)
             if isinstance(self._output, InPlace) and self._output.is_file and self._output.nbytes:
-                give_up(self._fallbacks, "atomic replacement", f"{self.where}: {self._output.why}")
+                fallback = Fallback("atomic replacement", f"{self.where}: {self._output.why}")
+                if fallback not in self._fallbacks:
+                    give_up(self._fallbacks, fallback.backend, fallback.reason)
+
+    def is_in_place(self) -> bool:
+        """Whether the target has to be written in place, which is opened when that begins. Else as :meth:`open`."""
+        self.open()
+        if not isinstance(self._output, InPlace):
+            return False
+        self._output.close()
+        self._output = None
+        return True
 
     def close(self) -> None:
         """Undo :meth:`open`, unless the file has been published, and let go of what was saved. Again does nothing.
@@ -341,7 +352,9 @@ def _check_writable(file: BinaryIO, where: str) -> None:
 def _explained(output: NewFile | InPlace) -> Iterator[None]:
     try:
         yield
-    except FastensorError:
+    except FastensorError as error:
+        if isinstance(output, InPlace) and output.begun:
+            error.add_note(_left(output))
         raise
     except OSError as error:
         path = output.path

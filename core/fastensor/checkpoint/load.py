@@ -20,6 +20,7 @@ from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest, is_restricted
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
+from fastensor.select.current import explores
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 
@@ -105,7 +106,8 @@ def load_with_report(
             "load without mmap to verify"
         )
     check_choice(backend)
-    is_restricted(weights_only)  # it raises where the environment contradicts itself
+    is_restricted(weights_only)  # these two raise where the environment says what cannot be
+    explores()
     names = keys if keys is None or isinstance(keys, str) else tuple(keys)
     request = LoadRequest(map_location, names, weights_only, mmap, verify is not False and not mmap, backend)
     begin_to_use(map_location)

@@ -118,7 +118,7 @@ def _why_not_a_name(previous: os.stat_result | None, is_descriptor: bool) -> str
     if is_descriptor:
         return "it was given by its descriptor, and whoever has that is to see what is saved"
     if previous is not None and not stat.S_ISREG(previous.st_mode):
-        return "it is a pipe, a device or a socket"
+        return "it is a pipe or a device"
     return ""
 
 
@@ -141,13 +141,13 @@ class InPlace:
         """Whether what was there before is gone."""
         self.fd = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
         try:
-            status = os.fstat(self.fd)
-            self.is_file = stat.S_ISREG(status.st_mode)
-            self.nbytes = status.st_size
-            """What was in it."""
-            self.has_name = status.st_nlink > 0
+            self.is_file = stat.S_ISREG(os.fstat(self.fd).st_mode)
             if self.is_file and not posix.try_lock(self.fd):
                 raise BlockingIOError(errno.EAGAIN, "another process has locked it, perhaps to write to it")
+            status = os.fstat(self.fd)
+            self.nbytes = status.st_size
+            """What is in it, or was until it was dropped."""
+            self.has_name = status.st_nlink > 0
         except BaseException:
             posix.close_read_only(self.fd)
             raise
@@ -162,12 +162,9 @@ class InPlace:
             OSError: there is not; then what was there before is kept.
         """
         if self.is_file:
-            try:
-                posix.preallocate(self.fd, max(nbytes, self.nbytes, 1))
-                posix.truncate(self.fd, 0)
-            except OSError:
-                posix.truncate(self.fd, self.nbytes)
-                raise
+            self.nbytes = os.fstat(self.fd).st_size
+            posix.preallocate(self.fd, max(nbytes, 1), keep_size=True)
+            posix.truncate(self.fd, 0)
         self.begun = True
 
     def write(self, data: memoryview) -> int:
@@ -194,6 +191,7 @@ class InPlace:
         if self.begun and not self.finished and self.is_file and not self.nbytes:
             with contextlib.suppress(OSError):  # the error that is on its way says more
                 posix.truncate(self.fd, 0)
+        posix.unlock(self.fd)
         os.close(self.fd)
 
 
@@ -206,9 +204,10 @@ def open_output(target: Target) -> NewFile | InPlace:
         CheckpointWriteError: neither can be done. Nothing has been changed.
     """
     try:
-        if target.previous is not None:
-            with contextlib.suppress(FileNotFoundError):  # it has been removed meanwhile
-                return _open_existing(target, target.previous)
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(target.path, follow_symlinks=bool(target.why_in_place))  # it may have changed meanwhile
+            if not stat.S_ISLNK(found.st_mode):
+                return _open_existing(target, found)
         return NewFile(target.path)
     except OSError as error:
         raise _failure(error, f"cannot save ({_KEPT})", target.path) from error

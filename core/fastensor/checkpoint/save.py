@@ -81,7 +81,8 @@ def save(
         CheckpointWriteError: the operating system, or the remote filesystem, refused something. What was at ``path``
             before is still there, unless the message says that the new file is in place but may not survive a power
             failure. An open file, or one that is written in place, holds a part of the new contents.
-        StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there.
+        StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there, unless it is
+            written in place.
         UnsupportedContentError: a safetensors file cannot hold that, or ``torch.serialization.skip_data`` is active.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.

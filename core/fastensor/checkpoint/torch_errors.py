@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import dropwhile
 from typing import Any, cast
 
 import torch
@@ -76,9 +77,13 @@ def _translate(
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether it came through code that is neither torch's, nor ours, nor Python's."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    roots = {name.partition(".")[0] for name in modules}
+    """Whether it came through code that is neither torch's, nor ours, nor Python's, and that torch has called.
+
+    What stands before is of whoever has wrapped ``torch.load``.
+    """
+    modules = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    called = dropwhile(lambda name: name != torch.serialization.__name__, modules)
+    roots = {name.partition(".")[0] for name in called}
     return not roots <= _NOT_THE_USERS | sys.stdlib_module_names
 
 

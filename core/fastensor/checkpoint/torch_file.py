@@ -119,7 +119,7 @@ def _load_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, pa
     """Load it without the rest; or with it, if torch needs it."""
     try:
         loaded = _load_archive(file, archive, request, part.left_out)
-    except _FINAL:
+    except (FastensorError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001  # it is raised again if it was not for the want of values
         reason = f"torch cannot rebuild the rest without its values ({error!r})"

@@ -93,13 +93,6 @@ def _add_path(parser: Any) -> Any:
 
 
 def _file(options: argparse.Namespace) -> DictionaryFile:
-    """
-    Raises:
-        FileNotFoundError: there is nothing at the path, so it was not meant.
-    """
-    if not os.path.lexists(options.path):
-        what = "there is no such file or folder; expected one on the disk whose dictionary is meant"
-        raise FileNotFoundError(errno.ENOENT, what, options.path)
     return file_for(options.path, of=options.of)
 
 
@@ -258,6 +251,13 @@ def _read_csv(source: Path, context: Context) -> Dictionary:
 
 
 def _clear(options: argparse.Namespace) -> int:
+    """
+    Raises:
+        FileNotFoundError: there is nothing at the path, so another one was meant.
+    """
+    if not os.path.lexists(options.path):
+        what = "there is no such file or folder; expected one on the disk whose dictionary is to be forgotten"
+        raise FileNotFoundError(errno.ENOENT, what, options.path)
     files = [DictionaryFile(path, {}) for path in files_in(default_folder())] if options.all else [_file(options)]
     removed = [path for file in files for path in file.remove()]
     for path in removed:

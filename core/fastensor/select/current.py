@@ -106,7 +106,7 @@ def flush() -> None:
         keeper.flush()
 
 
-def _explores() -> bool:
+def explores() -> bool:
     """Whether backends are tried, unless the user says no."""
     given = os.environ.get(EXPLORE_VARIABLE, "")
     if given.lower() not in ("", *_YES, *_NO):
@@ -119,7 +119,7 @@ def _explores() -> bool:
 
 def _make(file: DictionaryFile) -> tuple[Selector, _Keeper]:
     keeper = _Keeper(file)
-    return Selector(file.load(), explore=_explores(), refresh_every=REFRESH_EVERY, on_change=keeper.note), keeper
+    return Selector(file.load(), explore=explores(), refresh_every=REFRESH_EVERY, on_change=keeper.note), keeper
 
 
 def _begin_anew() -> None:

@@ -1,4 +1,4 @@
-"""Cutting out of a pickle what nobody asked for: the same program, with None in its place. Pure."""
+"""Cutting out of a pickle what nobody asked for: the same program, with an empty tuple in its place. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastensor.stitch.torch_pickle import Program, Range
 
 
 def cut(program: Program, unwanted: Iterable[int]) -> bytes | None:
-    """The bytes of a pickle that makes the same, with None for what is unwanted; None if that cannot be told.
+    """The bytes of a pickle that makes the same, with () for what is unwanted; None if that cannot be told.
 
     All that is kept are the file's own bytes, so an unpickler does with them what it did before. All globals are still
     named, so one that refuses some of them refuses them here, too.
@@ -30,7 +30,7 @@ def cut(program: Program, unwanted: Iterable[int]) -> bytes | None:
     at = 2 if data[:1] == pickle.PROTO else 0
     pieces = [data[:at], *_moved_to_the_front(program, ranges, moved)]
     for begin, end in ranges:
-        pieces += (data[at:begin], pickle.NONE)
+        pieces += (data[at:begin], pickle.EMPTY_TUPLE)
         at = end
     return b"".join((*pieces, data[at:]))
 

@@ -99,7 +99,7 @@ class Opaque:
         self.parts.extend(items)
 
     def __setitem__(self, key: Any, item: Any) -> None:
-        self.parts.append(item)
+        self.parts += (key, item)
 
 
 Range: TypeAlias = tuple[int, int]
@@ -250,7 +250,7 @@ def _rebuild_tensor_v3(
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
-    return replace(data, kind="Parameter", parts=(data.parts, rest)) if isinstance(data, TensorRef) else data
+    return replace(data, kind="Parameter", parts=(data, rest)) if isinstance(data, TensorRef) else data
 
 
 def _rebuild_quantized(storage: Any, offset: Any, size: Any, *rest: Any) -> TensorRef:
@@ -392,6 +392,8 @@ class _Interpreter(pickle._Unpickler):
         self._puts: dict[int, int] = {}
         self._atoms: dict[int, int] = {}
         self._named: list[Range] = []
+        self._alive: list[Any] = []
+        """What has been made, so that nothing else gets its identity."""
         self._gets: list[int] = []
         self._got: list[int] = []
         self._can_be_cut = True
@@ -453,6 +455,7 @@ class _Interpreter(pickle._Unpickler):
             if key in _MAKES:
                 if type(stack[-1]) in (TensorRef, Opaque):
                     self._made[id(stack[-1])] = (begins[-1], tell())
+                    self._alive.append(stack[-1])
             elif key == pickle.BINUNICODE:
                 self._atoms[tell()] = at
             elif key == pickle.GLOBAL:
@@ -569,7 +572,7 @@ class _Interpreter(pickle._Unpickler):
         values = [part for part in data if isinstance(part, TensorRef)][-1]
         size = next(part for part in reversed(data) if isinstance(part, _Size))
         self._spend(size)
-        return TensorRef("sparse", values.dtype, _shape(size), None, parts=tuple(data), plain=False)
+        return TensorRef("sparse", values.dtype, _shape(size), None, parts=(layout, *data), plain=False)
 
     def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         """A subclass of tensors, or a tensor with attributes; the arguments are those of its base."""

@@ -128,8 +128,9 @@ class AsyncWriter:
 
         Returns:
             A handle, which need not be kept. It is done already if the save was skipped, or if it could not be done
-            asynchronously, which is logged: when torch has to write the file by itself, when the interpreter exits, in
-            a callback of another handle, or in a signal handler that interrupts another save.
+            asynchronously, which is logged: when torch has to write the file by itself, or the file has to be written
+            in place (see :func:`fastensor.save`), when the interpreter exits, in a callback of another handle, or in a
+            signal handler that interrupts another save.
 
         Raises:
             Exception: what an earlier save failed with, if nobody has been told; nothing is accepted then. Or as
@@ -377,6 +378,10 @@ class AsyncWriter:
     def _save(self, save: Save, plan: Plan | None, started: float) -> None:
         if plan is None:
             save.run_now(None)
+            return
+        if save.delivery.is_in_place():
+            announce("saving asynchronously", "the file has to be written in place")
+            save.run_now(plan)
             return
         self._reserve(plan.nbytes)
         if self._settings.when_busy == "skip" and not self._arena.has_room(plan.nbytes):
