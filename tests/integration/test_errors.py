@@ -142,7 +142,7 @@ def test_what_is_not_asked_for_is_not_rebuilt(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_was_saved_without_its_memory(tmp_path: Path) -> None:
-    """Nobody can load it, and its file is whole: whoever saved it had freed it, as sharded training does."""
+    """Sharded training frees the memory of tensors. torch saves such a tensor and cannot load it; the file is sound."""
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
     torch.save({"freed": freed, "a": torch.ones(3)}, tmp_path / "x")

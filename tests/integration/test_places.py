@@ -77,7 +77,7 @@ def is_saved(path: str | Path) -> bool:
 
 
 def acl(*entries: tuple[int, int, int]) -> bytes:
-    """Of tag, permissions, id (acl(5))."""
+    """The bytes of an ACL whose entries are given as tag, permissions and user or group id (see acl(5))."""
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry[:2], entry[2] & 0xFFFFFFFF) for entry in entries)
 
 
@@ -453,7 +453,7 @@ def test_what_was_written_before_the_lock_was_had_is_seen(tmp_path: Path, monkey
 def test_a_forked_child_holds_no_lock_of_a_save_that_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    target = publish.Target(str(path), path.stat(), "this test says so")
+    target = publish.Target(str(path), is_descriptor=True)
     held = publish.open_output(target)
     pid = os.fork()
     if pid == 0:
@@ -466,8 +466,8 @@ def test_a_forked_child_holds_no_lock_of_a_save_that_has_ended(tmp_path: Path) -
         os.waitpid(pid, 0)
 
 
-def test_two_saves_into_one_empty_file_leave_one_of_both(tmp_path: Path) -> None:
-    """The second finds it locked, and replaces it."""
+def test_an_empty_file_that_somebody_has_locked_is_replaced(tmp_path: Path) -> None:
+    """Another save may be writing it."""
     path = tmp_path / "x"
     path.touch()
     with path.open("r+b") as file:

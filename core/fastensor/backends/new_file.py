@@ -55,8 +55,7 @@ class NewFile:
         directory = os.path.dirname(path)
         fd = None if hidden else posix.try_nameless(directory, mode)
         if fd is None:
-            if not hidden:
-                _remove_old_leftovers(directory)
+            _remove_old_leftovers(directory)
             fd = self._create_hidden(mode)
         self.fd = fd
         self._lock_if_nameless()

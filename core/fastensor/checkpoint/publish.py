@@ -43,10 +43,8 @@ class Target:
 
     path: str
     """The file that is replaced, or written in place: the path given, with symlinks followed."""
-    previous: os.stat_result | None
-    """What was there before."""
-    why_in_place: str = ""
-    """Why it cannot be replaced, as far as its path tells."""
+    is_descriptor: bool = False
+    """Whether the path is that of somebody's open file: ``/dev/fd/3``, ``/proc/self/fd/3``."""
 
     @property
     def directory(self) -> str:
@@ -73,24 +71,24 @@ def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True
             given,
         )
     try:
-        real, previous, is_descriptor = _resolve(given, follow_symlinks=follow_symlinks)
+        real, found, is_descriptor = _resolve(given, follow_symlinks=follow_symlinks)
     except FileNotFoundError as error:
         raise CheckpointWriteError(
             error.errno, "cannot save: its directory is missing; create it first", given
         ) from error
     except OSError as error:
         raise _failure(error, "cannot look at the target", given) from error
-    if previous is None and is_descriptor:
+    if found is None and is_descriptor:
         raise CheckpointWriteError(errno.EBADF, "cannot save: no file is open under this descriptor", given)
-    if previous is not None and stat.S_ISDIR(previous.st_mode):
+    if found is not None and stat.S_ISDIR(found.st_mode):
         raise CheckpointWriteError(
             errno.EISDIR, "cannot save: the target is a directory; give the path of a file", given
         )
-    return Target(real, previous, _why_not_a_name(previous, is_descriptor))
+    return Target(real, is_descriptor)
 
 
 def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result | None, bool]:
-    """Where a path leads, what is there, and whether it is somebody's open file: ``/dev/fd/3``, ``/proc/self/fd/3``.
+    """Where a path leads, what is there, and whether it is the path of a descriptor.
 
     Raises:
         FileNotFoundError: its directory is missing.
@@ -112,14 +110,6 @@ def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result 
             return path, None, False
         path = os.path.join(directory, os.readlink(path))
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
-def _why_not_a_name(previous: os.stat_result | None, is_descriptor: bool) -> str:
-    if is_descriptor:
-        return "it was given by its descriptor, and whoever has that is to see what is saved"
-    if previous is not None and not stat.S_ISREG(previous.st_mode):
-        return "it is a pipe or a device"
-    return ""
 
 
 class InPlace:
@@ -205,7 +195,7 @@ def open_output(target: Target) -> NewFile | InPlace:
     """
     try:
         with contextlib.suppress(FileNotFoundError):
-            found = os.stat(target.path, follow_symlinks=bool(target.why_in_place))  # it may have changed meanwhile
+            found = os.stat(target.path, follow_symlinks=target.is_descriptor)
             if not stat.S_ISLNK(found.st_mode):
                 return _open_existing(target, found)
         return NewFile(target.path)
@@ -235,10 +225,10 @@ def _check_writable(target: Target) -> None:
 def _open_if_empty(target: Target) -> InPlace | None:
     """An empty file is written in place, for whoever has it open; None if it is not empty or there any more."""
     try:
-        found = InPlace(target, target.why_in_place)
+        found = InPlace(target, why="")
     except BlockingIOError:
         return None
-    if found.nbytes or not (found.has_name or target.why_in_place):
+    if found.nbytes or not (found.has_name or target.is_descriptor):
         found.close()
         return None
     return found
@@ -246,8 +236,7 @@ def _open_if_empty(target: Target) -> InPlace | None:
 
 def _try_to_replace(target: Target, previous: os.stat_result) -> tuple[NewFile | None, str]:
     """A new file with the rights of the old one, or why there cannot be one."""
-    why = target.why_in_place or _why_not_renamed(target, previous)
-    if why:
+    if why := _why_not_renamed(target, previous):
         return None, why
     try:
         new = NewFile(target.path, mode=0o600)
@@ -267,6 +256,10 @@ def _try_to_replace(target: Target, previous: os.stat_result) -> tuple[NewFile |
 
 def _why_not_renamed(target: Target, previous: os.stat_result) -> str:
     """Why another file cannot get its name; empty if nothing is known against it."""
+    if target.is_descriptor:
+        return "it was given by its descriptor, and whoever has that is to see what is saved"
+    if not stat.S_ISREG(previous.st_mode):
+        return "it is a pipe or a device"
     if posix.is_mounted_by_itself(target.path):
         return "it is mounted by itself"
     folder = os.stat(target.directory)

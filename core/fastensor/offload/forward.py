@@ -86,9 +86,9 @@ class ForwardPass:
         return self._cells[position]() is not None
 
     def _there(self, positions: Iterable[int]) -> list[Cell]:
-        """Those cells, as far as somebody still wants them."""
+        """The cells at these positions that a graph still holds."""
         return [cell for cell in (self._cells[position]() for position in positions) if cell is not None]
 
 
 def _no_cell() -> None:
-    """Of what stays in memory."""
+    """Stands for the cell of a tensor that is kept in memory, which has none."""

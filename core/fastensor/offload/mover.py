@@ -171,7 +171,7 @@ class Mover:
                     break
 
     def drop(self, cells: Iterable[Cell]) -> None:
-        """Those were not wanted after all: what was read of them may go, and what is being read once it is."""
+        """Let go of what was prefetched for these cells; of those that are being read, as soon as they have been."""
         with self._crew.lock:
             self._sort_out()
             for cell in cells:

@@ -36,7 +36,7 @@ def cut(program: Program, unwanted: Iterable[int]) -> bytes | None:
 
 
 def _outermost(ranges: Iterable[Range]) -> list[Range]:
-    """Those that are in no other, in order."""
+    """Drop the ranges that lie within another one; returns the rest in order."""
     found: list[Range] = []
     for begin, end in sorted(ranges, key=lambda one: (one[0], -one[1])):
         if not found or begin >= found[-1][1]:

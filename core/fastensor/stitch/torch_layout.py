@@ -21,7 +21,7 @@ from fastensor.stitch.zip_directory import (
 
 _ARCHIVE = "archive"
 _LARGE_NBYTES = 1 << 20
-"""Of a pickle that need not be copied."""
+"""A pickle of at least so many bytes becomes a segment of the image by itself, so that it is not copied."""
 
 
 @dataclass(frozen=True, slots=True)
