@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 
 from fastensor import Context, Selector
+from fastensor.select.rule import choose_writer
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "tensor_io-mixes.json"
 MIXES = [f"{mix}, {way}" for mix in ("BERT", "ViT") for way in ("in the page cache", "durable and cold")]
-TIE = 1.03
-ENOUGH = 0.938
-"""What the Fastensor paper reports (section 5.2.1)."""
+OVERRUNS = 6
+"""What may be lost beside the share: one try that disappoints, at each of up to 16 sizes."""
 BACKENDS = ("direct", "numpy", "torch")
 WRITE = Context("write")
-ITERATIONS = 150
+ITERATIONS = 300
 
 Timings = dict[str, list[float]]
 """Of each backend, one for each iteration."""
@@ -35,37 +37,58 @@ def recorded(mix: str) -> dict[int, Timings]:
     return found
 
 
-def is_good(chosen: str, timings: Timings) -> bool:
-    """As the benchmark judges: within 3 % of the best, or not to be told from it."""
-    usual = {name: median(seconds) for name, seconds in timings.items()}
-    best = min(usual, key=usual.__getitem__)
-    spread = {name: median(abs(one - usual[name]) for one in timings[name]) for name in (chosen, best)}
-    as_fast = usual[chosen] <= TIE * usual[best]
-    return as_fast or usual[chosen] - spread[chosen] <= usual[best] + spread[best]
+class Use(NamedTuple):
+    """One transfer."""
+
+    nbytes: int
+    backend: str
+    exploring: bool
+    seconds: float
+    prior_seconds: float
+    """What the rule's backend would have taken."""
 
 
-def replay(data: dict[int, Timings], start: int) -> list[tuple[int, str]]:
-    """What is chosen for which size, but for what is tried. The iterations come again and again, in their order."""
+def replay(data: dict[int, Timings], start: int, rule: Callable[[int], str]) -> list[Use]:
+    """What is chosen. The iterations come again and again, in their order."""
     selector = Selector()
-    chosen = []
+    found = []
     for number in range(start, start + ITERATIONS):
         for nbytes, timings in data.items():
-            choice = selector.choose(nbytes, WRITE, BACKENDS)
-            seconds = timings[choice.backend]
-            selector.record(nbytes, WRITE, choice.backend, seconds[number % len(seconds)])
-            if not choice.exploring:
-                chosen.append((nbytes, choice.backend))
-    return chosen
+            prior = rule(nbytes)
+            choice = selector.choose(nbytes, WRITE, BACKENDS, default=prior)
+            seconds = {name: timings[name][number % len(timings[name])] for name in BACKENDS}
+            selector.record(nbytes, WRITE, choice.backend, seconds[choice.backend], choice)
+            found.append(Use(nbytes, choice.backend, choice.exploring, seconds[choice.backend], seconds[prior]))
+    return found
 
 
+RULES: dict[str, tuple[Callable[[int], str], float]] = {
+    "the rule": (choose_writer, 1.25),
+    "direct": (lambda nbytes: "direct", 1.5),
+    "numpy": (lambda nbytes: "numpy", 1.25),
+}
+"""Priors, and within which factor of the best backends choices are in the end: where the prior is wrong, by up to ten
+times, the budget of all sizes pays for what is tried at each, and one spike of the machine may have used it up."""
+
+
+@pytest.mark.parametrize("prior", RULES)
 @pytest.mark.parametrize("mix", MIXES)
-def test_what_it_chooses_on_a_busy_machine(mix: str) -> None:
-    """Wherever it begins, on average: what is measured in a bad moment is believed until something drifts."""
+def test_what_it_chooses_on_a_busy_machine(mix: str, prior: str) -> None:
+    """Wherever it begins, on average, in the second half of the uses nearly as fast as the best backend of each size;
+    and at no moment much slower than the prior."""
+    rule, enough = RULES[prior]
     data = recorded(mix)
-    starts = range(0, 20, 2)
-    chosen = [one for start in starts for one in replay(data, start)]
-    assert len(chosen) > 0.85 * len(starts) * ITERATIONS * len(data), "it seldom explores"
-    assert sum(is_good(backend, data[nbytes]) for nbytes, backend in chosen) / len(chosen) >= ENOUGH
-    usual = sum(median(data[nbytes][backend]) for nbytes, backend in chosen)
-    best = sum(min(map(median, data[nbytes].values())) for nbytes, _ in chosen)
-    assert usual <= 1.05 * best
+    starts = range(0, 20, 4)
+    usual = best = 0.0
+    for start in starts:
+        uses = replay(data, start, rule)
+        taken = alone = overrun = 0.0
+        for use in uses:
+            taken, alone = taken + use.seconds, alone + use.prior_seconds
+            overrun = max(overrun, use.seconds - use.prior_seconds)
+            assert taken <= 1.05 * alone + OVERRUNS * overrun
+        later = [use for use in uses[len(uses) // 2 :] if not use.exploring]
+        assert len(later) > 0.85 * len(uses) / 2, "it seldom explores"
+        usual += sum(median(data[use.nbytes][use.backend]) for use in later)
+        best += sum(min(map(median, data[use.nbytes].values())) for use in later)
+    assert usual <= enough * best

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,13 +18,15 @@ from hypothesis import strategies as st
 
 from fastensor.select.context import Context
 from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Key, Timing
-from fastensor.select.explore import MOST_TRIES, winners
-from fastensor.select.selector import Selector
+from fastensor.select.line import Line
+from fastensor.select.selector import CREDIT_SECONDS, SHARE, Selector
 from fastensor.select.sizes import bucket_of, size_of
+from fastensor.select.winners import winners
 
 MIB = 1 << 20
 WRITE, READ = Context("write"), Context("read")
 ALL = ("direct", "gds", "numpy", "torch")
+PRIOR = "direct"
 
 
 def run(
@@ -32,13 +36,14 @@ def run(
     nbytes: int = MIB,
     context: Context = WRITE,
     candidates: Sequence[str] = ALL,
+    default: str | None = PRIOR,
 ) -> list[str]:
     """The backends that are chosen, one after the other."""
     chosen = []
     for _ in range(uses):
-        choice = selector.choose(nbytes, context, candidates)
+        choice = selector.choose(nbytes, context, candidates, default=default)
         chosen.append(choice.backend)
-        selector.record(nbytes, context, choice.backend, seconds(choice.backend))
+        selector.record(nbytes, context, choice.backend, seconds(choice.backend), choice)
     return chosen
 
 
@@ -46,66 +51,469 @@ def fixed(**seconds: float) -> Callable[[str], float]:
     return seconds.__getitem__
 
 
-EQUAL = fixed(gds=1.0, numpy=1.01, torch=1.02, direct=1.03)
-FAR = fixed(gds=1.9, numpy=1.0, torch=5.0, direct=1.2)
+PRIOR_WINS = fixed(gds=1.5, numpy=2.0, torch=5.0, direct=1.0)
+NUMPY_WINS = fixed(gds=1.9, numpy=0.5, torch=5.0, direct=1.0)
 
 
-def test_the_papers_order_and_three_tries() -> None:
-    assert run(Selector(), EQUAL, 14) == ["gds", "numpy", "torch", "direct"] * MOST_TRIES + ["gds"] * 2
+def known(seconds: Callable[[str], float], nbytes: int = MIB, context: Context = WRITE, uses: int = 5) -> Dictionary:
+    """All backends were measured."""
+    dictionary = Dictionary()
+    for _ in range(uses):
+        for name in ALL:
+            dictionary.apply(Change(context, nbytes, name, seconds(name)))
+    return dictionary
 
 
-def test_losers_are_tried_twice(caplog: pytest.LogCaptureFixture) -> None:
+# --- the prior, and the budget
+
+
+def test_ten_uses_of_a_new_user_are_the_priors() -> None:
+    for nbytes in (3000, 10 * MIB, 1424 * MIB):
+        for context in (WRITE, READ, Context("read", warm=True)):
+            selector = Selector()
+            choices = []
+            for _ in range(10):
+                choices.append(selector.choose(nbytes, context, ALL, default=PRIOR))
+                selector.record(nbytes, context, choices[-1].backend, 0.4, choices[-1])
+            assert {choice.backend for choice in choices} == {PRIOR}
+            assert choices[0].reason.startswith("by size: nothing was measured")
+            assert choices[1].reason.startswith("the fastest: ")
+
+
+@pytest.mark.parametrize("candidates", [("numpy", "direct"), ALL])
+def test_a_backend_that_is_faster_is_found_in_time(candidates: Sequence[str]) -> None:
+    """Of a backend of which nothing is known nobody expects less than twice the best one's time: after 20 uses for each
+    candidate it is paid for, and what it costs is less here."""
+    chosen = run(Selector(), NUMPY_WINS, 300, candidates=candidates)
+    assert "numpy" in chosen[: 25 * (len(candidates) - 1) + 60]
+    assert Counter(chosen[-100:])["numpy"] >= 90
+
+
+def test_tries_cost_what_they_take_longer_than_the_best() -> None:
     selector = Selector()
-    assert run(selector, FAR, 6) == ["gds", "numpy", "torch", "direct", "gds", "numpy"]
-    choice = selector.choose(MIB, WRITE, ALL)
-    assert choice.reason == "tried for up to 1 MiB, 2 of at most 3"
-    selector.record(MIB, WRITE, "torch", 5.0)
-    assert run(selector, FAR, 6) == ["direct", "numpy", "direct", "numpy", "numpy", "numpy"]
-    told = "torch was tried for 1 MiB (write cpu durable), and took 5 s, 5.0 × as long as numpy"
-    assert [record.message for record in caplog.records] == [told] * 2
+    run(selector, PRIOR_WINS, 100)
     statistics = selector.statistics()
-    assert (statistics.explored, statistics.exploited) == (10, 3)
+    tried = {name: timing.count for name, timing in selector.dictionary.of(WRITE, MIB).timings.items() if name != PRIOR}
+    assert tried
+    extra = sum((PRIOR_WINS(name) - 1.0) * count for name, count in tried.items())
+    assert statistics.extra_seconds == pytest.approx(extra)
+    assert statistics.seconds == pytest.approx(100 + extra)
+    assert statistics.explored == sum(tried.values())
+    shown = str(selector.explain(MIB, WRITE, ALL))
+    assert f"exploring has cost {extra:.3g} s of {100 + extra:.3g} s in all transfers" in shown
 
 
-@pytest.mark.parametrize("first", [3.0, 30.0])
-def test_the_first_use_of_a_backend_may_be_slow(first: float) -> None:
-    taken = iter([first])
-    seconds = fixed(numpy=1.0, direct=1.1)
-    chosen = run(Selector(), lambda name: next(taken, 0.3) if name == "gds" else seconds(name), 20, candidates=ALL[:3])
-    assert chosen[-1] == "gds"
+def test_the_budget_is_that_of_all_sizes_and_processes() -> None:
+    first = Selector()
+    run(first, fixed(direct=1.0), 500, candidates=("direct",))
+    second = Selector(Dictionary.from_json(first.dictionary.to_json()))
+    assert run(second, PRIOR_WINS, 2, nbytes=64 * MIB) == ["direct", "gds"], "25 s are left"
+    assert run(Selector(), PRIOR_WINS, 2, nbytes=64 * MIB) == ["direct", "direct"]
 
 
-def test_concurrent_transfers_try_no_more_than_one_after_the_other() -> None:
+def test_what_costs_much_more_than_expected_is_paid_for_first() -> None:
     selector = Selector()
-    begun = [selector.choose(MIB, WRITE, ALL).backend for _ in range(40)]
-    assert begun[: MOST_TRIES * 4] == ["gds", "numpy", "torch", "direct"] * MOST_TRIES
-    assert set(begun[MOST_TRIES * 4 :]) == {"gds"}  # nothing is known yet
-    for name in begun:
-        selector.record(MIB, WRITE, name, FAR(name))
-    assert run(selector, FAR, 5) == ["numpy"] * 5
-    assert selector.statistics().explored == MOST_TRIES * 4
+    awful = fixed(gds=50.0, numpy=0.5, direct=1.0)
+    chosen = run(selector, awful, 1500, candidates=("gds", "numpy", "direct"))
+    first = chosen.index("gds")
+    assert "numpy" not in chosen[: first + 900], "49 s at 5 %"
+    assert chosen[-1] == "numpy"
+    assert chosen.count("gds") == 1
+
+
+def test_what_is_hopeless_at_other_sizes_is_hopeless_at_a_new_one() -> None:
+    selector = Selector(known(fixed(gds=1.5, numpy=2.0, torch=50.0, direct=1.0), nbytes=MIB))
+    for name in ALL:
+        for _ in range(5):
+            selector.record(4 * MIB, WRITE, name, 4 * fixed(gds=1.5, numpy=2.0, torch=50.0, direct=1.0)(name))
+    chosen = run(selector, fixed(gds=24.0, numpy=32.0, torch=800.0, direct=16.0), 30, nbytes=16 * MIB)
+    assert "torch" not in chosen
+    assert {"gds", "numpy"} & set(chosen), "these are expected to cost less"
+
+
+def test_a_try_of_more_than_a_second_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    run(Selector(), fixed(numpy=9.0, direct=1.0), 30, candidates=("numpy", "direct"))
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith("numpy was tried for 1 MiB (write cpu durable), and took 9 s, 8 s longer than the best")
+    assert "FASTENSOR_EXPLORE=0" in message
+    caplog.clear()
+    run(Selector(), fixed(numpy=0.9, direct=0.1), 30, candidates=("numpy", "direct"))
+    assert not caplog.records
+
+
+def test_concurrent_transfers_try_one_after_the_other() -> None:
+    selector = Selector(known(PRIOR_WINS, uses=20))
+    for _ in range(60):
+        selector.record(MIB, WRITE, PRIOR, 1.0)
+    begun = [selector.choose(MIB, WRITE, ALL, default=PRIOR) for _ in range(40)]
+    tried = Counter(choice.backend for choice in begun if choice.exploring)
+    assert tried
+    assert max(tried.values()) <= 4
+    assert Counter(choice.backend for choice in begun)[PRIOR] >= 28
+
+
+def test_what_was_begun_and_never_heard_of_is_not_begun_again_at_once() -> None:
+    selector = Selector()
+    run(selector, PRIOR_WINS, 19, candidates=("numpy", "direct"))
+    silent = [selector.choose(MIB, WRITE, ("numpy", "direct"), default=PRIOR) for _ in range(12)]
+    assert [choice.exploring for choice in silent] == [True] + [False] * 10 + [True]
+    assert selector.statistics().explored == 0
+
+
+def test_known_losers_are_tried_ever_less_often() -> None:
+    selector = Selector()
+    tried = []
+    for number in range(3000):
+        choice = selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR)
+        if choice.exploring:
+            tried.append(number)
+        selector.record(MIB, WRITE, choice.backend, PRIOR_WINS(choice.backend), choice)
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    assert len(tried) > 10
+    assert gaps[-1] > 300
+    assert max(gaps) <= 1000
+    assert selector.statistics().extra_seconds < 0.01 * 3000
+
+
+@pytest.mark.parametrize("change", [{"direct": 4.0}, {"numpy": 0.2}, {"gds": 0.3}])
+def test_a_lasting_change_is_found(change: dict[str, float]) -> None:
+    """By then, what is tried was tried some dozens of uses ago; it is tried again when a fifth more lie behind."""
+    before = {"gds": 1.5, "numpy": 2.0, "direct": 1.0}
+    after = before | change
+    selector = Selector()
+    run(selector, before.__getitem__, 200, candidates=tuple(before))
+    run(selector, after.__getitem__, 150, candidates=tuple(before))
+    chosen = run(selector, after.__getitem__, 100, candidates=tuple(before))
+    best = min(after, key=after.__getitem__)
+    assert Counter(chosen)[best] >= 95, "the others are tried"
+
+
+def test_one_lucky_moment_decides_nothing_for_long() -> None:
+    """It takes more than the noise of the prior to be better."""
+    lucky = iter([0.93])
+    prior = iter([1.0, 0.9, 1.1] * 1000)
+
+    def seconds(name: str) -> float:
+        return next(lucky, 1.4) if name == "numpy" else next(prior)
+
+    selector = Selector()
+    believed = 0
+    for _ in range(200):
+        choice = selector.choose(MIB, WRITE, ("numpy", "direct"), default=PRIOR)
+        believed += not choice.exploring and choice.backend == "numpy"
+        selector.record(MIB, WRITE, choice.backend, seconds(choice.backend), choice)
+    assert selector.statistics().explored > 1
+    assert believed <= 1
+
+
+def test_what_disappoints_is_dropped_and_charged_until_a_try_shows_that_it_is_better() -> None:
+    selector = Selector(known(NUMPY_WINS, uses=1))
+    assert run(selector, NUMPY_WINS, 3)[-1] == "numpy"
+    gained = 3 * 0.5
+    slow = run(selector, lambda name: 4.0 if name == "numpy" else NUMPY_WINS(name), 2)
+    assert slow == ["numpy", "direct"]
+    lost = 4.0 - 1.0 - gained
+    assert selector.statistics().extra_seconds == pytest.approx(lost)
+    chosen = run(selector, NUMPY_WINS, 200)
+    assert chosen.index("numpy") > 20, "that is what the loss has cost"
+    assert chosen[-1] == "numpy"
+
+
+def test_ties_stay_with_the_prior() -> None:
+    noise = random.Random(0)
+    chosen = run(Selector(), lambda name: noise.uniform(0.95, 1.05), 400, candidates=("numpy", "direct"))
+    assert Counter(chosen)["direct"] > 300
+
+
+# --- the property: what exploring may cost
+
+Recording = list[dict[str, float]]
+"""For each use, what every backend would have taken."""
+
+
+def replay(selector: Selector, recording: Recording, prior: str = PRIOR) -> list[tuple[float, float, bool]]:
+    """For each use: what it took, what the prior would have, and whether it was a try."""
+    found = []
+    for row in recording:
+        choice = selector.choose(MIB, WRITE, tuple(row), default=prior)
+        selector.record(MIB, WRITE, choice.backend, row[choice.backend], choice)
+        found.append((row[choice.backend], row[prior], choice.exploring))
+    return found
+
+
+def excess(found: list[tuple[float, float, bool]], overruns: int = 1) -> float:
+    """By how much the total was ever above what is promised: 1.05 × the prior's, the credit, and the worst overruns."""
+    worst = taken = alone = 0.0
+    over: list[float] = []
+    for mine, priors, _ in found:
+        taken, alone = taken + mine, alone + priors
+        over = sorted([*over, max(mine - priors, 0.0)])[-overruns:]
+        credit = min(CREDIT_SECONDS, SHARE * priors)
+        worst = max(worst, taken - (1 + SHARE) * alone - credit - sum(over))
+    return worst
+
+
+means = st.dictionaries(st.sampled_from(["gds", "numpy", "torch"]), st.floats(0.1, 30.0), min_size=1)
+
+
+@given(means, st.floats(1e-4, 10.0), st.integers(0, 400), st.none() | means)
+def test_exploring_costs_no_more_than_is_promised(
+    before: dict[str, float], scale: float, change_at: int, after: dict[str, float] | None
+) -> None:
+    """Without noise, at every moment, also when the machine changes for good: what was better before that and is worse
+    after it disappoints, too."""
+    changes, after = after is not None, after or {}
+    others = before | {name: after.get(name, seconds) for name, seconds in before.items()}
+    first, then = {"direct": 1.0} | before, {"direct": 1.0} | others
+    recording = [
+        {name: scale * seconds for name, seconds in (first if number < change_at else then).items()}
+        for number in range(500)
+    ]
+    assert excess(replay(Selector(), recording), overruns=1 + changes) <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "means", [{"numpy": 2.0, "gds": 3.0}, {"numpy": 0.5, "gds": 3.0}, {"numpy": 1.2, "gds": 1.0}], ids=str
+)
+def test_exploring_costs_no_more_than_is_promised_where_timings_vary(seed: int, means: dict[str, float]) -> None:
+    """Each transfer by 10 %, and in one of twenty the machine does something else meanwhile. What the prior would have
+    taken is only estimated then: 1 % of it is allowed for that."""
+    noise = random.Random(seed)
+    recording = []
+    for _ in range(600):
+        busy = noise.choice([1.0] * 19 + [5.0])
+        recording.append(
+            {name: mean * busy * noise.lognormvariate(0, 0.1) for name, mean in ({"direct": 1.0} | means).items()}
+        )
+    found = replay(Selector(), recording)
+    assert excess(found) <= 0.01 * sum(prior for _, prior, _ in found)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("best", ["direct", "numpy", "gds"])
+def test_in_the_end_it_is_as_fast_as_the_best(seed: int, best: str) -> None:
+    """300 uses after the beginning, and 300 after a change for good, choices are within 5 % of the best backend in
+    hindsight. What is tried costs 5 % more at most."""
+    noise = random.Random(seed)
+    selector = Selector()
+    for order in (("direct", "numpy", "gds"), ("gds", "direct", "numpy")):
+        means = {name: 1.0 if name == best else 2.0 for name in order}
+        best = order[(order.index(best) + 1) % 3]  # after that
+        recording = [{name: mean * noise.lognormvariate(0, 0.1) for name, mean in means.items()} for _ in range(500)]
+        found = replay(selector, recording)[300:]
+        used = [(row, mine) for row, (mine, _, tried) in zip(recording[300:], found, strict=True) if not tried]
+        assert sum(mine for _, mine in used) <= 1.05 * min(sum(row[name] for row, _ in used) for name in means)
+        assert sum(mine for mine, _, _ in found) <= 1.10 * min(
+            sum(row[name] for row in recording[300:]) for name in means
+        )
+
+
+# --- candidates that come, go and fail
+
+
+def test_there_have_to_be_candidates() -> None:
+    with pytest.raises(ValueError, match="no backend to choose"):
+        Selector().choose(MIB, WRITE, ())
+
+
+def test_a_new_backend_is_tried_when_it_is_paid_for() -> None:
+    first = Selector()
+    run(first, PRIOR_WINS, 100, candidates=("numpy", "direct"))
+    selector = Selector(Dictionary.from_json(first._dictionary.to_json()))
+    seconds = fixed(numpy=2.0, direct=1.0, mine=0.5)
+    chosen = run(selector, seconds, 60, candidates=("numpy", "direct", "mine"))
+    assert chosen[-1] == "mine"
+
+
+def test_a_backend_that_goes_is_not_chosen_any_more() -> None:
+    selector = Selector(known(NUMPY_WINS))
+    assert run(selector, NUMPY_WINS, 1) == ["numpy"]
+    assert run(selector, NUMPY_WINS, 1, candidates=("direct", "torch")) == ["direct"]
+
+
+def test_a_prior_that_is_no_candidate() -> None:
+    assert Selector().choose(MIB, WRITE, ("torch", "numpy"), default="direct").backend == "numpy"
 
 
 def test_what_will_not_be_measured_tries_nothing() -> None:
     selector = Selector()
+    for _ in range(500):
+        selector.record(MIB, WRITE, "direct", 1.0)
     for _ in range(5):
         choice = selector.choose(MIB, WRITE, ALL, default="direct", learn=False)
         assert (choice.backend, choice.exploring) == ("direct", False)
-    run(selector, FAR, 20)
-    assert selector.choose(MIB, WRITE, ALL, default="direct", learn=False).backend == "numpy"
-    assert selector.choose(2 * MIB, WRITE, ALL, default="direct", learn=False).reason == "the fastest at 1 MiB"
+    assert selector.choose(MIB, WRITE, ALL, default="direct").exploring
 
 
-def test_candidates_that_change_are_no_drift() -> None:
-    """Files of different kinds are written by different backends."""
+def test_a_backend_that_fails_is_excluded_in_this_process() -> None:
+    selector = Selector(known(NUMPY_WINS))
+    selector.failed(MIB, WRITE, "numpy", "the disk was replaced")
+    assert "numpy" not in run(selector, NUMPY_WINS, 100)
+    assert "numpy: not possible (the disk was replaced)" in str(selector.explain(MIB, WRITE, ALL))
+    assert selector.statistics().failed == 1
+    assert run(Selector(selector.dictionary), NUMPY_WINS, 1) == ["numpy"]  # it may be another day
+
+
+def test_a_backend_that_fails_is_left_alone_without_exploration_too() -> None:
+    selector = Selector(known(NUMPY_WINS), explore=False)
+    selector.failed(MIB, WRITE, "numpy", "no")
+    assert run(selector, NUMPY_WINS, 3) == ["direct"] * 3
+    for name in ALL:
+        selector.failed(MIB, WRITE, name, "no")
+    assert selector.choose(MIB, WRITE, ALL).backend in ALL
+
+
+def test_what_is_adopted_makes_nothing_possible_that_is_not() -> None:
     selector = Selector()
-    run(selector, FAR, 12)
-    run(selector, FAR, 12, candidates=("torch", "direct"))
-    for _ in range(20):
-        assert run(selector, FAR, 1) == ["numpy"]
-        assert run(selector, FAR, 1, candidates=("torch", "direct")) == ["direct"]
-    assert selector.statistics().refreshed == 0
-    assert selector.dictionary.of(WRITE, MIB).timings["numpy"].samples == (1.0,) * MOST_TRIES
+    selector.failed(MIB, WRITE, "numpy", "no")
+    selector.adopt(known(NUMPY_WINS))
+    assert selector.choose(MIB, WRITE, ALL, default=PRIOR).backend == "direct"
+
+
+# --- sizes and contexts
+
+
+def test_sizes_in_one_bucket_are_compared_by_speed() -> None:
+    selector = Selector()
+    small, large = size_of(bucket_of(MIB) - 1) + 1, MIB
+    for backend, nbytes, seconds in (("numpy", small, 0.8), ("direct", large, 1.0)):
+        selector.record(nbytes, WRITE, backend, seconds)
+    assert selector._dictionary.of(WRITE, MIB).best == "direct"  # 0.8 s for 0.71 MiB is slower
+
+
+def test_contexts_are_kept_apart() -> None:
+    selector = Selector(known(NUMPY_WINS), explore=False)
+    assert run(selector, NUMPY_WINS, 1) == ["numpy"]
+    for context in (READ, Context("write", "cuda"), Context("write", warm=True)):
+        assert run(selector, NUMPY_WINS, 1, context=context) == ["direct"]
+
+
+def test_without_exploration_choices_depend_on_the_dictionary_only() -> None:
+    dictionary = known(NUMPY_WINS)
+    text = dictionary.to_json()
+    selector = Selector(Dictionary.from_json(text), explore=False)
+    assert run(selector, PRIOR_WINS, 10) == ["numpy"] * 10
+    assert selector._dictionary.to_json() == text
+    assert selector.choose(1 << 30, WRITE, ALL, default="direct").backend == "direct"
+    assert selector.statistics().explored == 0
+
+
+def test_only_what_was_measured_decides_without_exploration() -> None:
+    """A dictionary of the user's, say, in which the prior does not stand."""
+    dictionary = Dictionary()
+    dictionary.apply(Change(WRITE, MIB, "torch", 1.0))
+    assert Selector(dictionary, explore=False).choose(MIB, WRITE, ALL, default="direct").backend == "torch"
+    assert Selector(dictionary).choose(MIB, WRITE, ALL, default="direct").backend == "direct"
+
+
+# --- the three dictionaries
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("write", "gds"), ("read", "numpy"), ("write_read", "torch")])
+@pytest.mark.parametrize("explore", [True, False])
+def test_the_three_dictionaries(mode: Any, expected: str, explore: bool) -> None:
+    writes, reads = fixed(gds=1.0, numpy=1.9, torch=1.4, direct=1.8), fixed(gds=3.0, numpy=0.5, torch=0.6, direct=2.0)
+    dictionary = known(writes)
+    for name in ALL:
+        dictionary.apply(Change(READ, MIB, name, reads(name)))
+    selector = Selector(dictionary, explore=explore)
+    choice = selector.choose(MIB, WRITE, ALL, mode, PRIOR)
+    assert choice.backend == expected
+    assert selector.explain(MIB, WRITE, ALL, mode, PRIOR).choice == choice
+
+
+@pytest.mark.parametrize("mode", ["read", "write_read"])
+def test_what_is_read_fast_is_found_in_time(mode: Any) -> None:
+    """Whoever wrote a tensor reads it."""
+    writes, reads = fixed(numpy=1.0, torch=1.2, direct=1.1), fixed(numpy=3.0, torch=0.1, direct=3.0)
+    selector = Selector(mode=mode)
+    chosen = []
+    for _ in range(150):
+        choice = selector.choose(MIB, WRITE, ("direct", "numpy", "torch"), default="numpy")
+        selector.record(MIB, WRITE, choice.backend, writes(choice.backend), choice)
+        selector.record(MIB, READ, choice.backend, reads(choice.backend))
+        chosen.append(choice.backend)
+    assert chosen[:10] == ["numpy"] * 10
+    assert Counter(chosen[-30:])["torch"] >= 24
+
+
+def test_until_reads_are_known_writes_decide() -> None:
+    selector = Selector(known(NUMPY_WINS), explore=False)
+    assert selector.choose(MIB, WRITE, ALL, "read").backend == "numpy"
+    with pytest.raises(ValueError, match="mode is one of"):
+        selector.choose(MIB, WRITE, ALL, "fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("warm_reads", [4, 1000])
+def test_reads_that_are_usual_count(warm_reads: int) -> None:
+    """After a restart, some were cold."""
+    dictionary = known(fixed(gds=9.0, numpy=1.0, torch=9.0, direct=1.0))
+    for name in ("direct", "numpy"):
+        for _ in range(3):
+            dictionary.apply(Change(READ, MIB, name, {"direct": 2.0, "numpy": 3.0}[name]))
+    for _ in range(warm_reads):
+        dictionary.apply(Change(Context("read", warm=True), MIB, "numpy", 0.5))
+    assert Selector(dictionary, mode="read").choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR).backend == "numpy"
+
+
+def test_what_a_backend_reads_is_in_the_page_cache_or_not_as_it_has_written_it() -> None:
+    dictionary = known(fixed(gds=9.0, numpy=1.0, torch=9.0, direct=0.9))
+    dictionary.apply(Change(READ, MIB, "direct", 2.0))
+    for _ in range(5):
+        dictionary.apply(Change(Context("read", warm=True), MIB, "numpy", 0.5))
+    dictionary.apply(Change(READ, MIB, "numpy", 9.0))
+    selector = Selector(dictionary, explore=False)
+    assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write").backend == "direct"
+    assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read").backend == "numpy"
+
+
+def test_what_is_written_from_a_gpu_and_loaded_to_the_cpu_is_read_from_there() -> None:
+    from_gpu = Context("write", "cuda")
+    dictionary = Dictionary()
+    for name, taken in {"numpy": 1.0, "direct": 0.9}.items():
+        dictionary.apply(Change(from_gpu, MIB, name, taken))
+    for name, taken in {"numpy": 0.5, "direct": 2.0}.items():
+        dictionary.apply(Change(READ, MIB, name, taken))
+    assert winners(dictionary, Key(from_gpu, bucket_of(MIB))) == ("direct", "numpy", "numpy")
+    for name, taken in {"numpy": 2.0, "direct": 0.5}.items():
+        dictionary.apply(Change(Context("read", "cuda"), MIB, name, taken))
+    assert winners(dictionary, Key(from_gpu, bucket_of(MIB))) == ("direct", "direct", "direct")
+    chosen = Selector(dictionary, explore=False, mode="read").choose(MIB, from_gpu, ALL)
+    assert (chosen.backend, chosen.reason) == ("direct", "the fastest to read: 500 ms for up to 1 MiB")
+    assert winners(dictionary, Key(READ, bucket_of(MIB))) == ("numpy", None, None)
+
+
+# --- the paper's own algorithm
+
+
+def test_the_papers_algorithm_tries_all_once_in_its_order() -> None:
+    selector = Selector(paper=True)
+    assert run(selector, NUMPY_WINS, 8) == ["gds", "numpy", "torch", "direct"] + ["numpy"] * 4
+    assert selector.statistics().explored == 4
+    assert run(Selector(selector.dictionary, paper=True), NUMPY_WINS, 2) == ["numpy"] * 2
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("write", "gds"), ("read", "numpy"), ("write_read", "torch")])
+def test_the_papers_algorithm_with_its_three_dictionaries(mode: Any, expected: str) -> None:
+    writes, reads = fixed(gds=1.0, numpy=1.9, torch=1.4, direct=1.8), fixed(gds=3.0, numpy=0.5, torch=0.6, direct=2.0)
+    selector = Selector(paper=True)
+    for _ in range(4):
+        choice = selector.choose(MIB, WRITE, ALL, mode)
+        assert choice.exploring
+        selector.record(MIB, WRITE, choice.backend, writes(choice.backend), choice)
+        selector.record(MIB, READ, choice.backend, reads(choice.backend))
+    assert selector.choose(MIB, WRITE, ALL, mode).backend == expected
+
+
+def test_the_papers_algorithm_does_not_wait_for_what_is_never_told() -> None:
+    selector = Selector(paper=True)
+    begun = [selector.choose(MIB, WRITE, ALL) for _ in range(5)]
+    assert [choice.backend for choice in begun] == ["gds", "numpy", "torch", "direct", "gds"]
+    assert not begun[-1].exploring
+
+
+# --- explanations, listeners, copies
 
 
 def test_a_lock_that_is_held_when_the_process_forks() -> None:
@@ -138,507 +546,41 @@ def test_a_listener_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -
         raise ValueError("not now")
 
     selector = Selector(on_change=listen)
-    assert run(selector, FAR, 20)[-1] == "numpy"
+    assert run(selector, PRIOR_WINS, 3)[-1] == "direct"
     assert "has raised" in caplog.text
     assert "not now" in caplog.text
 
 
-def test_there_have_to_be_candidates() -> None:
-    with pytest.raises(ValueError, match="no backend to choose"):
-        Selector().choose(MIB, WRITE, ())
-
-
-def test_a_new_backend_is_tried_when_it_comes() -> None:
-    selector = Selector()
-    run(selector, EQUAL, 20, candidates=("numpy", "direct"))
-    loaded = Selector(Dictionary.from_json(selector._dictionary.to_json()))
-    assert (
-        run(loaded, fixed(numpy=1.0, direct=1.0, mine=0.5), 5, candidates=("numpy", "direct", "mine")) == ["mine"] * 5
-    )
-
-
-def test_a_backend_that_goes_is_not_chosen_any_more() -> None:
-    selector = Selector()
-    assert run(selector, FAR, 20)[-1] == "numpy"
-    assert run(selector, FAR, 3, candidates=("direct", "torch"))[-1] == "direct"
-
-
-def test_noise_does_not_decide() -> None:
-    """It adds to what a backend takes, now and then by much."""
-    noise = {"numpy": iter([1.4, 9.0, 1.3]), "direct": iter([9.0, 1.1, 7.0])}
-    selector = Selector()
-    chosen = run(selector, lambda backend: next(noise[backend], 2.0), 30, candidates=("numpy", "direct"))
-    assert chosen[6:9] == ["direct"] * 3
-
-
-def test_a_bad_time_for_all_deposes_nobody() -> None:
-    """While the machine is busy, what is in use is slower than the others were before: they have to be tried again."""
-    selector = Selector()
-    run(selector, FAR, 40)
-    for slower in (1.15, 1.45, 5.0, 1.0):
-        chosen = run(selector, lambda backend, slower=slower: slower * FAR(backend), 200)  # type: ignore[misc]
-        assert Counter(chosen).most_common(1)[0][0] == chosen[-1] == "numpy", slower
-        assert Counter(chosen)["numpy"] >= 170, "it is found out once"
-    assert selector.dictionary.of(WRITE, MIB).timings["numpy"].samples == (1.0,) * MOST_TRIES
-
-
-def test_one_lucky_moment_decides_nothing_for_good() -> None:
-    selector = Selector()
-    lucky = iter([0.95])
-    run(selector, lambda backend: next(lucky, 1.4) if backend == "numpy" else FAR(backend), 100)
-    assert run(selector, lambda backend: 1.4 if backend == "numpy" else FAR(backend), 20)[-1] == "direct"
-
-
-def test_processes_that_do_little_notice_drift_together() -> None:
-    """Each loads once. Something becomes slow, and something else is chosen in the end."""
-    dictionary = Dictionary()
-    chosen = []
-    for number in range(120):
-        selector = Selector(dictionary)
-        slow = {"numpy": 10.0} if number >= 40 else {}
-        chosen += run(selector, lambda backend, slow=slow: slow.get(backend, FAR(backend)), 1)  # type: ignore[misc]
-        dictionary = Dictionary.from_json(selector.dictionary.to_json())
-    assert Counter(chosen[20:40]) == {"numpy": 20}
-    assert Counter(chosen[100:]) == {"direct": 20}
-
-
-def test_a_latecomers_first_use_may_be_slow_too() -> None:
-    """It is tried once in the first process, and again in the next."""
-    first = Selector()
-    run(first, FAR, 20)
-    candidates = (*ALL, "mine")
-    assert run(first, lambda backend: 30.0 if backend == "mine" else FAR(backend), 1, candidates=candidates) == ["mine"]
-    second = Selector(first.dictionary)
-    mine = run(second, lambda backend: 0.3 if backend == "mine" else FAR(backend), 20, candidates=candidates)
-    assert mine == ["mine"] * 20
-
-
-def test_what_is_known_to_be_hopeless_is_never_tried_first() -> None:
-    slow_torch = fixed(gds=1.9, numpy=1.2, torch=5.0, direct=1.0)
-    selector = Selector(refresh_every=20)
-    first, explored = [], True
-    for _ in range(200):
-        choice = selector.choose(MIB, WRITE, ALL)
-        if choice.exploring and not explored:
-            first.append(choice.backend)
-        explored = choice.exploring
-        selector.record(MIB, WRITE, choice.backend, slow_torch(choice.backend))
-    assert len(first) >= 4
-    assert set(first) == {"direct"}, "what was the best before"
-    for nbytes in (2 * MIB, 3 * MIB, 4 * MIB):
-        assert run(Selector(selector.dictionary), slow_torch, 3, nbytes=nbytes).count("torch") == 0
-
-
-def test_backends_that_are_gone_do_not_make_the_others_hopeless() -> None:
-    selector = Selector()
-    run(selector, fixed(gds=0.1, numpy=1.0, torch=1.3, direct=0.9), 20)
-    chosen = run(selector, FAR, 20, nbytes=2 * MIB, candidates=("direct", "numpy", "torch"))
-    assert set(chosen[:2]) == {"direct", "numpy"}
-
-
 def test_a_clock_that_does_not_move() -> None:
     selector = Selector()
-    assert set(run(selector, lambda backend: 0.0, 100)) == set(ALL)
-    assert selector.statistics().refreshed == 0
-
-
-def test_tries_that_were_withdrawn_are_made_again() -> None:
-    selector = Selector()
-    begun = [selector.choose(MIB, WRITE, ALL) for _ in range(MOST_TRIES * 4 + 1)]
-    assert not begun[-1].exploring
-    for choice in begun[:-1]:
-        selector.withdrawn(MIB, WRITE, choice.backend)
-    assert selector.choose(MIB, WRITE, ALL).exploring
-
-
-@pytest.mark.parametrize("warm_reads", [4, 1000])
-def test_reads_that_are_usual_count(warm_reads: int) -> None:
-    """After a restart, some were cold."""
-    selector = Selector(mode="read")
-    for name in ("direct", "numpy"):
-        for _ in range(3):
-            selector.record(MIB, WRITE, name, 1.0)
-            selector.record(MIB, READ, name, {"direct": 2.0, "numpy": 3.0}[name])
-    for _ in range(warm_reads):
-        selector.record(MIB, Context("read", warm=True), "numpy", 0.5)
-    assert selector.choose(MIB, WRITE, ("direct", "numpy")).backend == "numpy"
-
-
-def test_reads_on_the_own_device_count_alone_if_there_are_any() -> None:
-    dictionary = Dictionary()
-    from_gpu, to_gpu = Context("write", "cuda"), Context("read", "cuda")
-    for context, name, seconds in [
-        (from_gpu, "numpy", 1.0), (from_gpu, "direct", 1.1), (READ, "numpy", 0.5), (READ, "direct", 0.6),
-        (to_gpu, "numpy", 20.0),
-    ]:  # fmt: skip
-        for _ in range(3):
-            dictionary.apply(Change(context, MIB, name, seconds))
-    selector = Selector(dictionary, mode="read")
-    choice = selector.choose(MIB, from_gpu, ("direct", "numpy"))
-    assert (choice.backend, choice.exploring) == ("direct", True), "to learn how fast it is read there"
-    selector.record(MIB, from_gpu, "direct", 1.1)
-    selector.record(MIB, to_gpu, "direct", 1.0)
-    assert selector.choose(MIB, from_gpu, ("direct", "numpy")).backend == "direct"
-
-
-def test_one_outlier_of_the_best_does_not_depose_it() -> None:
-    selector = Selector()
-    run(selector, FAR, 50)
-    outliers = iter([10.0, 1.0, 1.0, 12.0, 1.0] * 20)
-    assert run(selector, lambda backend: next(outliers), 100) == ["numpy"] * 100
-    assert selector.statistics().refreshed == 0
-
-
-def test_ties_are_not_fought_over() -> None:
-    selector = Selector()
-    run(selector, EQUAL, 12)
-    assert run(selector, lambda backend: 1.02, 100) == ["gds"] * 100
-    assert selector.statistics().refreshed == 0
-
-
-def test_when_everything_becomes_faster_the_best_is_found_again() -> None:
-    selector = Selector()
-    run(selector, fixed(gds=5.0, numpy=4.9, torch=5.2, direct=5.1), 20)  # the machine is busy
-    now = fixed(gds=1.1, numpy=1.0, torch=0.4, direct=0.5)
-    assert run(selector, now, 60)[-20:] == ["torch"] * 20
-    assert selector.statistics().refreshed == 1
-
-
-def test_noise_is_not_explored_for_ever() -> None:
-    noise = random.Random(0)
-    selector = Selector()
-    run(selector, lambda backend: FAR(backend) * 10 ** noise.uniform(-1, 1), 2000)
-    statistics = selector.statistics()
-    assert statistics.refreshed > 2
-    assert statistics.explored < 0.1 * 2000
-
-
-def test_drifts_that_change_nothing_are_looked_into_ever_less() -> None:
-    selector = Selector()
-    found = []
-    for number in range(20):  # the machine is slow now and then; numpy is the fastest all the time
-        run(selector, lambda backend, number=number: FAR(backend) * (1 + number % 2), 40)
-        found.append(selector.statistics().refreshed)
-    assert found[3] >= 2
-    assert found[-1] <= 5
-    assert selector.statistics().explored < 60
-    run(selector, fixed(gds=1.0, numpy=5.0, torch=5.0, direct=5.0), 300)  # but they are
-    assert selector.choose(MIB, WRITE, ALL).backend == "gds"
-
-
-@pytest.mark.parametrize("change", [3.0, 0.2])
-def test_drift_is_noticed(change: float) -> None:
-    selector = Selector()
-    run(selector, FAR, 40)
-
-    def drifted(backend: str) -> float:
-        return FAR(backend) * (change if backend == "numpy" else 1.0)
-
-    chosen = run(selector, drifted, 30)
-    assert chosen[:2] == ["numpy"] * 2
-    assert selector.statistics().refreshed == 1
-    assert chosen[-1] == ("direct" if change > 1 else "numpy")
-
-
-def test_what_becomes_slower_by_a_little_gives_way_when_all_is_explored_anew() -> None:
-    selector = Selector(refresh_every=20)
-    run(selector, FAR, 20)
-    chosen = run(selector, lambda backend: 1.25 if backend == "numpy" else FAR(backend), 60)
-    assert chosen[:11] == ["numpy"] * 11
-    assert selector.explain(MIB, WRITE, ALL).timings["numpy"].seconds == 1.25
-    assert Counter(chosen[-20:]).most_common(1)[0][0] == "direct"
-
-
-def test_refreshing() -> None:
-    selector = Selector(refresh_every=5)
-    run(selector, FAR, 10)
-    assert run(selector, FAR, 5) == ["numpy"] * 5
-    choice = selector.choose(MIB, WRITE, ALL)
-    assert choice.reason == "tried for up to 1 MiB, 1 of at most 3; 1.00 × the best before"
-    selector.record(MIB, WRITE, choice.backend, FAR(choice.backend))
-    again = [choice.backend, *run(selector, FAR, 9)]
-    assert again == ["numpy", "gds", "torch", "direct", "gds", "numpy", "torch", "direct", "numpy", "direct"]
-    assert selector.statistics().refreshed == 1
-    selector.refresh_every = None
-    assert run(selector, FAR, 20) == ["numpy"] * 20
-    never = Selector()
-    run(never, FAR, 10)
-    assert run(never, FAR, 1000) == ["numpy"] * 1000
-    with pytest.raises(ValueError, match="at least 1 or None, found 0"):
-        Selector(refresh_every=0)
-
-
-def test_what_was_the_best_before_a_refresh_is_not_given_up_in_a_bad_moment() -> None:
-    selector = Selector(refresh_every=10)
-    run(selector, FAR, 20)
-    assert selector.statistics().refreshed == 1
-    selector.refresh_every = None
-    seen: Counter[str] = Counter()
-
-    def seconds(backend: str) -> float:
-        seen[backend] += 1
-        return FAR(backend) * (8.0 if backend == "numpy" and seen[backend] <= 2 else 1.0)
-
-    assert run(selector, seconds, 20)[-5:] == ["numpy"] * 5
-
-
-def test_a_change_for_good_outweighs_what_was_known_before_a_refresh() -> None:
-    selector = Selector(refresh_every=10)
-    run(selector, FAR, 20)
-    assert selector.statistics().refreshed == 1
-    selector.refresh_every = None
-    assert run(selector, fixed(gds=1.2, numpy=1.0, torch=0.2, direct=1.1), 20)[-5:] == ["torch"] * 5
-
-
-def test_a_backend_that_fails_is_excluded_until_the_next_refresh() -> None:
-    selector = Selector(refresh_every=4)
-    assert selector.choose(MIB, WRITE, ALL).backend == "gds"
-    selector.failed(MIB, WRITE, "gds", "no driver")
-    assert "gds" not in run(selector, EQUAL, 12)
-    assert "gds: not possible (no driver)" in str(selector.explain(MIB, WRITE, ALL))
-    assert selector.statistics().failed == 1
-    assert "gds" in run(selector, EQUAL, 12)
-    selector.failed(MIB, WRITE, "gds", "the driver is busy")
-    loaded = Selector(Dictionary.from_json(selector._dictionary.to_json()))
-    assert "gds" in run(loaded, EQUAL, 12)  # it may be another day
-
-
-def test_a_backend_that_fails_is_left_alone_without_exploration_too() -> None:
-    learned = Selector()
-    run(learned, FAR, 20)
-    selector = Selector(learned.dictionary, explore=False)
-    selector.failed(MIB, WRITE, "numpy", "no")
-    assert run(selector, FAR, 3) == ["direct"] * 3
-    for name in ALL:
-        selector.failed(MIB, WRITE, name, "no")
-    assert selector.choose(MIB, WRITE, ALL).backend in ALL
-
-
-def test_the_best_one_fails() -> None:
-    selector = Selector()
-    run(selector, FAR, 20)
-    selector.failed(MIB, WRITE, "numpy", "the disk was replaced")
-    assert run(selector, FAR, 3)[-1] == "direct"
-
-
-def test_an_unseen_size_begins_as_its_neighbour_and_tries_nothing_hopeless() -> None:
-    selector = Selector()
-    run(selector, FAR, 20)
-    choice = selector.choose(2 * MIB, WRITE, ALL)
-    assert (choice.backend, choice.exploring) == ("numpy", True)
-    assert "1.00 × the best at 1 MiB" in choice.reason
-    assert "torch" not in run(selector, FAR, 20, nbytes=2 * MIB)
-    assert run(selector, FAR, 4, nbytes=64 * MIB) == ["gds", "numpy", "torch", "direct"]  # too far away
-
-
-def test_sizes_in_one_bucket_are_compared_by_speed() -> None:
-    selector = Selector(refresh_every=None)
-    small, large = size_of(bucket_of(MIB) - 1) + 1, MIB
-    for backend, nbytes, seconds in (("numpy", small, 0.8), ("direct", large, 1.0)):
-        selector.record(nbytes, WRITE, backend, seconds)
-    assert selector._dictionary.of(WRITE, MIB).best == "direct"  # 0.8 s for 0.71 MiB is slower
-
-
-def test_contexts_are_kept_apart() -> None:
-    selector = Selector()
-    run(selector, FAR, 20)
-    for context in (READ, Context("write", "cuda"), Context("write", warm=True)):
-        assert run(selector, EQUAL, 1, context=context) == ["gds"]
-
-
-def test_without_exploration_choices_depend_on_the_dictionary_only() -> None:
-    learned = Selector()
-    run(learned, FAR, 20)
-    text = learned._dictionary.to_json()
-    selector = Selector(Dictionary.from_json(text), explore=False)
-    assert run(selector, EQUAL, 10) == ["numpy"] * 10
-    assert run(selector, EQUAL, 2, nbytes=2 * MIB) == ["numpy"] * 2
-    assert selector._dictionary.to_json() == text
-    assert selector.choose(1 << 30, WRITE, ALL, default="direct").backend == "direct"
-    assert selector.statistics().explored == 0
-
-
-@pytest.mark.parametrize(("mode", "expected"), [("write", "gds"), ("read", "numpy"), ("write_read", "torch")])
-def test_the_three_dictionaries(mode: Any, expected: str) -> None:
-    writes, reads = fixed(gds=1.0, numpy=1.9, torch=1.4, direct=1.8), fixed(gds=3.0, numpy=0.5, torch=0.6, direct=2.0)
-    selector = Selector()
-    for _ in range(MOST_TRIES * 4):
-        choice = selector.choose(MIB, WRITE, ALL, mode)
-        selector.record(MIB, WRITE, choice.backend, writes(choice.backend))
-        selector.record(MIB, READ, choice.backend, reads(choice.backend))
-    choice = selector.choose(MIB, WRITE, ALL, mode)
-    assert choice.backend == expected
-    assert selector.explain(MIB, WRITE, ALL, mode).choice == choice
-
-
-def test_what_a_backend_reads_is_in_the_page_cache_or_not_as_it_has_written_it() -> None:
-    writes, reads = fixed(numpy=1.0, direct=0.9), fixed(numpy=0.5, direct=2.0)
-    selector = Selector()
-    for _ in range(MOST_TRIES * 2):
-        choice = selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read")
-        selector.record(MIB, WRITE, choice.backend, writes(choice.backend))
-        context = Context("read", warm=choice.backend == "numpy")
-        selector.record(MIB, context, choice.backend, reads(choice.backend))
-    selector.record(MIB, READ, "numpy", 9.0)
-    assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write").backend == "direct"
-    assert selector.choose(MIB, WRITE, ("direct", "numpy"), "write_read").backend == "numpy"
-
-
-def test_what_is_written_from_a_gpu_and_loaded_to_the_cpu_is_read_from_there() -> None:
-    from_gpu = Context("write", "cuda")
-    dictionary = Dictionary()
-    for name, taken in {"numpy": 1.0, "direct": 0.9}.items():
-        dictionary.apply(Change(from_gpu, MIB, name, taken))
-    for name, taken in {"numpy": 0.5, "direct": 2.0}.items():
-        dictionary.apply(Change(READ, MIB, name, taken))
-    assert winners(dictionary, Key(from_gpu, bucket_of(MIB))) == ("direct", "numpy", "numpy")
-    for name, taken in {"numpy": 2.0, "direct": 0.5}.items():
-        dictionary.apply(Change(Context("read", "cuda"), MIB, name, taken))
-    assert winners(dictionary, Key(from_gpu, bucket_of(MIB))) == ("direct", "direct", "direct")
-    chosen = Selector(dictionary, explore=False, mode="read").choose(MIB, from_gpu, ALL)
-    assert (chosen.backend, chosen.reason) == ("direct", "the fastest to read: 500 ms for up to 1 MiB")
-    assert winners(dictionary, Key(READ, bucket_of(MIB))) == ("numpy", None, None)
-
-
-def test_what_could_not_be_done_is_forgotten_only_with_what_was_explored_anew() -> None:
-    selector = Selector()
-    selector.failed(MIB, WRITE, "direct", "not on this disk")
-    selector.adopt(Dictionary())
-    assert selector.choose(MIB, WRITE, ("direct", "numpy")).backend == "numpy"
-    assert "not on this disk" in str(selector.explain(MIB, WRITE))
-    selector.adopt(Dictionary(), anew=True)
-    assert selector.explain(MIB, WRITE, ("direct", "numpy")).failed == {}
-
-
-@pytest.mark.parametrize("batch", [3, 30])
-def test_reads_that_become_slow_are_noticed_where_they_decide_what_to_write_with(batch: int) -> None:
-    """Tensors are written, many of a size, and then read: as activations are."""
-    writes, reads = fixed(numpy=1.0, torch=1.3, direct=1.2), fixed(numpy=0.5, torch=0.6, direct=0.5)
-    slow = fixed(numpy=20.0, torch=0.6, direct=0.5)
-    selector = Selector(mode="write_read")
-    candidates = ("direct", "numpy", "torch")
-    used: Counter[str] = Counter()
-    for number in range(40):
-        written = [selector.choose(MIB, WRITE, candidates).backend for _ in range(batch)]
-        for backend in written:
-            selector.record(MIB, WRITE, backend, writes(backend))
-        for backend in written:
-            selector.record(MIB, READ, backend, (reads if number < 15 else slow)(backend))
-        if number in (14, 39):
-            used[written[-1]] += 1
-    assert used == {"numpy": 1, "direct": 1}
-
-
-def test_tries_that_come_to_nothing_do_not_count() -> None:
-    selector = Selector()
-    chosen = []
-    for _ in range(20):  # the disk is full
-        choice = selector.choose(MIB, WRITE, ALL)
-        chosen.append(choice.backend)
-        selector.withdrawn(MIB, WRITE, choice.backend)
-    assert Counter(chosen) == dict.fromkeys(ALL, 5), "if one of them is to blame, another one can"
-    assert selector.statistics().explored == 0
-    run(selector, FAR, 11)
-    assert selector.statistics().explored == 10
-    assert run(selector, FAR, 20) == ["numpy"] * 20
-
-
-@pytest.mark.parametrize("mode", ["read", "write_read"])
-def test_what_was_learned_for_writing_serves_reading_once_it_was_read(mode: Any) -> None:
-    writes, reads = fixed(numpy=1.0, torch=1.2, direct=1.1), fixed(numpy=3.0, torch=0.1, direct=3.0)
-    first = Selector()
-    assert run(first, writes, 30, candidates=ALL[::-1][:2] + ALL[:1])[-1] == "numpy"
-    selector = Selector(first.dictionary, mode=mode)
-    chosen = []
-    for _ in range(12):
-        choice = selector.choose(MIB, WRITE, ("direct", "numpy", "torch"))
-        selector.record(MIB, WRITE, choice.backend, writes(choice.backend))
-        selector.record(MIB, READ, choice.backend, reads(choice.backend))
-        chosen.append(choice.backend)
-    assert chosen == ["numpy", "torch", "direct"] + ["torch"] * 9
-    assert selector.statistics().explored >= 3
-    unread = Selector(first.dictionary, mode=mode)
-    chosen = [unread.choose(MIB, WRITE, ("direct", "numpy", "torch")).backend for _ in range(20)]
-    assert chosen == ["numpy", "torch", "direct"] * MOST_TRIES + ["numpy"] * 11  # nobody reads anything
-
-
-def test_until_reads_are_known_writes_decide() -> None:
-    selector = Selector()
-    assert run(selector, FAR, 20)[-1] == "numpy"
-    assert selector.choose(MIB, READ, ALL, "read").exploring
-    selector.explore = False
-    assert selector.choose(MIB, WRITE, ALL, "read").backend == "numpy"
-    with pytest.raises(ValueError, match="mode is one of"):
-        selector.choose(MIB, WRITE, ALL, "fast")  # type: ignore[arg-type]
-
-
-def test_the_second_run_explores_nothing_after_a_refresh() -> None:
-    first = Selector(refresh_every=20)
-    run(first, FAR, 41)
-    assert first.statistics().refreshed >= 1
-    first.refresh_every = None
-    run(first, FAR, 10)
-    second = Selector(first.dictionary)
-    assert run(second, FAR, 20) == ["numpy"] * 20
-
-
-def test_the_second_run_explores_nothing() -> None:
-    first = Selector()
-    for nbytes in (3000, MIB, 100 * MIB):
-        run(first, FAR, 12, nbytes=nbytes)
-    second = Selector(Dictionary.from_json(first._dictionary.to_json()))
-    for nbytes in (3000, MIB, 100 * MIB):
-        assert run(second, FAR, 3, nbytes=nbytes) == ["numpy"] * 3
-    assert second.statistics().explored == 0
+    assert set(run(selector, lambda backend: 0.0, 100)) <= set(ALL)
+    assert selector.statistics().seconds == 0.0
 
 
 def test_what_is_explained_is_about_those_that_could_the_last_time() -> None:
     selector = Selector()
     with pytest.raises(ValueError, match="there is no backend"):
         selector.explain(MIB, WRITE)
-    run(selector, FAR, 20, candidates=("torch", "direct"))
+    selector.adopt(known(NUMPY_WINS))
+    run(selector, NUMPY_WINS, 1, candidates=("torch", "direct"))
     assert selector.explain(MIB, WRITE).choice.backend == "direct"
-    run(selector, FAR, 20)
-    assert selector.explain(MIB, WRITE).choice.backend == "numpy"
-    later = Selector(selector.dictionary)
-    assert later.explain(MIB, WRITE).choice == selector.explain(MIB, WRITE).choice
+    run(selector, NUMPY_WINS, 1)
+    assert selector.explain(MIB, WRITE, default=PRIOR).choice.backend == "numpy"
 
 
-def test_what_is_adopted_makes_nothing_possible_that_is_not() -> None:
-    selector = Selector()
-    selector.failed(MIB, WRITE, "numpy", "no")
-    other = Selector()
-    run(other, FAR, 20)
-    selector.adopt(other.dictionary)
-    assert selector.choose(MIB, WRITE, ALL).backend == "direct"
-
-
-def test_what_is_explained_is_what_is_chosen_when_nothing_is_known() -> None:
-    selector = Selector(explore=False)
-    explained = selector.explain(MIB, WRITE, ALL, default="direct").choice
-    assert explained == selector.choose(MIB, WRITE, ALL, default="direct")
-    assert explained.backend == "direct"
-
-
-def test_what_nobody_had_to_choose_counts_as_tried() -> None:
+def test_what_nobody_had_to_choose_costs_nothing() -> None:
     """A file is read by the kind of tool that wrote it: nobody asks which."""
     selector = Selector()
-    for _ in range(MOST_TRIES):
+    for _ in range(3):
         selector.record(MIB, READ, "numpy", 1.0)
-    assert (selector.statistics().explored, selector.statistics().exploited) == (0, MOST_TRIES)
-    assert selector.choose(MIB, READ, ["numpy", "direct"]).backend == "direct"
-
-
-def test_what_nobody_had_to_choose_has_not_drifted_because_its_first_use_took_long() -> None:
-    selector = Selector()
-    for seconds in (10.0, *[1.0] * 20):
-        selector.record(MIB, READ, "numpy", seconds)
-    assert selector.statistics().refreshed == 0
+    statistics = selector.statistics()
+    assert (statistics.explored, statistics.exploited) == (0, 3)
+    assert (statistics.seconds, statistics.extra_seconds) == (3.0, 0.0)
 
 
 @given(st.data())
 def test_what_is_explained_is_what_is_chosen(data: st.DataObject) -> None:
-    selector = Selector(refresh_every=data.draw(st.sampled_from([None, 3])), explore=data.draw(st.booleans()))
+    selector = Selector(explore=data.draw(st.booleans()), paper=data.draw(st.booleans()))
     for _ in range(data.draw(st.integers(0, 40))):
         question = (
             data.draw(st.sampled_from([MIB, 2 * MIB])),
@@ -651,34 +593,36 @@ def test_what_is_explained_is_what_is_chosen(data: st.DataObject) -> None:
         assert selector.explain(*question).choice == explained
         assert selector.choose(*question) == explained
         assert explained.backend in question[2]
-        told = data.draw(st.sampled_from(["record", "failed", "nothing"]))
-        if told == "record":
-            selector.record(*question[:2], explained.backend, data.draw(st.floats(0, 10)))
+        told = data.draw(st.sampled_from(["record", "record many", "failed", "nothing"]))
+        if told.startswith("record"):
+            for _ in range(20 if told == "record many" else 1):
+                selector.record(*question[:2], explained.backend, data.draw(st.floats(0, 10)), explained)
         elif told == "failed":
             selector.failed(*question[:2], explained.backend, "no")
 
 
 def test_explaining_changes_nothing() -> None:
     selector = Selector()
-    run(selector, FAR, 2)
+    run(selector, PRIOR_WINS, 19)
     text = selector._dictionary.to_json()
     for _ in range(5):
-        assert selector.explain(MIB, WRITE, ALL).choice.backend == "torch"
-        assert "gds: 1.9 s (+ 0 ms), measured 1 times" in str(selector.explain(MIB, WRITE, ALL))
+        assert selector.explain(MIB, WRITE, ALL, default=PRIOR).choice.exploring
+        assert "direct: 1 s (± 0 ms), measured 19 times" in str(selector.explain(MIB, WRITE, ALL))
         selector.explain(MIB * 64, WRITE, ALL)
     assert selector._dictionary.to_json() == text
-    assert run(selector, FAR, 1) == ["torch"]
+    assert selector.choose(MIB, WRITE, ALL, default=PRIOR).exploring
 
 
 def test_everything_that_is_learned_is_told() -> None:
     changes: list[Change] = []
     selector = Selector(on_change=changes.append)
-    run(selector, FAR, 12)
+    run(selector, PRIOR_WINS, 60)
     selector.failed(MIB, WRITE, "direct", "gone")
     copy = Dictionary()
     for change in changes:
         copy.apply(change)
     assert copy.to_json() == selector._dictionary.to_json()
+    assert copy.extra_seconds > 0
 
 
 names = st.sampled_from([*ALL, "mine"])
@@ -688,6 +632,7 @@ changes = st.builds(
     st.integers(0, 1 << 42),
     names,
     st.one_of(st.none(), st.floats(0, 1e6)),
+    st.floats(0, 10),
 )
 
 
@@ -728,17 +673,62 @@ def test_a_dictionary_stays_small() -> None:
 
 def test_timings_are_robust() -> None:
     timing = Timing(9, (1.0, 1.1, 9.0, 1.2, 0.9))
-    assert (timing.seconds, round(timing.spread, 6)) == (0.9, 0.2)
+    assert (timing.seconds, timing.quartile, round(timing.spread, 6)) == (1.1, 1.0, 8.1)
+    assert Timing(2, (30.0, 1.0)).seconds == 1.0, "the first use may be slow"
     dictionary = Dictionary()
     for number in range(100):
         dictionary.apply(Change(WRITE, MIB, "numpy", float(number)))
-    assert dictionary.of(WRITE, MIB).timings["numpy"].samples == (95.0, 96.0, 97.0, 98.0, 99.0)
-    assert dictionary.of(WRITE, MIB).timings["numpy"].count == 100
-    assert MOST_SAMPLES == 5
+    timing = dictionary.of(WRITE, MIB).timings["numpy"]
+    assert timing == Timing(100, tuple(map(float, range(100 - MOST_SAMPLES, 100))), 100)
 
 
-GOOD = Selector()
-run(GOOD, FAR, 12)
+def test_totals_are_kept() -> None:
+    dictionary = Dictionary()
+    for _ in range(1000):
+        dictionary.apply(Change(WRITE, MIB, "numpy", 1000.0))
+        dictionary = Dictionary.from_json(dictionary.to_json())
+        dictionary.apply(Change(WRITE, MIB, "direct", 0.001, extra_seconds=0.0005))
+        dictionary = Dictionary.from_json(dictionary.to_json())
+    assert dictionary.seconds == pytest.approx(1000 * 1000.001, rel=1e-9)
+    assert dictionary.extra_seconds == pytest.approx(0.5)
+
+
+GOOD = Selector(known(NUMPY_WINS))
+
+
+@pytest.mark.parametrize("total", ["-1", "Infinity", "NaN", '"much"', "null"])
+def test_totals_that_cannot_be_are_refused(total: str) -> None:
+    text = re.sub(r'"seconds": [0-9.]+,\n', f'"seconds": {total},\n', GOOD._dictionary.to_json(), count=1)
+    with pytest.raises(DictionaryError, match="damaged"):
+        Dictionary.from_json(text)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(1e-6, 1e4)), min_size=1, max_size=30))
+def test_a_line_is_never_below_zero(points: list[tuple[int, float]]) -> None:
+    line = Line()
+    for nbytes, seconds in points:
+        line.add(nbytes, seconds)
+    for nbytes in (0, 1, MIB, 1 << 40):
+        assert line.seconds(nbytes) >= 0
+    assert line.seconds(1 << 40) >= line.seconds(1)
+
+
+def test_a_line_of_one_size() -> None:
+    line = Line()
+    for _ in range(5):
+        line.add(MIB, 2.0)
+    assert line.seconds(MIB) == pytest.approx(2.0)
+    assert line.seconds(MIB // 2) == pytest.approx(2.0)
+    assert line.seconds(4 * MIB) == pytest.approx(8.0)
+
+
+def test_a_line_forgets() -> None:
+    line = Line()
+    for factor in (100.0, 1.0):
+        for number in range(300):
+            nbytes = MIB * (1 + number % 8)
+            line.add(nbytes, factor * (0.01 + nbytes / 1e9))
+    assert line.seconds(20 * MIB) == pytest.approx(0.01 + 20 * MIB / 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -747,9 +737,9 @@ run(GOOD, FAR, 12)
         ("", "damaged"),
         ("[]", "not a dictionary"),
         ('{"format": "other"}', "not a dictionary"),
-        ('{"format": "fastensor dictionary", "version": 2}', "version 2, expected 1"),
-        ('{"format": "fastensor dictionary", "version": 1}', "damaged"),
-        ('{"format": "fastensor dictionary", "version": 1, "entries": 3}', "damaged"),
+        ('{"format": "fastensor dictionary", "version": 1}', "version 1, expected 2"),
+        ('{"format": "fastensor dictionary", "version": 2}', "damaged"),
+        ('{"format": "fastensor dictionary", "version": 2, "entries": 3}', "damaged"),
         ("[" * 100_000, "damaged"),
     ],
 )

@@ -7,7 +7,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
@@ -212,13 +212,12 @@ class Delivery:
     def _to_disk(self, source: Source | None, new: NewFile) -> _Written:
         """Write to a new file, sync it, publish it."""
         transfer = None
-        with _explained(new), ExitStack() as undo:
+        with _explained(new):
             with self._at("write"):
                 if source is None:
                     self._write_with_torch(new.fd)
                 else:
                     transfer, checksums = self._write(source, new)
-                    undo.callback(transfer.withdraw)
                     if source.checksums_first:
                         posix.write_fully(new.fd, memoryview(source.head(checksums)), 0)
                 nbytes = os.fstat(new.fd).st_size
@@ -231,7 +230,6 @@ class Delivery:
             with self._at("publish"):
                 publish(new, durable=self._durable)
             self.close()
-            undo.pop_all()
         if transfer is None:
             return _Written(new.path, nbytes, "torch", _ONLY_TORCH, durable, True)
         transfer.done(taken)
@@ -286,7 +284,7 @@ class Delivery:
                 Context("write", source.device, warm=not self._durable),
                 [name for name in registry.names() if can_write(name, source)],
                 choose_writer(source.nbytes),
-                learn=not source.held_up,
+                learn=self._durable and not source.held_up,  # unsynced, the page cache takes it, and the disk later
             )
             checksums = transfer.run(lambda backend: backend.write(source, fd), partial(give_up, self._fallbacks))
         except BackendUnavailableError as error:

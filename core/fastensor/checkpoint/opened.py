@@ -139,7 +139,6 @@ class _MeasuredReader:
         if self._complete and self._verified:
             self._complete = False
             self._transfer.done(self._seconds)
-        self._transfer.withdraw()
 
 
 class _MeasuredDeviceReader(_MeasuredReader):

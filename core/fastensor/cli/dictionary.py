@@ -17,10 +17,10 @@ from fastensor.cli.output import FAILED, OK, human_seconds, human_size, print_js
 from fastensor.cli.plot import plot
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary, DictionaryError, Entry, replacing
-from fastensor.select.explore import in_order
 from fastensor.select.files import DictionaryFile, default_folder, file_for, files_in, read, read_text
 from fastensor.select.paper_csv import Which, from_csv, to_csv
 from fastensor.select.sizes import size_of
+from fastensor.select.winners import in_order
 
 
 def add_to(commands: Any) -> None:

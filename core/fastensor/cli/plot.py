@@ -10,8 +10,8 @@ from fastensor.cli.output import human_size
 from fastensor.errors import FastensorError
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary
-from fastensor.select.explore import in_order
 from fastensor.select.sizes import size_of
+from fastensor.select.winners import in_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -39,7 +38,6 @@ class Depot:
         """None if a backend was named."""
         self._staged = Arena(lambda: dram_nbytes + config.staging_bytes // BLOCK_NBYTES * BLOCK_NBYTES)
         self._bounce = Arena(lambda: 2 * THREADS * BLOCK_NBYTES)
-        self._withdrawn: deque[Transfer] = deque()
         self.broken = ""
         """Why nothing is written any more; empty if it is."""
         self.closed = False
@@ -72,16 +70,9 @@ class Depot:
 
     def transfer(self, operation: Operation, cell: Cell, names: tuple[str, ...]) -> Transfer:
         """Hears how long it takes, and, if it is a write, chooses the backend."""
-        while self._withdrawn:
-            self._withdrawn.popleft().withdraw()
         context = Context(operation, cell.device.type)
         choose = operation == "write"
         return Transfer(names, cell.nbytes, context, self._selector, choose=choose, mode="write_read", default=names[0])
-
-    def withdraw(self, transfer: Transfer | None) -> None:
-        """Nothing will be heard of it. The selector is told later: finalizers must not wait for its lock."""
-        if transfer is not None:
-            self._withdrawn.append(transfer)
 
     def find_slot(self, cell: Cell) -> int:
         """Give a cell a slot. Returns the number of its pieces.

@@ -180,7 +180,6 @@ class Reader:
         else:
             self.evict(cell)
             cell.reading = None  # last, as above
-            self._depot.withdraw(move.transfer)
             if cell.home is not Home.RELEASED and isinstance(move.failure, Exception):
                 self._could_not_read(cell, move, move.failure)
         self._depot.tidy(cell)

@@ -217,7 +217,6 @@ class Writer:
             self._begin(cell, transfer)
         else:
             cell.transport = transfer.used
-            transfer.withdraw()
 
     def _choose(self, cell: Cell) -> Transfer | None:
         """Who writes what is in host memory, or goes through it."""
@@ -236,7 +235,6 @@ class Writer:
         try:
             count = self._depot.find_slot(cell)
         except (OSError, OffloadError) as error:
-            transfer.withdraw()
             self._could_not_write(cell, error)
             return False
         cell.home, cell.transport, cell.writing = Home.WRITING, transfer.used, Move(count, transfer)
@@ -293,7 +291,6 @@ class Writer:
         assert move is not None
         assert move.transfer is not None
         if cell.home is Home.RELEASED:
-            self._depot.withdraw(move.transfer)
             self._forget(cell)
         elif move.failure is None:
             move.transfer.done(time.perf_counter() - move.transfer.started)
@@ -306,7 +303,6 @@ class Writer:
             cell.transport = ""
             self._enqueue(cell)
         else:
-            move.transfer.withdraw()
             self._depot.free_slot(cell)
             self._could_not_write(cell, move.failure)
         self._depot.tidy(cell)

@@ -35,6 +35,10 @@ class Choice(NamedTuple):
     reason: str
     exploring: bool = False
     """Whether it is tried to find out, rather than known to be the fastest."""
+    best_seconds: float | None = None
+    """What a try may take without having cost anything: as long as the best backend is expected to take."""
+    prior_seconds: float | None = None
+    """What it may take without having lost to the backend that the size recommends; None if that was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,10 @@ class SelectorStatistics:
     """Transfers by one that was known to be the fastest."""
     failed: int = 0
     """How often a backend could not do it."""
-    refreshed: int = 0
-    """How often a size and context was explored anew."""
+    seconds: float = 0.0
+    """What all transfers took that were measured, those included that the dictionary knew of already."""
+    extra_seconds: float = 0.0
+    """How much of that exploring has cost: how much longer what was tried has taken than the best would have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,19 @@ class Explanation:
     """By backend, for that size."""
     failed: Mapping[str, str]
     """Backends that could not do it in this process, and why."""
+    seconds: float
+    """What all transfers took that were measured, of every size and in every context."""
+    extra_seconds: float
+    """How much of that exploring has cost."""
 
     def __str__(self) -> str:
         lines = [f"{self.context}, up to {human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
         for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
-            text = f"{shown(timing.seconds)} (+ {shown(timing.spread)}), measured {timing.count} times"
+            text = f"{shown(timing.seconds)} (± {shown(timing.spread / 2)}), measured {timing.count} times"
             lines.append(f"  {name}: {text}")
-        return "\n".join([*lines, *(f"  {name}: not possible ({reason})" for name, reason in self.failed.items())])
+        lines += [f"  {name}: not possible ({reason})" for name, reason in self.failed.items()]
+        lines.append(f"  exploring has cost {shown(self.extra_seconds)} of {shown(self.seconds)} in all transfers")
+        return "\n".join(lines)
 
 
 @lru_cache(256)

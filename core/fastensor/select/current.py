@@ -19,8 +19,6 @@ EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
 """Environment variable: with a no, nothing is tried and nothing learned, so choices are the same every time."""
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
-REFRESH_EVERY = 1000
-"""What was learned in a bad moment of the disk is not believed for ever."""
 _FLUSH_SECONDS = 5.0
 """What is learned reaches the disk so often, and when the process ends."""
 
@@ -77,8 +75,7 @@ def use_selector(selector: Selector | None) -> None:
 def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Selector:
     """The selector for files at a path, which need not exist.
 
-    It knows what earlier processes have learned about this machine and the path's filesystem, and adds to it. After
-    ``REFRESH_EVERY`` uses of a size in a process it finds out anew, unless its ``refresh_every`` is changed.
+    It knows what earlier processes have learned about this machine and the path's filesystem, and adds to it.
 
     Args:
         path: of a file or folder.
@@ -119,7 +116,7 @@ def explores() -> bool:
 
 def _make(file: DictionaryFile) -> tuple[Selector, _Keeper]:
     keeper = _Keeper(file)
-    return Selector(file.load(), explore=explores(), refresh_every=REFRESH_EVERY, on_change=keeper.note), keeper
+    return Selector(file.load(), explore=explores(), on_change=keeper.note), keeper
 
 
 def _begin_anew() -> None:

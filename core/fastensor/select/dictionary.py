@@ -10,22 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from operator import itemgetter
-from statistics import median
+from statistics import median_low
 from typing import Any, NamedTuple, Self
 
 from fastensor.errors import FastensorError
 from fastensor.select.context import Context
+from fastensor.select.line import Line
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
-MOST_SAMPLES = 5
-"""The latest timings are kept."""
-ENOUGH_TRIES = 2
-"""The first use of a backend may take longer than later ones (section 3.4), so one timing rules nothing out."""
+MOST_SAMPLES = 9
+"""The latest timings are kept: enough to tell backends apart where timings vary by half, and few enough to believe a
+change for good after five uses."""
+_RECENT = 3
 MOST_NBYTES = 64 << 10
 """Of a dictionary as JSON. What was learned the longest ago is left out."""
 MOST_SIZE = 1 << 63
 """No file is larger."""
-VERSION = 1
+VERSION = 2
 _MOST_SERIAL = 1 << 53
 _LEAST_SECONDS = 1e-9
 """Clocks may be so coarse that something takes no time."""
@@ -43,25 +44,30 @@ class Timing:
     count: int
     """How often it was measured."""
     samples: tuple[float, ...]
-    """The latest of when it was tried, in seconds, scaled to the bucket's largest size."""
-    latest: tuple[float, ...] = ()
-    """The latest of when it was used, because it was known: likewise. They tell whether what is known still holds."""
+    """The latest, in seconds, scaled to the bucket's largest size."""
+    measured_at: int = 0
+    """How many transfers of its key had been measured, by whatever backend, when it was measured last."""
     seconds: float = field(init=False)
-    """The least of the samples. Whatever else the machine does adds to a timing, and to few of them equally: among as
-    many as are affordable, the least tells backends apart more often than the median does."""
+    """The lower median of the samples. The first use of a backend may take longer than later ones (section 3.4): of
+    two, the lesser counts. Whatever else the machine does now and then adds to a few of them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", max(min(self.samples), _LEAST_SECONDS))
+        object.__setattr__(self, "seconds", max(median_low(self.samples), _LEAST_SECONDS))
+
+    @property
+    def hoped_seconds(self) -> float:
+        """That, or the lower median of the latest three, if that is less: what is seldom tried may have changed."""
+        return min(max(median_low(self.samples[-_RECENT:]), _LEAST_SECONDS), self.seconds)
+
+    @property
+    def quartile(self) -> float:
+        """What one in four samples is not above: less than that is no luck."""
+        return max(sorted(self.samples)[(len(self.samples) - 1) // 4], _LEAST_SECONDS)
 
     @property
     def spread(self) -> float:
-        """How far the median of the samples lies above the least, in seconds."""
-        return max(median(self.samples) - self.seconds, 0.0)
-
-    @property
-    def uses(self) -> int:
-        """How often it was used since it was tried."""
-        return max(self.count - len(self.samples), 0)
+        """How far the samples lie apart, in seconds."""
+        return max(self.samples) - min(self.samples)
 
 
 class Key(NamedTuple):
@@ -79,7 +85,6 @@ class Entry:
     """By backend."""
     serial: int = 0
     """The larger, the later something was learned."""
-    _slowness: dict[str, float] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def best(self) -> str | None:
@@ -87,25 +92,14 @@ class Entry:
         return min(self.timings, key=lambda name: self.timings[name].seconds, default=None)
 
     @property
-    def slowness(self) -> Mapping[str, float]:
-        """How many times as long as the best each takes, of those that were measured often enough to tell."""
-        if self._slowness is None:
-            seconds = {name: timing.seconds for name, timing in self.timings.items() if timing.count >= ENOUGH_TRIES}
-            fastest = min(seconds.values(), default=0.0)
-            self._slowness = {name: taken / fastest for name, taken in seconds.items()} if fastest else {}
-        return self._slowness
+    def uses(self) -> int:
+        """How many transfers were measured."""
+        return max([timing.measured_at for timing in self.timings.values()], default=0)
 
-    def changed(self) -> None:
-        """The timings are others now."""
-        self._slowness = None
-
-
-def _with_sample(timing: Timing | None, sample: float, *, later: bool) -> Timing:
-    if timing is None:
-        return Timing(1, (sample,))
-    if later:
-        return Timing(timing.count + 1, timing.samples, (*timing.latest, sample)[-MOST_SAMPLES:])
-    return Timing(timing.count + 1, (*timing.samples, sample)[-MOST_SAMPLES:], timing.latest)
+    def learn(self, backend: str, sample: float) -> None:
+        before = self.timings.get(backend)
+        count, samples = (before.count, before.samples) if before is not None else (0, ())
+        self.timings[backend] = Timing(count + 1, (*samples, sample)[-MOST_SAMPLES:], self.uses + 1)
 
 
 _NOTHING = Entry()
@@ -113,15 +107,14 @@ _NO_SIZES: Mapping[int, Entry] = {}
 
 
 class Change(NamedTuple):
-    """Something that was learned: how long a backend took; or, without that, that what was known is out of date."""
+    """Something that was learned: how long a backend took; or, without that, that it is to be forgotten."""
 
     context: Context
     nbytes: int
-    backend: str | None
-    """None if what was known of all of them is out of date."""
+    backend: str
     seconds: float | None = None
-    later: bool = False
-    """Whether it was used because it was known, so that nothing was tried."""
+    extra_seconds: float = 0.0
+    """How much longer that was than the best would have taken, because something was tried."""
 
 
 class Dictionary:
@@ -136,7 +129,12 @@ class Dictionary:
 
     def __init__(self) -> None:
         self._entries: dict[Context, dict[int, Entry]] = {}
+        self._lines: dict[tuple[Context, str], Line] = {}
         self._serial = 0
+        self.seconds = 0.0
+        """What all transfers have taken that were measured."""
+        self.extra_seconds = 0.0
+        """How much of that exploring has cost."""
 
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
@@ -163,22 +161,38 @@ class Dictionary:
         """What is known of a context, by bucket, not to be changed."""
         return self._entries.get(context, _NO_SIZES)
 
+    def line(self, context: Context, backend: str) -> Line | None:
+        """How long a backend takes in a context, by all sizes; None if nothing is known of it."""
+        return self._lines.get((context, backend))
+
     def apply(self, change: Change) -> None:
         """Learn something."""
         bucket = bucket_of(change.nbytes)
         sizes = self._entries.setdefault(change.context, {})
         entry = sizes.setdefault(bucket, Entry())
-        if change.backend is None:
-            entry.timings.clear()
-        elif change.seconds is None:
-            entry.timings.pop(change.backend, None)
-        else:
+        self._serial = entry.serial = self._serial + 1
+        if change.seconds is not None:
+            self.seconds += change.seconds
+            self.extra_seconds += change.extra_seconds
             sample = max(_rounded(scaled(change.seconds, change.nbytes)), _LEAST_SECONDS)
-            entry.timings[change.backend] = _with_sample(entry.timings.get(change.backend), sample, later=change.later)
+            entry.learn(change.backend, sample)
+            self._add_to_line(Key(change.context, bucket), change.backend, sample)
+            return
+        entry.timings.pop(change.backend, None)
         if not entry.timings:
             del sizes[bucket]
-        entry.changed()
-        self._serial = entry.serial = self._serial + 1
+        self._lines.pop((change.context, change.backend), None)
+        for other, known in sizes.items():
+            self._add_samples_to_line(Key(change.context, other), known, change.backend)
+
+    def _add_samples_to_line(self, key: Key, entry: Entry, backend: str) -> None:
+        timing = entry.timings.get(backend)
+        for sample in timing.samples if timing is not None else ():
+            self._add_to_line(key, backend, sample)
+
+    def _add_to_line(self, key: Key, backend: str, sample: float) -> None:
+        line = self._lines.setdefault((key.context, backend), Line())
+        line.add(size_of(key.bucket), max(sample, _LEAST_SECONDS))
 
     def to_json(self, machine: Mapping[str, Any] | None = None) -> str:
         """As text that people can read, one line for each size; at most ``MOST_NBYTES`` long.
@@ -187,14 +201,24 @@ class Dictionary:
             machine: what it was measured on.
         """
         lines = [_Line(key, entry.serial, _line(key, entry)) for key, entry in self]
-        left = MOST_NBYTES - len(_to_json([], machine or {}).encode())
+        head = self._head(machine or {})
+        left = MOST_NBYTES - len(_to_json([], head).encode())
         kept = set()
         for line in sorted(lines, key=lambda line: -line.serial):
             left -= line.most_nbytes
             if left < 0:
                 break
             kept.add(line.key)
-        return _to_json([line for line in lines if line.key in kept], machine or {})
+        return _to_json([line for line in lines if line.key in kept], head)
+
+    def _head(self, machine: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {
+            "format": _FORMAT,
+            "version": VERSION,
+            "machine": machine,
+            "seconds": round(self.seconds, 6),
+            "extra_seconds": round(self.extra_seconds, 6),
+        }
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -219,11 +243,14 @@ class Dictionary:
             if found.get("version") != VERSION:
                 raise DictionaryError(f"a dictionary of version {found.get('version')!r}, expected {VERSION}")
             result = cls()
+            result.seconds, result.extra_seconds = _parse_totals(found["seconds"], found["extra_seconds"])
             for context, sizes in found["entries"].items():
                 known = result._entries.setdefault(Context.parse(context), {})
                 for size, entry in sizes.items():
                     parsed = known[bucket_of(_parse_size(size))] = _parse_entry(entry)
                     result._serial = max(result._serial, parsed.serial)
+                    for name in parsed.timings:
+                        result._add_samples_to_line(Key(Context.parse(context), bucket_of(int(size))), parsed, name)
             machine = found.get("machine", {})
             if not isinstance(machine, dict):
                 raise DictionaryError(f"damaged: {machine!r} is no machine")
@@ -243,8 +270,6 @@ def replacing(dictionary: Dictionary) -> Iterator[Change]:
             yield Change(key.context, nbytes, name)
             for seconds in timing.samples:
                 yield Change(key.context, nbytes, name, seconds)
-            for seconds in timing.latest:
-                yield Change(key.context, nbytes, name, seconds, later=True)
 
 
 class _Line(NamedTuple):
@@ -262,13 +287,13 @@ def _line(key: Key, entry: Entry) -> str:
     return f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}'
 
 
-def _to_json(lines: Sequence[_Line], machine: Mapping[str, Any]) -> str:
+def _to_json(lines: Sequence[_Line], head: Mapping[str, Any]) -> str:
     by_context: dict[str, list[str]] = {}
     for line in lines:
         by_context.setdefault(str(line.key.context), []).append(line.text)
     blocks = [f"  {json.dumps(context)}: {{\n" + ",\n".join(texts) + "\n  }" for context, texts in by_context.items()]
-    head = f'{{\n "format": "{_FORMAT}",\n "version": {VERSION},\n "machine": {json.dumps(machine)},\n'
-    return head + ' "entries": {\n' + ",\n".join(blocks) + "\n }\n}\n"
+    facts = "".join(f" {json.dumps(name)}: {json.dumps(fact)},\n" for name, fact in head.items())
+    return "{\n" + facts + ' "entries": {\n' + ",\n".join(blocks) + "\n }\n}\n"
 
 
 def _describe(entry: Entry) -> dict[str, Any]:
@@ -278,7 +303,7 @@ def _describe(entry: Entry) -> dict[str, Any]:
             "seconds": _rounded(timing.seconds),
             "spread": _rounded(timing.spread),
             "samples": timing.samples,
-            **({"latest": timing.latest} if timing.latest else {}),
+            "measured_at": timing.measured_at,
         }
         for name, timing in entry.timings.items()
     }
@@ -301,11 +326,20 @@ def _parse_entry(found: Mapping[str, Any]) -> Entry:
     if not 0 <= entry.serial <= _MOST_SERIAL:
         raise DictionaryError(f"damaged: a serial number of {entry.serial}")
     for name, timing in found["timings"].items():
-        count = int(timing["count"])
-        samples, latest = (tuple(map(float, timing.get(part, ()))) for part in ("samples", "latest"))
-        if not 1 <= len(samples) <= min(count, MOST_SAMPLES) or len(latest) > MOST_SAMPLES:
-            raise DictionaryError(f"damaged: {count} measurements, of which {samples} and {latest} s are kept")
-        if not all(isfinite(one) and one >= 0 for one in (*samples, *latest)):
-            raise DictionaryError(f"damaged: measurements of {samples} and {latest} s")
-        entry.timings[str(name)] = Timing(count, samples, latest)
+        count, measured_at = int(timing["count"]), int(timing["measured_at"])
+        samples = tuple(map(float, timing["samples"]))
+        if not 1 <= len(samples) <= min(count, MOST_SAMPLES) or not 0 <= measured_at <= _MOST_SERIAL:
+            raise DictionaryError(
+                f"damaged: {count} measurements, the last at {measured_at}, of which {samples} s are kept"
+            )
+        if not all(isfinite(one) and one >= 0 for one in samples):
+            raise DictionaryError(f"damaged: measurements of {samples} s")
+        entry.timings[str(name)] = Timing(count, samples, measured_at)
     return entry
+
+
+def _parse_totals(seconds: float, extra_seconds: float) -> tuple[float, float]:
+    found = float(seconds), float(extra_seconds)
+    if not all(isfinite(one) and one >= 0 for one in found):
+        raise DictionaryError(f"damaged: transfers of {seconds} s, of which exploring has cost {extra_seconds} s")
+    return found

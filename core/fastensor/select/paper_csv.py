@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fastensor.backends.registry import PAPER_NAMES
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError, Entry
-from fastensor.select.explore import MOST_TRIES, in_order
 from fastensor.select.sizes import size_of
+from fastensor.select.winners import in_order
 
 Which: TypeAlias = Literal["WDic", "RDic", "WRDic"]
 """The paper's dictionaries: of writing, of reading, and of the sum of both."""
@@ -70,8 +70,7 @@ def from_csv(text: str, context: Context) -> Dictionary:
                 raise DictionaryError(f"line {rows.line_num}: expected 2 columns, found {len(row)}")
             nbytes = _parse_size(row[0], f"line {rows.line_num}, column 1")
             for method in _parse_speed_list(row[1], f"line {rows.line_num}, column 2"):
-                for _ in range(MOST_TRIES):  # nothing of it is to be tried again
-                    dictionary.apply(Change(context, nbytes, method.backend, method.seconds))
+                dictionary.apply(Change(context, nbytes, method.backend, method.seconds))
     except csv.Error as error:
         raise DictionaryError(f"line {rows.line_num}: {error}") from error
     return dictionary

@@ -1,4 +1,8 @@
-"""Choosing a backend, and learning from how long it took. Decides, and moves no bytes."""
+"""Choosing a backend, and learning from how long it took. Decides, and moves no bytes.
+
+A rule by size and residency, the prior, decides until something is known. Other backends are tried only as far as that
+costs next to nothing: see :class:`Selector`.
+"""
 
 from __future__ import annotations
 
@@ -6,76 +10,62 @@ import logging
 import os
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
-from functools import partial
-from statistics import median
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, human, shown, up_to
 from fastensor.select.context import Context
-from fastensor.select.dictionary import ENOUGH_TRIES, MOST_SAMPLES, Change, Dictionary, Key
-from fastensor.select.explore import (
-    HOPELESS,
-    MOST_TRIES,
-    in_order,
-    next_to_try,
-    relative_to,
-    seconds_to_read,
-    slowness_nearby,
-)
+from fastensor.select.dictionary import Change, Dictionary, Key
 from fastensor.select.sizes import bucket_of, scaled, size_of
+from fastensor.select.winners import in_order, seconds_to_read
 
-_TIE = 1.03
-"""Differences below that do not count."""
-_DRIFT = 1.5
-"""Having become so many times slower, or faster, is more than noise."""
-_PATIENCE = 3
-"""So many uses follow each try before a drift is a reason to try again, and in one process twice as many each time that
-one was found as soon as that: where timings are noisy for good, at most a quarter of the transfers explore, and ever
-fewer."""
-_MOST_PATIENCE = 48
+SHARE = 0.05
+"""Exploring may cost so much of the time that transfers take."""
+CREDIT_SECONDS = 0.05
+"""So much may be spent in advance, but no more than ``SHARE`` of the transfer at hand."""
+_LEAST_RISK = 0.25
+"""A try is expected to take longer than the best by at least so much of its time: expectations are often wrong."""
+_UNKNOWN = 2.0
+"""A backend of which nothing is known is expected to take so many times as long as the best one."""
+_LEAST_GAP, _MOST_GAP = 10, 1000
+"""After so many uses of its size, at least and at most, a backend is tried again."""
+_GROWTH = 5
+"""In between, when they have become a fifth more: what is known is checked again for ever, ever more cheaply."""
 _NOTICED_SECONDS = 1.0
-"""Trying something that takes less is no news to users."""
+"""Users hear of a try that has cost them more."""
 
 _logger = logging.getLogger("fastensor")
-_counter: partial[defaultdict[str, int]] = partial(defaultdict, int)
 
 
 @dataclass(slots=True)
 class _Course:
-    """What one key has been used for in this process. Ends with it, or with a refresh."""
+    """What one key has been used for in this process."""
 
-    tries: defaultdict[str, int]
-    """How often each backend was tried, measured or not, now or in an earlier process."""
-    tries_to_read: defaultdict[str, int] = field(default_factory=_counter)
-    """How often each was tried to find out how fast it is read what it writes."""
-    begun: defaultdict[str, list[defaultdict[str, int]]] = field(default_factory=partial(defaultdict, list))
-    """Tries of which nothing has been heard yet: where each was counted."""
     candidates: tuple[str, ...] = ()
     """Those of the last time."""
-    withdrawn: defaultdict[str, int] = field(default_factory=_counter)
-    """How often each was tried in vain: an error has come between that is no backend's fault."""
     failed: dict[str, str] = field(default_factory=dict)
     """Backends that could not do it, and why."""
-    explored: set[tuple[str, ...]] = field(default_factory=set)
-    """Candidates of which it is known."""
-    patience: int = _PATIENCE
-    """How many uses for each try there are before a drift matters."""
-    before: Mapping[str, float] | None = None
-    """How many times as long as the best each took before a refresh; None if it is the first time."""
+    uses: int = 0
+    """How often a backend was chosen that might have been a try."""
+    tried_at: dict[str, int] = field(default_factory=dict)
+    """By how many uses each was tried last, whether anything was heard of it or not."""
+    behind_seconds: float = 0.0
+    """How much longer than the prior was expected to take the backends took that were used because they were known to
+    be faster; negative if they were."""
+    disappointing: set[str] = field(default_factory=set)
+    """Those that were not, in the end: not used until a try shows again that they are."""
 
-    def end_try(self, backend: str) -> defaultdict[str, int] | None:
-        """Something was heard of a try; returns where it was counted, or None if none was begun."""
-        begun = self.begun[backend]
-        return begun.pop() if begun else None
 
-    @property
-    def possible(self) -> tuple[str, ...]:
-        """The candidates of the last time, without those that cannot do it."""
-        return tuple(name for name in self.candidates if name not in self.failed)
+class _Expected(NamedTuple):
+    """What is known of the candidates, in seconds."""
+
+    of: Mapping[str, float]
+    """By those that were measured, the time that counts: to write, to read, or both."""
+    to_write: Mapping[str, float]
+    """What of that is already over when the transfer at hand is."""
 
 
 class Selector:
@@ -84,21 +74,32 @@ class Selector:
     Whoever moves bytes asks :meth:`choose`, and then tells :meth:`record` how long it took, or :meth:`failed` that it
     could not be done. A choice costs some microseconds.
 
+    The prior, which the caller names by its ``default``, is used until it was measured. Then others may be tried.
+    **Exploring may never have cost more than 5 % of the time that transfers have taken so far**, here and in the
+    dictionary, plus a credit of 50 ms or 5 % of the transfer at hand, whichever is less. A try costs what it takes
+    longer than the best backend is expected to. It is made when what it is expected to cost at least fits into what is
+    left; expectations come from the backend's own timings, from those of other sizes (a latency and a bandwidth), or
+    else are twice the best one's time. One that turns out to cost more is paid for by not trying for long. A backend
+    that was measured to be faster than the prior, by more than the prior's own timings vary, is used as long as it does
+    not take longer in total than the prior was expected to; what it loses then is charged, too. So a size takes about
+    1.05 × the prior's time at most, the credit, and one try that disappoints, or, where the machine has just changed
+    for good, two.
+
     Args:
         dictionary: what is known already; what is learned is added to it.
         explore: whether backends are tried that nothing is known of. Without, choices depend on the dictionary alone,
             which never changes then: they are deterministic.
         mode: what files are written for: to be written fast, to be read fast later, or both.
-        refresh_every: forget a size and context, and explore it anew, after so many uses; None means only when its
-            timings drift.
+        paper: explore by Algorithm 1 of the Fastensor paper instead, which tries every backend once at each size,
+            whatever it costs, and uses the fastest from then on.
         on_change: called with everything that is learned, by the thread that tells.
 
     >>> selector, context = Selector(), Context("write")
-    >>> for seconds in (3.0, 1.0, 3.1, 1.1, 1.0):  # of numpy, direct, and so on: numpy turns out to be the slower one
-    ...     choice = selector.choose(1 << 30, context, ["direct", "numpy"])
-    ...     selector.record(1 << 30, context, choice.backend, seconds)
-    >>> selector.choose(1 << 30, context, ["direct", "numpy"])
-    Choice(backend='direct', reason='the fastest: 1 s for up to 1 GiB', exploring=False)
+    >>> for seconds in [1.0] * 20 + [0.25] * 5:  # of direct, until numpy is tried, which turns out to be faster
+    ...     choice = selector.choose(1 << 30, context, ["direct", "numpy"], default="direct")
+    ...     selector.record(1 << 30, context, choice.backend, seconds, choice)
+    >>> choice.backend, choice.reason
+    ('numpy', 'the fastest: 250 ms for up to 1 GiB')
     """
 
     def __init__(
@@ -107,13 +108,15 @@ class Selector:
         *,
         explore: bool = True,
         mode: Mode = "write",
-        refresh_every: int | None = None,
+        paper: bool = False,
         on_change: Callable[[Change], None] = lambda change: None,
     ) -> None:
         self._dictionary = Dictionary() if dictionary is None else dictionary
-        self._explore = explore
+        self.explore = explore
+        """Whether backends are tried, and timings learned. May be changed at any time."""
         self.mode = mode
-        self.refresh_every = refresh_every
+        self.paper = paper
+        """Whether the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
         self._courses: dict[Key, _Course] = {}
         self._counts: Counter[str] = Counter()
@@ -124,17 +127,6 @@ class Selector:
         self._lock = threading.RLock()
 
     @property
-    def explore(self) -> bool:
-        """Whether backends are tried, and timings learned. May be changed at any time."""
-        return self._explore
-
-    @explore.setter
-    def explore(self, explore: bool) -> None:
-        with self._lock:
-            self._explore = explore
-            self._courses.clear()
-
-    @property
     def mode(self) -> Mode:
         """What files are written for. May be changed at any time."""
         return self._mode
@@ -142,17 +134,6 @@ class Selector:
     @mode.setter
     def mode(self, mode: Mode) -> None:
         self._mode: Mode = check_mode(mode)
-
-    @property
-    def refresh_every(self) -> int | None:
-        """After how many uses a size and context is explored anew. May be changed at any time."""
-        return self._refresh_every
-
-    @refresh_every.setter
-    def refresh_every(self, uses: int | None) -> None:
-        if uses is not None and uses < 1:
-            raise ValueError(f"refresh_every is at least 1 or None, found {uses}")
-        self._refresh_every = uses
 
     @property
     def dictionary(self) -> Dictionary:
@@ -177,66 +158,52 @@ class Selector:
             context: in which circumstances.
             candidates: the backends that can; at least one.
             mode: what a file is written for; None means what the selector was made for. Of no account for reads.
-            default: what to use where nothing is known and nothing is to be tried; None means the candidate that is
-                tried first.
+            default: the prior: what to use where nothing is known; None means the first candidate in the paper's order.
             learn: whether it will be told how long it took. If not, nothing is tried.
         """
         mode = check_mode(mode or self._mode)
         key = Key(context, bucket_of(nbytes))
         possible = in_order(candidates)
         with self._lock:
-            course = self._course(key)
+            course = self._courses.setdefault(key, _Course())
             course.candidates = possible
-            choice, why = self._decide(key, course, possible, mode, default, try_others=self.explore and learn)
-            if choice.exploring:
-                tries = course.tries if why == "to write" else course.tries_to_read
-                tries[choice.backend] += 1
-                course.begun[choice.backend].append(tries)
-            elif self.explore and learn:
-                course.explored.add(possible)
+            choice = self._decide(key, course, possible, mode, default, explore=self.explore and learn)
+            if self.explore and learn:
+                course.uses += 1
+                if choice.exploring:
+                    course.tried_at[choice.backend] = course.uses
             return choice
 
-    def record(self, nbytes: int, context: Context, backend: str, seconds: float) -> None:
+    def record(self, nbytes: int, context: Context, backend: str, seconds: float, choice: Choice | None = None) -> None:
         """A backend has moved so many bytes in so many seconds.
 
-        The first few timings are learned; later ones only tell whether these still hold.
+        Args:
+            nbytes, context: as for :meth:`choose`.
+            backend: which did it.
+            seconds: what it took.
+            choice: that this was done by, so that what it has cost is counted; None if nobody chose.
         """
         key = Key(context, bucket_of(nbytes))
+        if choice is not None and choice.backend != backend:
+            choice = None  # which could not do it
         with self._lock:
-            course = self._course(key)
+            self._counts["explored" if choice is not None and choice.exploring else "exploited"] += 1
             if not self.explore:
-                self._counts["exploited"] += 1
                 return
-            tried = course.end_try(backend)
-            exploring = tried is not None
-            self._counts["explored" if exploring else "exploited"] += 1
-            if exploring:
-                self._say_if_slow(key, course, nbytes, backend, seconds)
-            later = tried is not course.tries and course.tries[backend] >= MOST_TRIES
-            if not exploring and not later:  # nobody had to choose
-                course.tries[backend] += 1
-            self._learn(Change(context, nbytes, backend, seconds, later))
-            if not exploring and later:
-                self._look_for_drift(key, course, backend)
+            course = self._courses.setdefault(key, _Course())
+            extra = self._cost(course, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
+            if extra > _NOTICED_SECONDS:
+                _logger.warning(
+                    "%s was tried for %s (%s), and took %s, %s longer than the best; FASTENSOR_EXPLORE=0 tries nothing",
+                    backend, human(nbytes), context, shown(seconds), shown(extra),
+                )  # fmt: skip
+            self._learn(Change(context, nbytes, backend, seconds, extra))
 
     def failed(self, nbytes: int, context: Context, backend: str, reason: str) -> None:
-        """A backend could not do it: it is not used again for that until the next refresh, in this process."""
+        """A backend could not do it: it is not used again for that in this process."""
         with self._lock:
             self._counts["failed"] += 1
-            course = self._course(Key(context, bucket_of(nbytes)))
-            course.failed[backend] = reason
-            course.end_try(backend)
-
-    def withdrawn(self, nbytes: int, context: Context, backend: str) -> None:
-        """Nothing will be heard of a transfer that was to explore, for a reason that is not the backend's: the disk was
-        full, say. It does not count."""
-        with self._lock:
-            course = self._course(Key(context, bucket_of(nbytes)))
-            tries = course.end_try(backend)
-            if tries is not None:
-                tries[backend] -= 1
-                course.withdrawn[backend] += 1
-                course.explored.clear()
+            self._courses.setdefault(Key(context, bucket_of(nbytes)), _Course()).failed[backend] = reason
 
     def explain(
         self,
@@ -257,61 +224,41 @@ class Selector:
         """
         key = Key(context, bucket_of(nbytes))
         with self._lock:
-            course = self._courses.get(key) or self._new_course(key)
+            course = self._courses.get(key) or _Course()
             if candidates is None:
                 candidates = course.candidates or sorted(
                     {name for _, entry in self._dictionary for name in entry.timings}
                 )
-            choice, _ = self._decide(
-                key, course, in_order(candidates), check_mode(mode or self._mode), default, try_others=self.explore
+            choice = self._decide(
+                key, course, in_order(candidates), check_mode(mode or self._mode), default, explore=self.explore
             )
             timings = dict(self._dictionary.at(key).timings)
-            return Explanation(size_of(key.bucket), context, choice, timings, dict(course.failed))
+            return Explanation(
+                size_of(key.bucket), context, choice, timings, dict(course.failed),
+                self._dictionary.seconds, self._dictionary.extra_seconds,
+            )  # fmt: skip
 
-    def adopt(self, dictionary: Dictionary, *, anew: bool = False) -> None:
-        """Forget what is known, and take over what somebody else has learned. Nobody is told.
-
-        Args:
-            anew: forget what could not be done here, too.
-        """
+    def adopt(self, dictionary: Dictionary) -> None:
+        """Forget what is known, and take over what somebody else has learned. Nobody is told. What could not be done
+        here still cannot."""
         with self._lock:
             self._dictionary = deepcopy(dictionary)
-            failed = {key: course.failed for key, course in self._courses.items() if course.failed and not anew}
-            self._courses.clear()
-            for key, reasons in failed.items():
-                self._course(key).failed = reasons
 
     def statistics(self) -> SelectorStatistics:
         """What has been done so far."""
         with self._lock:
-            return SelectorStatistics(**{field.name: self._counts[field.name] for field in fields(SelectorStatistics)})
+            counts = {name: self._counts[name] for name in ("explored", "exploited", "failed")}
+            known = self._dictionary
+            return SelectorStatistics(**counts, seconds=known.seconds, extra_seconds=known.extra_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is known and how it is used; copies learn by themselves, and tell nobody."""
-        return {
-            "dictionary": self.dictionary,
-            "explore": self.explore,
-            "mode": self.mode,
-            "refresh_every": self.refresh_every,
-        }
+        return {"dictionary": self.dictionary, "explore": self.explore, "mode": self.mode, "paper": self.paper}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # a copy begins like any other
 
     # --- inside, with the lock held
-
-    def _course(self, key: Key) -> _Course:
-        course = self._courses.get(key)
-        if course is None:
-            course = self._courses[key] = self._new_course(key)
-        return course
-
-    def _new_course(self, key: Key) -> _Course:
-        timings = self._dictionary.at(key).timings
-        counts = {name: min(timing.count, MOST_TRIES) for name, timing in timings.items()}
-        if MOST_TRIES in counts.values():  # somebody has found out what is best, and needed no more of the others
-            counts = {name: MOST_TRIES if count >= ENOUGH_TRIES else count for name, count in counts.items()}
-        return _Course(_counter(counts))
 
     def _decide(
         self,
@@ -321,87 +268,111 @@ class Selector:
         mode: Mode,
         default: str | None,
         *,
-        try_others: bool,
-    ) -> tuple[Choice, Literal["to write", "to read"]]:
-        """What is chosen, and by which of its speeds. Changes nothing."""
+        explore: bool,
+    ) -> Choice:
+        """What is chosen. Changes nothing."""
         if not candidates:
             raise ValueError("there is no backend to choose")
-        possible = tuple(name for name in candidates if name not in course.failed) if course.failed else candidates
-        if try_others and candidates not in course.explored:
-            choice = self._next_try(key, course, possible)
-            if choice is not None:
-                return choice, "to write"
-        if mode != "write" and key.context.operation == "write":
-            reads = seconds_to_read(self._dictionary, key)
-            choice = self._next_try_to_read(key, course, possible, reads) if try_others else None
-            if choice is not None:
-                return choice, "to read"
-            choice = self._for_reading(key, possible, mode, reads)
-            if choice is not None:
-                return choice, "to read"
-        return self._best(key, course, candidates, default), "to write"
-
-    def _next_try(self, key: Key, course: _Course, possible: tuple[str, ...]) -> Choice | None:
-        if course.before is None:
-            slowness, size = slowness_nearby(self._dictionary, key)
-            where = f"at {human(size)}"
+        possible = tuple(name for name in candidates if name not in course.failed) or candidates
+        prior = default if default in possible else possible[0]
+        expected = self._expected(key, possible, mode, None if not explore or self.paper else prior)
+        if explore and self.paper:
+            unknown = next((one for one in possible if one not in expected.of and one not in course.tried_at), None)
+            if unknown is not None:
+                return Choice(unknown, f"tried once for {up_to(key.bucket)}, as the paper does", exploring=True)
+        if not expected.of or (explore and not self.paper and prior not in expected.of):
+            return Choice(prior, f"by size: nothing was measured for {up_to(key.bucket)}")
+        if not explore or self.paper:
+            best = _least(expected.of)
         else:
-            slowness, where = course.before, "before"
-        slowness = relative_to(possible, slowness)
-        entry = self._dictionary.at(key)
-        name = next_to_try(
-            entry, course.tries, slowness, possible, spare=course.before is None, withdrawn=course.withdrawn
+            best = self._best(key, course, prior, expected)
+            if choice := self._next_try(key, course, possible, prior, best, expected):
+                return choice
+        return Choice(best, _why(key, mode, best, expected), prior_seconds=_break_even(expected, best, prior))
+
+    def _expected(self, key: Key, possible: tuple[str, ...], mode: Mode, prior: str | None) -> _Expected:
+        """What is known, by the dictionary that the mode names (Algorithm 1, lines 9 to 16). Until something was read,
+        writes alone decide. What competes with a prior is judged by its latest timings, or by all, whichever is better.
+        """
+        timings = self._dictionary.at(key).timings
+        alone = {
+            name: timings[name].seconds if prior in (None, name) else timings[name].hoped_seconds
+            for name in possible
+            if name in timings
+        }
+        if mode == "write" or key.context.operation == "read":
+            return _Expected(alone, alone)
+        reads = seconds_to_read(self._dictionary, key)
+        both = {name: reads[name] + (alone[name] if mode == "write_read" else 0.0) for name in alone if name in reads}
+        return _Expected(both or alone, alone)
+
+    def _cost(self, course: _Course, choice: Choice, seconds: float, scale: float) -> float:
+        """What exploring has cost by a transfer: what was tried, or what was used because of a try."""
+        if choice.best_seconds is not None:
+            if choice.prior_seconds is not None and seconds < choice.prior_seconds / scale:
+                course.disappointing.discard(choice.backend)
+            return max(seconds - choice.best_seconds / scale, 0.0)
+        if choice.prior_seconds is None:
+            return 0.0
+        course.behind_seconds += seconds - choice.prior_seconds / scale
+        if course.behind_seconds <= _credit(choice.prior_seconds):
+            return 0.0
+        lost, course.behind_seconds = course.behind_seconds, 0.0
+        course.disappointing.add(choice.backend)
+        return lost
+
+    def _best(self, key: Key, course: _Course, prior: str, expected: _Expected) -> str:
+        """The fastest of those that do not disappoint; the prior if that might be as fast."""
+        best = _least({name: expected.of[name] for name in expected.of if name not in course.disappointing})
+        if best == prior:
+            return best
+        luck = expected.to_write[prior] - self._dictionary.at(key).timings[prior].quartile
+        return best if expected.of[best] < expected.of[prior] - luck else prior
+
+    def _next_try(
+        self, key: Key, course: _Course, possible: tuple[str, ...], prior: str, best: str, expected: _Expected
+    ) -> Choice | None:
+        """The try with the least risk, if there is one that the budget covers."""
+        known = self._dictionary
+        usual = expected.of[best]
+        left = SHARE * (known.seconds - known.extra_seconds) + _credit(usual) - known.extra_seconds
+        if left < _LEAST_RISK * usual:
+            return None
+        risks = {
+            name: max(self._estimate(key, name, expected, usual) - usual, _LEAST_RISK * usual)
+            for name in possible
+            if name != best and self._is_due(key, course, name, most_gap=_LEAST_GAP if name == prior else _MOST_GAP)
+        }
+        name = prior if prior in risks else min(risks, key=risks.__getitem__, default=None)  # all are compared with it
+        if name is None or risks[name] > left:
+            return None
+        reason = f"tried for {up_to(key.bucket)}: at a risk of {shown(risks[name])}, of {shown(left)} to spend on that"
+        return Choice(
+            name,
+            reason,
+            exploring=True,
+            best_seconds=expected.to_write[best],
+            prior_seconds=expected.to_write[prior],
         )
-        if name is None:
-            return None
-        known = entry.slowness
-        if name in known:
-            slowness, where = known, "so far"
-        times = f"; {slowness[name]:.2f} × the best {where}" if name in slowness else ""
-        number = course.tries[name] + 1
-        return Choice(name, f"tried for {up_to(key.bucket)}, {number} of at most {MOST_TRIES}{times}", exploring=True)
 
-    def _next_try_to_read(
-        self, key: Key, course: _Course, possible: tuple[str, ...], reads: Mapping[str, float]
-    ) -> Choice | None:
-        """For RDic and WRDic, what a backend writes has to be read some time."""
-        timings, tries = self._dictionary.at(key).timings, course.tries_to_read
-        unknown = [name for name in possible if name in timings and name not in reads and tries[name] < MOST_TRIES]
-        if not unknown:
-            return None
-        name = min(unknown, key=lambda name: tries[name] + course.withdrawn[name])
-        number = f"{tries[name] + 1} of at most {MOST_TRIES}"
-        return Choice(name, f"tried to learn how fast it is read, for {up_to(key.bucket)}, {number}", exploring=True)
+    def _is_due(self, key: Key, course: _Course, name: str, most_gap: int) -> bool:
+        """Whether a backend was not tried for long enough."""
+        entry = self._dictionary.at(key)
+        timing = entry.timings.get(name)
+        if name in course.tried_at and course.uses - course.tried_at[name] < _gap(course.tried_at[name], most_gap):
+            return False
+        return timing is None or entry.uses - timing.measured_at >= _gap(timing.measured_at, most_gap)
 
-    def _for_reading(
-        self, key: Key, possible: tuple[str, ...], mode: Mode, reads: Mapping[str, float]
-    ) -> Choice | None:
-        """By RDic or WRDic (Algorithm 1, lines 9 to 16)."""
-        timings = self._dictionary.at(key).timings
-        known = [name for name in possible if name in timings and name in reads]
-        if not known:
-            return None
-        if mode == "read":
-            best = min(known, key=reads.__getitem__)
-            return Choice(best, f"the fastest to read: {shown(reads[best])} for {up_to(key.bucket)}")
-        best = min(known, key=lambda name: timings[name].seconds + reads[name])
-        both = timings[best].seconds + reads[best]
-        return Choice(best, f"the fastest to write and read: {shown(both)} for {up_to(key.bucket)}")
-
-    def _best(self, key: Key, course: _Course, candidates: tuple[str, ...], default: str | None) -> Choice:
-        failed = course.failed
-        possible = [name for name in candidates if name not in failed] if failed else candidates
-        timings = self._dictionary.at(key).timings
-        known = {name: timings[name].seconds for name in possible if name in timings}
-        if known:
-            best = min(known, key=known.__getitem__)
-            return Choice(best, f"the fastest: {shown(known[best])} for {up_to(key.bucket)}")
-        slowness, size = slowness_nearby(self._dictionary, key)
-        near = [name for name in possible if name in slowness]
-        if near:
-            return Choice(min(near, key=slowness.__getitem__), f"the fastest at {human(size)}")
-        name = next((name for name in (default, *possible) if name in possible), candidates[0])
-        return Choice(name, f"by size: nothing was measured for {up_to(key.bucket)}")
+    def _estimate(self, key: Key, name: str, expected: _Expected, usual: float) -> float:
+        """What a backend is expected to take, by its own timings or else by those of other sizes. Its first use may
+        have been slow, so that is the most that it is expected to."""
+        timing = self._dictionary.at(key).timings.get(name)
+        if name in expected.of and timing is not None and timing.count > 1:
+            return expected.of[name]
+        line = self._dictionary.line(key.context, name)
+        if line is None or expected.of is not expected.to_write:  # nobody has read what it writes
+            return min(expected.of.get(name, _UNKNOWN * usual), _UNKNOWN * usual)
+        return line.seconds(size_of(key.bucket))
 
     def _learn(self, change: Change) -> None:
         self._dictionary.apply(change)
@@ -410,51 +381,32 @@ class Selector:
         except Exception:  # what was moved is moved
             _logger.exception("on_change of a fastensor.Selector has raised, told of %s", change)
 
-    def _look_for_drift(self, key: Key, course: _Course, backend: str) -> None:
-        """Whether what is known still holds, by the latest uses, of other processes too."""
-        entry = self._dictionary.at(key)
-        timing = entry.timings[backend]
-        uses = sum([one.uses for one in entry.timings.values()])
-        least = min(timing.latest, default=timing.seconds)
-        perhaps = least > _TIE * timing.seconds or least * _DRIFT < timing.seconds
-        if perhaps and len(timing.latest) == MOST_SAMPLES:
-            quiet = course.patience * max(sum(len(one.samples) for one in entry.timings.values()), MOST_TRIES)
-            known = [one.seconds for name, one in entry.timings.items() if name != backend and name in course.possible]
-            slower = min([_DRIFT * timing.seconds, *(_TIE * other for other in known if other >= timing.seconds)])
-            usual = median(timing.latest)
-            if uses >= quiet and (least > slower or usual * _DRIFT < timing.seconds):
-                patience = _PATIENCE if uses > 2 * quiet else min(2 * course.patience, _MOST_PATIENCE)
-                self._refresh(key, f"{backend} takes {shown(usual)}, and took {shown(timing.seconds)}", patience)
-                return
-        if self.refresh_every is not None and uses >= self.refresh_every:
-            self._refresh(key, f"it was used {uses} times", _PATIENCE)
 
-    def _refresh(self, key: Key, why: str, patience: int) -> None:
-        """Forget what was measured, of all backends: they are compared by timings of the same time."""
-        _logger.info("exploring %s, %s anew: %s", key.context, up_to(key.bucket), why)
-        self._counts["refreshed"] += 1
-        before = {**(self._courses[key].before or {}), **self._dictionary.at(key).slowness}
-        self._courses[key] = _Course(_counter(), patience=patience, before=before)
-        if key.context.operation == "read":  # others have to be written before they can be read again
-            for other, course in self._courses.items():
-                if other.bucket == key.bucket and other.context.operation == "write":
-                    course.tries_to_read.clear()
-        self._learn(Change(key.context, size_of(key.bucket), None))
+def _gap(uses: int, most: int) -> int:
+    """How many uses later a backend is tried again that was measured after so many."""
+    return min(max(uses // _GROWTH, _LEAST_GAP), most)
 
-    def _say_if_slow(self, key: Key, course: _Course, nbytes: int, backend: str, seconds: float) -> None:
-        timings = self._dictionary.at(key).timings
-        others = [name for name in course.possible if name in timings and name != backend]
-        if not others:
-            return
-        best = min(others, key=lambda name: timings[name].seconds)
-        times = scaled(seconds, nbytes) / timings[best].seconds
-        if times > HOPELESS:
-            noticed = seconds > _NOTICED_SECONDS
-            _logger.log(
-                logging.WARNING if noticed else logging.INFO,
-                "%s was tried for %s (%s), and took %s, %.1f × as long as %s",
-                backend, human(nbytes), key.context, shown(seconds), times, best,
-            )  # fmt: skip
+
+def _why(key: Key, mode: Mode, best: str, expected: _Expected) -> str:
+    what = ""
+    if expected.of is not expected.to_write:
+        what = " to read" if mode == "read" else " to write and read"
+    return f"the fastest{what}: {shown(expected.of[best])} for {up_to(key.bucket)}"
+
+
+def _least(seconds: Mapping[str, float]) -> str:
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _credit(usual: float) -> float:
+    return min(CREDIT_SECONDS, SHARE * usual)
+
+
+def _break_even(expected: _Expected, best: str, prior: str) -> float | None:
+    """What the transfer at hand may take by the best backend without losing to the prior; None if that is the best."""
+    if best == prior or prior not in expected.of:
+        return None
+    return expected.of[prior] - (expected.of[best] - expected.to_write[best])
 
 
 _selectors: weakref.WeakSet[Selector] = weakref.WeakSet()

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from fastensor.select.dictionary import Dictionary, DictionaryError, Key
-from fastensor.select.explore import Winners, winners
 from fastensor.select.selector import Selector
+from fastensor.select.winners import Winners, winners
 
 _PATIENCE = timedelta(minutes=5)
 """A rank that does not come is waited for so long; one that has died is noticed at once."""
@@ -37,15 +37,6 @@ def _gist_of(dictionary: Dictionary) -> _Gist:
         key: (winners(dictionary, key), tuple(sorted(entry.timings, key=lambda name: entry.timings[name].seconds)))
         for key, entry in dictionary
     }
-
-
-class _News(NamedTuple):
-    """What a rank sends to those that it explores for."""
-
-    dictionary: str
-    """As JSON."""
-    anew: bool
-    """Whether something was explored anew, so that what could not be done may be tried again."""
 
 
 def kind_of(device: torch.device, machine: Mapping[str, str]) -> str:
@@ -95,8 +86,6 @@ class Sharing:
         """Whether it would by itself."""
         self._sent: _Gist | None = None
         """Of the dictionary that was sent."""
-        self._refreshed = selector.statistics().refreshed
-        """How often had been explored anew by then."""
         self._rank = self.leader = 0
         self._leaders: tuple[int, ...] = ()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
@@ -137,23 +126,20 @@ class Sharing:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _news(self) -> _News | None:
-        """The dictionary, if another backend is the best one somewhere, or is known at all, or was explored anew."""
-        dictionary, refreshed = self._selector.dictionary, self._selector.statistics().refreshed
+    def _news(self) -> str | None:
+        """The dictionary as JSON, if another backend is the best one somewhere, or is known at all."""
+        dictionary = self._selector.dictionary
         sent, self._sent = self._sent, _gist_of(dictionary)
-        before, self._refreshed = self._refreshed, refreshed
-        if sent == self._sent and before == refreshed:
-            return None
-        return _News(dictionary.to_json(), anew=refreshed > before)
+        return None if sent == self._sent else dictionary.to_json()
 
-    def _adopt(self, news: _News) -> None:
+    def _adopt(self, news: str) -> None:
         try:
-            dictionary = Dictionary.from_json(news.dictionary)
+            dictionary = Dictionary.from_json(news)
         except DictionaryError as error:
             _logger.warning("rank %d cannot read what rank %d has learned: %s", self._rank, self.leader, error)
             self._keep_to_itself()  # and still takes part, because the others go on
         else:
-            self._selector.adopt(dictionary, anew=news.anew)
+            self._selector.adopt(dictionary)
 
     def _keep_to_itself(self) -> None:
         self.leader = self._rank

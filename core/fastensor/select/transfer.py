@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Self, TypeAlias, TypeVar
 
 import torch
@@ -21,6 +21,8 @@ from fastensor.select.selector import Selector
 T = TypeVar("T")
 LAST_RESORTS = ("numpy", "torch")
 """What is used where a named backend cannot."""
+_WHOLE_FILES = ("torch",)
+"""What writes and reads a file by ``torch.save`` and ``torch.load`` does it more slowly than by our own plan of it."""
 _REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 """How the operating system says that something is not to be had here."""
 BackendChoice: TypeAlias = str | Selector
@@ -52,6 +54,7 @@ class Transfer:
         mode: what is written is for that; None means the selector's own.
         default: which of the candidates if nothing is known and nothing may be tried.
         learn: whether the selector is to hear how long it takes; if not, it tries nothing.
+        fallbacks: those of the candidates that are used only where no other one can.
 
     Raises:
         BackendUnavailableError: there are no candidates.
@@ -68,7 +71,9 @@ class Transfer:
         mode: Mode | None = None,
         default: str | None = None,
         learn: bool = True,
+        fallbacks: Collection[str] = (),
     ) -> None:
+        self._fallbacks = fallbacks
         self._left = list(dict.fromkeys(candidates))
         self._failed: dict[str, str] = {}
         self._unexpected: Exception | None = None
@@ -80,9 +85,7 @@ class Transfer:
         self._mode = mode
         self._default = default
         self._learn = learn
-        self._tries = False
-        """Whether the selector waits to hear of something that it has begun to try."""
-        self.choice = self._choose()
+        self.choice = self._latest = self._choose()
         """The first one."""
         self.used = self.choice.backend
         self.started = 0.0
@@ -113,7 +116,7 @@ class Transfer:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
         selector = choice if isinstance(choice, Selector) else current_selector(path)
         available = [name for name in candidates if not why_unavailable(name)]
-        return cls(available, nbytes, context, selector, default=default, learn=learn)
+        return cls(available, nbytes, context, selector, default=default, learn=learn, fallbacks=_WHOLE_FILES)
 
     @property
     def reason(self) -> str:
@@ -142,7 +145,6 @@ class Transfer:
                 return attempt(registry.get(self.used))
             except BaseException as error:
                 if not isinstance(error, Exception) or not is_to_blame(error):
-                    self.withdraw()
                     raise
                 reason = str(error)
                 if not isinstance(error, BackendUnavailableError):
@@ -152,25 +154,18 @@ class Transfer:
                 give_up(self.used, reason)
                 self.failed(reason)
                 self._left.remove(self.used)
-            self.used = self._choose().backend
+            self._latest = self._choose()
+            self.used = self._latest.backend
 
     def done(self, seconds: float) -> None:
         """It has taken so long."""
-        self._tries = False
         if self._selector is not None and self._learn:
-            self._selector.record(self._nbytes, self._context, self.used, seconds)
+            self._selector.record(self._nbytes, self._context, self.used, seconds, self._latest)
 
     def failed(self, reason: str) -> None:
         """The backend cannot do it, or has begun and cannot go on."""
-        self._tries = False
         if self._selector is not None:
             self._selector.failed(self._nbytes, self._context, self.used, reason)
-
-    def withdraw(self) -> None:
-        """Nothing will be heard of it, for a reason that says nothing about the backend; does nothing if there was."""
-        tries, self._tries = self._tries, False
-        if self._selector is not None and tries:
-            self._selector.withdrawn(self._nbytes, self._context, self.used)
 
     def _choose(self) -> Choice:
         if not self._left:
@@ -185,9 +180,8 @@ class Transfer:
         if self._selector is None or not self._chooses:
             return Choice(self._left[0], "asked for")
         default = self._default if self._default in self._left else None
-        choice = self._selector.choose(self._nbytes, self._context, self._left, self._mode, default, learn=self._learn)
-        self._tries = choice.exploring
-        return choice
+        contenders = [name for name in self._left if name not in self._fallbacks] or self._left
+        return self._selector.choose(self._nbytes, self._context, contenders, self._mode, default, learn=self._learn)
 
 
 def is_to_blame(error: Exception) -> bool:

@@ -1,0 +1,74 @@
+"""Which backend is the fastest by each of the paper's three dictionaries (section 4). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from fastensor.select.context import STAGED, Context
+from fastensor.select.dictionary import Dictionary, Key, Timing
+
+PAPER_ORDER = ("gds", "numpy", "torch", "direct")
+"""In which order backends are tried (section 4.1, step 5); others come after."""
+
+
+def in_order(candidates: Iterable[str]) -> tuple[str, ...]:
+    """In the order in which they are tried.
+
+    >>> in_order(["mine", "direct", "numpy"])
+    ('numpy', 'direct', 'mine')
+    """
+    return _in_order(tuple(candidates))
+
+
+@lru_cache(256)
+def _in_order(candidates: tuple[str, ...]) -> tuple[str, ...]:
+    ranks = {name: rank for rank, name in enumerate(PAPER_ORDER)}
+    return tuple(sorted(candidates, key=lambda name: ranks.get(name, len(ranks))))
+
+
+def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
+    """How long each backend takes to read what is written now: in the page cache or not, whichever is usual for it.
+
+    That is not the same for all of them: what one has written around the page cache is not in it when it is read.
+    Bytes are read to the device that they come from, or, if nothing ever is, to another one: checkpoints are often
+    loaded to the CPU first.
+    """
+    own = "cpu" if key.context.device == STAGED else key.context.device
+    if any(map(dictionary.within, _reads(own))):
+        return _usual_seconds(dictionary, own, key.bucket)
+    others = {context.device for context in dictionary.contexts() if context.operation == "read"}
+    return max([{}, *(_usual_seconds(dictionary, device, key.bucket) for device in sorted(others))], key=len)
+
+
+@lru_cache(64)
+def _reads(device: str) -> tuple[Context, ...]:
+    return tuple(Context("read", device, warm) for warm in (False, True))
+
+
+def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str, float]:
+    usual: dict[str, Timing] = {}
+    for context in _reads(device):
+        for name, timing in dictionary.at(Key(context, bucket)).timings.items():
+            if name not in usual or timing.count > usual[name].count:
+                usual[name] = timing
+    return {name: timing.seconds for name, timing in usual.items()}
+
+
+class Winners(NamedTuple):
+    """The fastest backends for one key: in WDic, or of a read; in RDic; and in WRDic."""
+
+    alone: str | None
+    to_read: str | None
+    to_write_and_read: str | None
+
+
+def winners(dictionary: Dictionary, key: Key) -> Winners:
+    """Those of what is known."""
+    entry = dictionary.at(key)
+    reads = seconds_to_read(dictionary, key) if key.context.operation == "write" else {}
+    known = [name for name in entry.timings if name in reads]
+    to_read = min(known, key=reads.__getitem__, default=None)
+    both = min(known, key=lambda name: entry.timings[name].seconds + reads[name], default=None)
+    return Winners(entry.best, to_read, both)
