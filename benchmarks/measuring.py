@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import fastensor
-from fastensor.checkpoint.publish import wait_for_space
+from fastensor.checkpoint.freeing import wait_for_space
 
 fastensor.use_selector(fastensor.Selector(explore=False))
 """Backends are chosen by size: what is measured is not to depend on what was learned before."""

@@ -25,7 +25,7 @@ from fastensor import AsyncWriter, FastensorError
 from fastensor.backends.arena import BLOCK_NBYTES
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.checkpoint import ordering
-from fastensor.checkpoint.publish import wait_for_space
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.testing import failing_call, short_call
 
 OLD = {"w": torch.full((1000,), 1)}
@@ -189,7 +189,7 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
 
 GROWTH = """
 import os, sys, torch, fastensor
-from fastensor.checkpoint.publish import wait_for_space
+from fastensor.checkpoint.freeing import wait_for_space
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def descriptors():

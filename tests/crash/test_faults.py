@@ -22,7 +22,7 @@ import fastensor
 from fastensor import FastensorError
 from fastensor.backends.fallback import available_names
 from fastensor.backends.posix import TEMPORARY_SUFFIX
-from fastensor.checkpoint.publish import wait_for_space
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import LayoutError
 from fastensor.stitch import torch_zip
 from fastensor.testing import Fault, failing_call, short_call

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fastensor.backends import afterwards
 from fastensor.select import current
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
@@ -40,6 +41,7 @@ def learned(folder: Path) -> dict[str, int]:
 
 LEARN = """
 import multiprocessing, sys
+from fastensor.backends import afterwards
 from fastensor.select import current
 from fastensor.select.context import Context
 
@@ -73,6 +75,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FASTENSOR_EXPLORE", "1")
     monkeypatch.setattr(current, "_made", {})
     monkeypatch.setattr(current, "_FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(afterwards, "_worker", afterwards._Worker())
     return tmp_path
 
 
@@ -84,7 +87,7 @@ def learn(folder: Path, name: str) -> None:
 
 def test_a_disk_that_does_not_answer_holds_up_no_transfer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = DictionaryFile.update
-    asked, answers = threading.Event(), threading.Event()
+    asked, answers, written = threading.Event(), threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
     def stuck(file: DictionaryFile, changes: Any) -> None:
@@ -92,6 +95,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_transfer(here: Path, monkeypatc
         asked.set()
         assert answers.wait(20), "it was held up"
         update(file, changes)
+        written.set()
 
     monkeypatch.setattr(DictionaryFile, "update", stuck)
     for name in ("numpy", "direct", "torch"):
@@ -112,7 +116,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_transfer(here: Path, monkeypatc
     assert os.waitpid(child, 0)[1] == 0
     assert learned(here) == {"of a child": 1}
     answers.set()
-    threads[0].join()
+    assert written.wait(20)
     learn(here, "numpy")
     current.flush()
     assert learned(here) == {"of a child": 1, "numpy": 2, "direct": 1, "torch": 1}
@@ -170,5 +174,5 @@ threading._register_atexit(ending.set)
 
 
 def test_the_end_of_a_process_waits_for_what_is_being_written(tmp_path: Path) -> None:
-    assert run(tmp_path, ENDING).splitlines()[0] == "written by fastensor-learn"
+    assert run(tmp_path, ENDING).splitlines()[0] == "written by fastensor-afterwards"
     assert learned(tmp_path) == {"numpy": 1, "direct": 1}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fastensor.select.explore import MOST_TRIES
 
 import fastensor
 from fastensor import Change, Context, Dictionary, Selector, TensorRef, TensorStore
@@ -19,7 +20,6 @@ from fastensor.backends.base import Availability
 from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.errors import BackendUnavailableError
-from fastensor.select.explore import MOST_TRIES
 from fastensor.store.tools import Tools
 
 pytestmark = pytest.mark.usefixtures("direct_io")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastensor.select.explore import MOST_TRIES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
-from fastensor.select.explore import MOST_TRIES
 from fastensor.select.paper_csv import from_csv, to_csv
 from fastensor.select.selector import Selector
 

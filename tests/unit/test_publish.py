@@ -24,6 +24,7 @@ import fastensor
 from fastensor.backends import new_file, posix
 from fastensor.backends.new_file import NewFile
 from fastensor.checkpoint import publish
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import CheckpointWriteError
 from fastensor.testing.calls import Call, intercepted
 
@@ -139,7 +140,7 @@ def test_the_old_file_stays_readable_while_it_is_replaced(tmp_path: Path) -> Non
     with (tmp_path / "x").open("rb") as old:
         fastensor.save({"w": 2}, tmp_path / "x")
         assert torch.load(old)["w"] == 1
-    publish.wait_for_space()
+    wait_for_space()
 
 
 def test_a_leftover_of_the_same_target_is_removed_at_once(tmp_path: Path, temporaries: str) -> None:
@@ -371,7 +372,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_space_of_replaced_files_is_freed(tmp_path: Path) -> None:
     for _ in range(3):
         fastensor.save({"w": torch.zeros(1 << 20)}, tmp_path / "x")
-    publish.wait_for_space()
+    wait_for_space()
     held = [
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")

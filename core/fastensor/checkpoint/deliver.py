@@ -16,10 +16,11 @@ from fastensor.backends.fallback import Fallback, can_write, give_up
 from fastensor.backends.new_file import NewFile
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.choosing import NO_LOCAL_FILE
+from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
-from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target, wait_for_space
+from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
@@ -81,13 +82,14 @@ class Delivery:
         self.stage = "plan"
         """What it is at, or was at when it failed: ``plan``, ``write``, ``sync`` or ``publish``."""
         self.seconds: dict[str, float] = {}
-        """By stage."""
+        """By stage; and how long it waited for space."""
         self.before_publishing: Callable[[], None] = lambda: None
         """Called before the target is replaced or overwritten, which is not done if this raises."""
         self._let_torch_write = let_torch_write
         self._backend = backend
         self._durable = durable
         self._fallbacks: list[Fallback] = []
+        self._freeing = Freeing()
         self._output: NewFile | InPlace | None = None
 
     def __enter__(self) -> Self:
@@ -200,14 +202,21 @@ class Delivery:
             seconds=seconds,
             stall_seconds=seconds,
             fallbacks=tuple(self._fallbacks),
+            wait_seconds=self.seconds.get("wait", 0.0),
+            freeing=self._freeing,
         )
 
     @contextmanager
     def _at(self, stage: str) -> Iterator[None]:
         self.stage = stage
+        with self._timed(stage):
+            yield
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.seconds[stage] = time.perf_counter() - started
+        self.seconds[what] = time.perf_counter() - started
 
     def _to_disk(self, source: Source | None, new: NewFile) -> _Written:
         """Write to a new file, sync it, publish it."""
@@ -228,7 +237,7 @@ class Delivery:
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             self.before_publishing()
             with self._at("publish"):
-                publish(new, durable=self._durable)
+                self._freeing = publish(new, durable=self._durable)
             self.close()
         if transfer is None:
             return _Written(new.path, nbytes, "torch", _ONLY_TORCH, durable, True)
@@ -274,7 +283,8 @@ class Delivery:
     def _write(self, source: Source, new: NewFile) -> tuple[Transfer, Sequence[int]]:
         """Move the file with the chosen backend or else with the next one that can."""
         fd = new.fd
-        wait_for_space()
+        with self._timed("wait"):
+            wait_for_space()
         _reserve(fd, source.nbytes)
         try:
             transfer = Transfer.of_file(

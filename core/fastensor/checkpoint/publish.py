@@ -18,15 +18,13 @@ import os
 import re
 import secrets
 import stat
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 from fastensor.backends import posix
 from fastensor.backends.new_file import NewFile, names_of_writers
+from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
 from fastensor.errors import CheckpointWriteError
 
 _MOST_LINKS = 40
@@ -288,16 +286,20 @@ def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
         os.fchmod(fd, mode)
 
 
-def publish(new: NewFile, *, durable: bool) -> None:
+def publish(new: NewFile, *, durable: bool) -> Freeing:
     """Let a finished file take its place, and make the name durable.
+
+    Returns:
+        The space of what was there before, which is freed afterwards.
 
     Raises:
         OSError: a call failed; ``new.published`` tells whether it has taken the place.
     """
-    with _keeping_open(new.path):
+    with freeing_afterwards(new.path) as freeing:
         new.publish()
         if durable:
             posix.sync_directory(os.path.dirname(new.path))
+    return freeing
 
 
 def write_text(path: str, text: str) -> None:
@@ -372,42 +374,8 @@ def _is_locked(name: str) -> bool:
 
 def remove_file(path: str) -> None:
     """Remove a file, or a link but not its target; the space is freed meanwhile."""
-    with _keeping_open(path):
+    with freeing_afterwards(path):
         os.unlink(path)
-
-
-@contextmanager
-def _keeping_open(path: str) -> Iterator[None]:
-    """Let a thread free the space of a file that loses its name in the block.
-
-    The filesystem does so when a nameless file is closed, which takes ext4 about 0.1 s per GiB that nobody needs to
-    wait for, and which would hold up a sync. Exits wait for the thread; the kernel closes a killed process's files.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:  # not there, not readable, or a link: nothing to keep
-        yield
-        return
-    try:
-        yield
-    finally:
-        closing = threading.Thread(target=posix.close_read_only, args=(fd,), name="fastensor-free")
-        try:
-            closing.start()
-        except RuntimeError:  # no thread can be started any more
-            posix.close_read_only(fd)
-        else:
-            _freeing.append(closing)
-
-
-_freeing: deque[threading.Thread] = deque()
-
-
-def wait_for_space() -> None:
-    """Return when the space of all files replaced or removed so far in this process has been freed."""
-    with contextlib.suppress(IndexError):  # empty, or emptied by another thread
-        while True:
-            _freeing.popleft().join()
 
 
 def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:

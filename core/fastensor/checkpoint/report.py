@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.freeing import Freeing
 from fastensor.errors import UnverifiedCheckpointWarning
 
 
@@ -40,6 +41,11 @@ class SaveReport:
     """How long the caller was held up: all of it, unless it was saved asynchronously."""
     fallbacks: tuple[Fallback, ...] = ()
     """Ways that were not possible, in the order in which they were given up."""
+    wait_seconds: float = 0.0
+    """How much of ``write_seconds`` it waited until the space of files that earlier saves had replaced was free."""
+    freeing: Freeing = field(default_factory=Freeing)
+    """What was left to be done when this was true: the space of the file that it has replaced is freed by a thread.
+    That keeps the disk busy, and the next save waits for it."""
 
     @property
     def bytes_per_second(self) -> float:

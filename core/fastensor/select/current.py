@@ -10,6 +10,7 @@ import os
 import threading
 import time
 
+from fastensor.backends.afterwards import do_afterwards
 from fastensor.select.dictionary import Change
 from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
@@ -30,7 +31,7 @@ class _Keeper:
         self._file = file
         self._due = time.monotonic() + _FLUSH_SECONDS
         self._flushing = threading.Lock()
-        """Held while there is a thread."""
+        """Held while a thread does it, or is to."""
 
     def note(self, change: Change) -> None:
         """Called with the selector's lock held: nothing waits here."""
@@ -41,9 +42,7 @@ class _Keeper:
         if not self._file.pending or time.monotonic() < self._due or not self._flushing.acquire(blocking=False):
             return
         self._due = time.monotonic() + _FLUSH_SECONDS
-        try:
-            threading.Thread(target=self._flush_and_release, name="fastensor-learn", daemon=True).start()
-        except RuntimeError:  # no thread can be started now, or any more: another time, or when the process ends
+        if not do_afterwards(self._flush_and_release):  # another time, or when the process ends
             self._flushing.release()
 
     def _flush_and_release(self) -> None:

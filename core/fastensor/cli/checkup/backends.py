@@ -12,8 +12,8 @@ import torch
 
 from fastensor.backends import posix, registry
 from fastensor.backends.fallback import why_unavailable
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.load import load_with_report
-from fastensor.checkpoint.publish import wait_for_space
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
 from fastensor.cli.checkup.folder import PREFIX

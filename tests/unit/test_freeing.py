@@ -1,0 +1,143 @@
+"""The space of replaced files: freed by one thread, after the save has returned, and said."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.backends import afterwards, posix
+from fastensor.checkpoint import freeing
+from fastensor.checkpoint.freeing import freeing_afterwards, wait_for_space
+
+STATE = {"w": torch.zeros(1 << 20)}
+NBYTES = 4 << 20
+
+
+@contextmanager
+def closing_held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Descriptors are closed when the event is set; the list tells by which threads."""
+    may_close, threads = threading.Event(), []
+    close = posix.close_read_only
+
+    def hold_up(fd: int) -> None:
+        threads.append(threading.current_thread().name)
+        assert may_close.wait(30)
+        close(fd)
+
+    wait_for_space()
+    with monkeypatch.context() as patch:
+        patch.setattr(freeing.posix, "close_read_only", hold_up)
+        yield may_close, threads
+        may_close.set()
+        wait_for_space()
+
+
+def test_a_save_says_what_it_has_left_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fastensor.save(STATE, tmp_path / "x")
+    assert (first.freeing.nbytes, first.wait_seconds) == (0, pytest.approx(0, abs=0.1))
+    ours = posix.close_read_only
+    may_close = threading.Event()
+
+    def close(fd: int) -> None:
+        if threading.current_thread().name == "fastensor-afterwards":
+            assert may_close.wait(30)
+        ours(fd)
+
+    monkeypatch.setattr(posix, "close_read_only", close)
+    second = fastensor.save(STATE, tmp_path / "x")
+    assert second.freeing.seconds is None
+    assert NBYTES <= second.freeing.nbytes < 1.1 * NBYTES
+    may_close.set()
+    third = fastensor.save(STATE, tmp_path / "x")
+    assert second.freeing.seconds is not None
+    assert third.wait_seconds <= third.write_seconds
+    wait_for_space()
+
+
+def test_whoever_waits_for_space_frees_what_the_thread_has_not_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may be held up by a disk that does not answer."""
+    stuck, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        stuck.set()
+        assert goes_on.wait(30)
+
+    afterwards.do_afterwards(wait)
+    assert stuck.wait(30)
+    for _ in range(3):
+        report = fastensor.save(STATE, tmp_path / "x")
+    assert report.freeing.seconds is None
+    wait_for_space()
+    assert report.freeing.seconds is not None
+    goes_on.set()
+
+
+def test_one_thread_frees_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing_held_up(monkeypatch) as (may_close, threads):
+        for number in range(5):
+            path = tmp_path / str(number)
+            path.write_bytes(bytes(1000))
+            with freeing_afterwards(str(path)):
+                path.unlink()
+        running = [thread.name for thread in threading.enumerate() if thread.name == "fastensor-afterwards"]
+        assert len(running) == 1
+        may_close.set()
+        wait_for_space()
+    assert len(threads) == 5
+
+
+def test_a_file_with_other_names_or_none_leaves_nothing_to_be_done(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(10_000))
+    os.link(path, tmp_path / "other")
+    with freeing_afterwards(str(path)) as other_names:
+        path.unlink()
+    with freeing_afterwards(str(path)) as absent:
+        pass
+    assert other_names.nbytes == absent.nbytes == 0
+
+
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = tmp_path / "x"
+    path.write_bytes(bytes(10_000))
+    monkeypatch.setattr(afterwards, "_worker", afterwards._Worker())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with freeing_afterwards(str(path)) as found:
+            path.unlink()
+    assert found.seconds is not None
+
+
+def test_a_job_that_fails_is_told_and_the_next_one_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    assert afterwards.do_afterwards(lambda: [][0])
+    assert afterwards.do_afterwards(done.set)
+    assert done.wait(30)
+    assert "IndexError" in caplog.text
+
+
+def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    assert afterwards.do_afterwards(lambda: None)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            fastensor.save(STATE, tmp_path / "x")
+            report = fastensor.save(STATE, tmp_path / "x")
+            wait_for_space()
+            status = 0 if report.freeing.seconds is not None else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
