@@ -141,17 +141,6 @@ def test_nothing_is_done_where_nothing_was_learned(here: Path, monkeypatch: pyte
         current_selector(here)
 
 
-def test_the_machine_is_measured_anew_now_and_then(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "REFRESH_EVERY", 10)
-    selector = current_selector(here)
-    names = ["numpy", "torch"]
-    for number in range(40):
-        choice = selector.choose(NBYTES, WRITE, names)
-        selector.record(NBYTES, WRITE, choice.backend, 1.0 if choice.backend == names[number // 20] else 2.0)
-    assert selector.statistics().refreshed >= 2
-    assert selector.choose(NBYTES, WRITE, names).backend == "torch", "which has become the faster one"
-
-
 ENDING = f"""{LEARN}
 import atexit, threading
 from fastensor.select.files import DictionaryFile

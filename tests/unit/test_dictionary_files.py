@@ -247,7 +247,7 @@ DAMAGED = {
     "binary": (bytes(range(256)), "damaged"),
     "cut": (Dictionary().to_json().encode()[:-3], "damaged"),
     "foreign": (b'{"format": "zip"}', "not a dictionary"),
-    "of another version": (Dictionary().to_json().replace('"version": 1', '"version": 7').encode(), "version 7"),
+    "of another version": (Dictionary().to_json().replace('"version": 2', '"version": 7').encode(), "version 7"),
     "of no machine": (Dictionary().to_json().replace('"machine": {}', '"machine": 3').encode(), "3 is no machine"),
     "too large": (b" " * (1 << 20) + Dictionary().to_json().encode(), "expected at most 1048576"),
 }
