@@ -280,7 +280,7 @@ def told(**found: Any) -> list[tuple[str, str]]:
     folder = Folder("/x", filesystem="ext4", **found)
     states = (BackendState("numpy", True, ""),)
     kvikio, gds = Kvikio("", False, "it is not installed", ""), Gds("", "none", "kvikio is not installed")
-    return [(one.level, one.found) for one in advise(folder, kvikio, gds, states, ())]
+    return [(one.level, one.found) for one in advise(folder, kvikio, gds, states, (), ())]
 
 
 def test_advice_about_folders() -> None:
@@ -604,5 +604,5 @@ def test_a_speed_that_is_wrong_comes_before_warnings() -> None:
     folder = Folder("/x", filesystem="tmpfs", kept_by="memory")
     kvikio, gds = Kvikio("25.10", True, "", ""), Gds("", "compat", "why")
     speed = Speed("direct", 1 << 20, 1.0, None, None, False, "other values")
-    found = advise(folder, kvikio, gds, (BackendState("direct", True, ""),), (speed,))
+    found = advise(folder, kvikio, gds, (BackendState("direct", True, ""),), (speed,), ())
     assert [one.level for one in found] == ["error", "warning", "warning"]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,17 +14,17 @@ import torch
 
 from fastensor.cli.checkup.advice import Advice, advise
 from fastensor.cli.checkup.backends import (
-    LEAST_NBYTES,
-    MOST_NBYTES,
     BackendState,
     Chosen,
     Speed,
     backend_states,
     choices_for,
+    contenders,
     fitting,
     measure,
 )
 from fastensor.cli.checkup.folder import DirectIO, Folder, PageCache, Space, examine
+from fastensor.cli.checkup.printing import leaving_on_sigterm, parse_sizes, print_choices, print_speeds
 from fastensor.cli.checkup.software import Cuda, Gds, Kvikio, Software, find_cuda, find_kvikio, find_software
 from fastensor.cli.output import FAILED, OK, human_size, print_json, print_table, printable
 from fastensor.select.current import current_selector
@@ -36,7 +33,6 @@ from fastensor.select.files import file_for, read
 
 VERSION = 1
 _SIZES = (64 << 10, 64 << 20)
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +85,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     parser.add_argument(
         "--sizes",
-        type=_sizes,
+        type=parse_sizes,
         default=_SIZES,
         metavar="SIZE,...",
         help="of the files that are measured, such as 64K,64M, which is the default; less if there is little space",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: one object, as fastensor.cli.doctor.Checkup")
     parser.set_defaults(run=_run)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """
-    >>> _sizes("5000,64k,1.5MiB")
-    (5000, 65536, 1572864)
-    """
-    found = [re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)(?:i?B)?", one.strip(), re.IGNORECASE) for one in text.split(",")]
-    sizes = tuple(round(float(one[1]) * _UNITS[one[2].upper()]) for one in found if one is not None)
-    if None in found or not all(LEAST_NBYTES <= size <= MOST_NBYTES for size in sizes):
-        expected = f"sizes from {human_size(LEAST_NBYTES)} to {human_size(MOST_NBYTES)}, such as 64K,64M"
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-    return sizes
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -132,8 +115,10 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
     possible = sizes if folder.space is None else fitting(sizes, folder.space.free_nbytes)
     speeds: tuple[Speed, ...] = ()
     if not (quick or folder.error):
-        with _unlogged(), _leaving_on_sigterm():
+        with _unlogged(), leaving_on_sigterm():
             speeds = measure(path, possible, names)
+    dictionary = _dictionary_state(path)
+    choices = choices_for(path, possible or sizes, contenders(names))
     return Checkup(
         version=VERSION,
         software=find_software(),
@@ -143,9 +128,9 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
         folder=folder,
         backends=states,
         speeds=speeds,
-        dictionary=_dictionary_state(path),
-        choices=choices_for(path, possible or sizes, names),
-        advice=advise(folder, kvikio, gds, states, speeds),
+        dictionary=dictionary,
+        choices=choices,
+        advice=advise(folder, kvikio, gds, states, speeds, choices),
     )
 
 
@@ -176,23 +161,6 @@ def _unlogged() -> Iterator[None]:
         logger.disabled = before
 
 
-@contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program as an exception does, so that files are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
 # what is printed
 
 
@@ -205,11 +173,10 @@ def _print(found: Checkup) -> None:
     )
     if found.speeds:
         print()
-        _print_speeds(found.speeds)
+        print_speeds(found.speeds)
     if found.choices:
         print()
-        rows = [[one.context, human_size(one.nbytes), one.backend, one.reason] for one in found.choices]
-        print_table(["auto", "size", "takes", "because"], rows, right=(1,))
+        print_choices(found.choices)
     if found.advice:
         print()
     for one in found.advice:
@@ -294,28 +261,3 @@ def _describe_page_cache(cache: PageCache | None) -> str:
 def _describe_dictionary(found: DictionaryState) -> str:
     unknown = not (found.exists or found.error)
     return _described(found.path, found.error) + (" (nothing was learned yet)" if unknown else "")
-
-
-def _print_speeds(speeds: Sequence[Speed]) -> None:
-    rows = [
-        [
-            speed.backend,
-            human_size(speed.nbytes),
-            _rate(speed.write_bytes_per_second),
-            _rate(speed.cold_read_bytes_per_second),
-            _rate(speed.warm_read_bytes_per_second),
-            speed.reason,
-        ]
-        for speed in speeds
-    ]
-    print_table(["MB/s", "size", "durable write", "cold read", "warm read", ""], rows, right=(1, 2, 3, 4))
-
-
-def _rate(bytes_per_second: float | None) -> str:
-    """
-    >>> _rate(123_456_789.0), _rate(1_234_567.0), _rate(None)
-    ('123', '1.2', '–')
-    """
-    if bytes_per_second is None:
-        return "–"
-    return f"{bytes_per_second / 1e6:.{0 if bytes_per_second >= 1e7 else 1}f}"

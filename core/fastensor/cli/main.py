@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 
 from fastensor import __version__
-from fastensor.cli import convert, dictionary, doctor, inspect, verify
+from fastensor.cli import convert, dictionary, doctor, inspect, tune, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
 from fastensor.errors import FastensorError
 
-_COMMANDS = (verify, inspect, convert, dictionary, doctor)
+_COMMANDS = (verify, inspect, convert, dictionary, doctor, tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -115,6 +115,8 @@ class Change(NamedTuple):
     seconds: float | None = None
     extra_seconds: float = 0.0
     """How much longer that was than the best would have taken, because something was tried."""
+    counts: bool = True
+    """Whether it was a transfer that somebody wanted. What was measured by itself pays for no tries."""
 
 
 class Dictionary:
@@ -172,8 +174,9 @@ class Dictionary:
         entry = sizes.setdefault(bucket, Entry())
         self._serial = entry.serial = self._serial + 1
         if change.seconds is not None:
-            self.seconds += change.seconds
-            self.extra_seconds += change.extra_seconds
+            if change.counts:
+                self.seconds += change.seconds
+                self.extra_seconds += change.extra_seconds
             sample = max(_rounded(scaled(change.seconds, change.nbytes)), _LEAST_SECONDS)
             entry.learn(change.backend, sample)
             self._add_to_line(Key(change.context, bucket), change.backend, sample)
@@ -269,7 +272,7 @@ def replacing(dictionary: Dictionary) -> Iterator[Change]:
         for name, timing in entry.timings.items():
             yield Change(key.context, nbytes, name)
             for seconds in timing.samples:
-                yield Change(key.context, nbytes, name, seconds)
+                yield Change(key.context, nbytes, name, seconds, counts=False)
 
 
 class _Line(NamedTuple):

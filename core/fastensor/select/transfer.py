@@ -21,7 +21,7 @@ from fastensor.select.selector import Selector
 T = TypeVar("T")
 LAST_RESORTS = ("numpy", "torch")
 """What is used where a named backend cannot."""
-_WHOLE_FILES = ("torch",)
+WHOLE_FILES = ("torch",)
 """What writes and reads a file by ``torch.save`` and ``torch.load`` does it more slowly than by our own plan of it."""
 _REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 """How the operating system says that something is not to be had here."""
@@ -116,7 +116,7 @@ class Transfer:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
         selector = choice if isinstance(choice, Selector) else current_selector(path)
         available = [name for name in candidates if not why_unavailable(name)]
-        return cls(available, nbytes, context, selector, default=default, learn=learn, fallbacks=_WHOLE_FILES)
+        return cls(available, nbytes, context, selector, default=default, learn=learn, fallbacks=WHOLE_FILES)
 
     @property
     def reason(self) -> str:

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fastensor.backends.posix import ASSUMED_ALIGNMENT
-from fastensor.cli.checkup.backends import BackendState, Speed
+from fastensor.cli.checkup.backends import BackendState, Chosen, Speed
 from fastensor.cli.checkup.folder import Folder
 from fastensor.cli.checkup.software import Gds, Kvikio
 from fastensor.cli.output import human_size
+from fastensor.select.context import Context
+from fastensor.select.transfer import WHOLE_FILES
 
 _LITTLE_NBYTES = 1 << 30
 _FEW_FILES = 100
+_CLEARLY_FASTER = 1.25
+"""So many times as fast is more than the noise of a few rounds."""
 
 Level: TypeAlias = Literal["warning", "error"]
 
@@ -30,10 +34,16 @@ class Advice:
 
 
 def advise(
-    folder: Folder, kvikio: Kvikio, gds: Gds, states: tuple[BackendState, ...], speeds: tuple[Speed, ...]
+    folder: Folder,
+    kvikio: Kvikio,
+    gds: Gds,
+    states: tuple[BackendState, ...],
+    speeds: tuple[Speed, ...],
+    choices: tuple[Chosen, ...],
 ) -> tuple[Advice, ...]:
     """What is to be done, errors first."""
     found = [*_of_folder(folder), *_of_kvikio(kvikio, gds), *_of_backends(states), *_of_speeds(speeds)]
+    found += _of_choices(choices, speeds, folder.path)
     return tuple(sorted(found, key=lambda one: one.level != "error"))
 
 
@@ -127,3 +137,30 @@ def _of_speeds(speeds: tuple[Speed, ...]) -> Iterator[Advice]:
             yield Advice("error", what, "do not use it; if the others fail as well, look for a broken disk or memory")
     if speeds and not any(speed.write_bytes_per_second for speed in speeds):
         yield Advice("error", f"no backend could save anything: {speeds[0].reason}", _WRITABLE)
+
+
+def _of_choices(choices: tuple[Chosen, ...], speeds: tuple[Speed, ...], folder: str) -> Iterator[Advice]:
+    """Where ``backend="auto"`` would take what was just measured to be slower."""
+    slow = []
+    for choice in choices:
+        known = {speed.backend: _of_context(speed, choice.context) for speed in speeds if speed.nbytes == choice.nbytes}
+        ours = known.get(choice.backend)
+        fastest = max(known, key=lambda name: known[name] or 0.0, default=choice.backend)
+        times = (known.get(fastest) or 0.0) / ours if ours else 0.0
+        if fastest not in WHOLE_FILES and times > _CLEARLY_FASTER:
+            slow.append(
+                f"{choice.context}, {human_size(choice.nbytes)}: {fastest} is {times:.1f} × as fast as {choice.backend}"
+            )
+    if slow:
+        yield Advice(
+            "warning", f'backend="auto" would not take what was the fastest just now ({"; ".join(slow)})',
+            f"fastensor tune {folder} measures more sizes, and auto goes by that from then on",
+        )  # fmt: skip
+
+
+def _of_context(speed: Speed, context: str) -> float | None:
+    return {
+        str(Context("write")): speed.write_bytes_per_second,
+        str(Context("read")): speed.cold_read_bytes_per_second,
+        str(Context("read", warm=True)): speed.warm_read_bytes_per_second,
+    }.get(context)

@@ -21,6 +21,7 @@ from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
+from fastensor.select.transfer import WHOLE_FILES
 
 ROUNDS = 3
 LEAST_NBYTES, MOST_NBYTES = 4 << 10, 4 << 30
@@ -89,6 +90,15 @@ def fitting(sizes: Iterable[int], free_nbytes: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, most) for size in sizes if most}))
 
 
+def contenders(names: Iterable[str]) -> tuple[str, ...]:
+    """Those among which ``backend="auto"`` chooses for files.
+
+    >>> contenders(["direct", "numpy", "torch"])
+    ('direct', 'numpy')
+    """
+    return tuple(name for name in names if name not in WHOLE_FILES)
+
+
 def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Chosen, ...]:
     """What would be chosen from these backends for files at a path, of torch's container, from and to host memory."""
     if not names:
@@ -111,15 +121,23 @@ def measure(folder: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Sp
     Raises:
         OSError: no folder can be created there.
     """
+    return tuple(map(summary, measure_rounds(folder, sizes, names)))
+
+
+def measure_rounds(folder: str, sizes: Iterable[int], names: Sequence[str]) -> list[Rounds]:
+    """As :func:`measure`, with what came of each round."""
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as inside:
         path = Path(inside, "x.ckpt")
-        return tuple(speed for nbytes in sizes for speed in _measure(path, nbytes, names))
+        return [rounds for nbytes in sizes for rounds in _measure(path, nbytes, names)]
 
 
 @dataclass(slots=True)
-class _Rounds:
-    """What came of a backend so far, in bytes per second."""
+class Rounds:
+    """What came of a backend for one size, in bytes per second."""
 
+    backend: str
+    nbytes: int
+    """Of the file."""
     write: list[float] = field(default_factory=list)
     cold: list[float] = field(default_factory=list)
     warm: list[float] = field(default_factory=list)
@@ -131,20 +149,22 @@ class _WrongValuesError(Exception):
     """Something else was read than was saved."""
 
 
-def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Speed]:
+def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Rounds]:
+    found = {name: Rounds(name, nbytes) for name in names}
     try:
         values = torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
     except RuntimeError as error:  # there is not so much memory
-        return [Speed(name, nbytes, None, None, None, True, str(error)) for name in names]
-    found = {name: _Rounds() for name in names}
+        for rounds in found.values():
+            rounds.reason = str(error)
+        return list(found.values())
     for number in range(ROUNDS):
         for name in [*names[number:], *names[:number]]:  # none has to go first every time
             if not found[name].reason:
                 _add_round(path, values, name, found[name])
-    return [_summary(name, nbytes, rounds) for name, rounds in found.items()]
+    return list(found.values())
 
 
-def _add_round(path: Path, values: torch.Tensor, name: str, rounds: _Rounds) -> None:
+def _add_round(path: Path, values: torch.Tensor, name: str, rounds: Rounds) -> None:
     """Add one round, or the reason why there cannot be one."""
     try:
         wait_for_space()  # of the file before
@@ -184,9 +204,10 @@ def _fill_cache(path: Path) -> None:
             pass
 
 
-def _summary(name: str, nbytes: int, rounds: _Rounds) -> Speed:
+def summary(rounds: Rounds) -> Speed:
+    """The medians."""
     reason = rounds.reason
     if not reason and not (rounds.cold and rounds.warm):
         reason = f"its file could not be {'read into' if rounds.cold else 'evicted from'} the page cache"
     write, cold, warm = (median(speeds) if speeds else None for speeds in (rounds.write, rounds.cold, rounds.warm))
-    return Speed(name, nbytes, write, cold, warm, rounds.correct, reason)
+    return Speed(rounds.backend, rounds.nbytes, write, cold, warm, rounds.correct, reason)

@@ -1,0 +1,79 @@
+"""``fastensor tune``: measures a folder, and what it has measured decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastensor import Context
+from fastensor.cli import main
+from fastensor.cli.checkup.advice import advise
+from fastensor.cli.checkup.backends import Chosen, Rounds, Speed
+from fastensor.cli.checkup.folder import examine
+from fastensor.cli.checkup.software import Gds, find_kvikio
+from fastensor.cli.tune import learned
+from fastensor.select import current
+from fastensor.select.dictionary import Dictionary
+from fastensor.select.files import file_for, read
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def own_dictionaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path / "dictionaries"))
+    monkeypatch.setattr(current, "_made", {})
+
+
+def test_what_is_measured_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert main(["tune", str(folder), "--sizes", "64K,1M"]) == 0
+    stored = read(file_for(folder).path).dictionary
+    for context in (Context("write"), Context("write", "staged"), Context("read"), Context("read", warm=True)):
+        for nbytes in (64 << 10, MIB):
+            timings = stored.of(context, nbytes).timings
+            assert {name: timing.count for name, timing in timings.items()} == {"direct": 3, "numpy": 3}, context
+    assert (stored.seconds, stored.extra_seconds) == (0.0, 0.0), "it pays for no tries"
+    assert not list(folder.iterdir())
+    shown = capsys.readouterr().out
+    assert str(file_for(folder).path) in shown
+    assert shown.count("the fastest: ") == 6
+
+
+def test_what_is_learned() -> None:
+    rounds = Rounds("numpy", 8 * MIB, write=[4.0 * MIB, 8.0 * MIB], warm=[16.0 * MIB])
+    dictionary = Dictionary()
+    for change in learned(rounds):
+        dictionary.apply(change)
+    assert dictionary.of(Context("write"), 8 * MIB).timings["numpy"].samples == (2.0, 1.0)
+    assert dictionary.of(Context("write", "staged"), 8 * MIB).timings["numpy"].samples == (2.0, 1.0)
+    assert dictionary.of(Context("read", warm=True), 8 * MIB).timings["numpy"].samples == (0.5,)
+    assert dictionary.of(Context("read"), 8 * MIB).timings == {}
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", str(tmp_path / "absent")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "dictionaries").exists()
+
+
+@pytest.mark.parametrize(("direct", "pays"), [(1.2, False), (3.0, True)])
+def test_doctor_says_when_it_would_pay(tmp_path: Path, direct: float, pays: bool) -> None:
+    speeds = (
+        Speed("numpy", MIB, 1e9, 1e9, 1e9, True, ""),
+        Speed("direct", MIB, direct * 1e9, 1e9, 1e9, True, ""),
+        Speed("torch", MIB, 9e9, 9e9, 9e9, True, ""),  # is no contender for files
+    )
+    choices = tuple(
+        Chosen(str(context), MIB, "numpy", "by size", False)
+        for context in (Context("write"), Context("read"), Context("read", warm=True))
+    )
+    kvikio, _ = find_kvikio()
+    found = advise(examine(str(tmp_path)), kvikio, Gds("", "none", ""), (), speeds, choices)
+    about = [one for one in found if "fastensor tune" in one.todo]
+    assert len(about) == pays
+    if pays:
+        assert "write cpu durable, 1.0 MiB: direct is 3.0 × as fast as numpy" in about[0].found
+        assert f"fastensor tune {examine(str(tmp_path)).path}" in about[0].todo
