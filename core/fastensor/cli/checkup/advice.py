@@ -142,15 +142,18 @@ def _of_speeds(speeds: tuple[Speed, ...]) -> Iterator[Advice]:
 def _of_choices(choices: tuple[Chosen, ...], speeds: tuple[Speed, ...], folder: str) -> Iterator[Advice]:
     """Where ``backend="auto"`` would take what was just measured to be slower."""
     slow = []
+    contending = [speed for speed in speeds if speed.backend not in WHOLE_FILES]
     for choice in choices:
-        known = {speed.backend: _of_context(speed, choice.context) for speed in speeds if speed.nbytes == choice.nbytes}
-        ours = known.get(choice.backend)
-        fastest = max(known, key=lambda name: known[name] or 0.0, default=choice.backend)
-        times = (known.get(fastest) or 0.0) / ours if ours else 0.0
-        if fastest not in WHOLE_FILES and times > _CLEARLY_FASTER:
-            slow.append(
-                f"{choice.context}, {human_size(choice.nbytes)}: {fastest} is {times:.1f} × as fast as {choice.backend}"
-            )
+        rates = {
+            speed.backend: _of_context(speed, choice.context) or 0.0
+            for speed in contending
+            if speed.nbytes == choice.nbytes
+        }
+        ours = rates.get(choice.backend)
+        fastest = max(rates, key=rates.__getitem__, default=choice.backend)
+        if ours and rates[fastest] > _CLEARLY_FASTER * ours:
+            what = f"{choice.context}, {human_size(choice.nbytes)}"
+            slow.append(f"{what}: {fastest} is {rates[fastest] / ours:.1f} × as fast as {choice.backend}")
     if slow:
         yield Advice(
             "warning", f'backend="auto" would not take what was the fastest just now ({"; ".join(slow)})',
