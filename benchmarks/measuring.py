@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ import torch
 import fastensor
 from fastensor.checkpoint.freeing import wait_for_space
 
-fastensor.use_selector(fastensor.Selector(explore=False))
-"""Backends are chosen by size: what is measured is not to depend on what was learned before."""
+_dictionaries = tempfile.TemporaryDirectory(prefix="fastensor-bench-dictionaries-")
+os.environ.setdefault("FASTENSOR_DICTIONARIES", _dictionaries.name)
+"""What is measured is what a new user has: nothing was learned before. Processes that a benchmark starts share it."""
 
 SETTLE_SECONDS = 0.1
 

@@ -95,7 +95,7 @@ class Selector:
         on_change: called with everything that is learned, by the thread that tells.
 
     >>> selector, context = Selector(), Context("write")
-    >>> for seconds in [1.0] * 20 + [0.25] * 5:  # of direct, until numpy is tried, which turns out to be faster
+    >>> for seconds in [1.0] * 19 + [0.25] * 5:  # of direct, until numpy is tried, which turns out to be faster
     ...     choice = selector.choose(1 << 30, context, ["direct", "numpy"], default="direct")
     ...     selector.record(1 << 30, context, choice.backend, seconds, choice)
     >>> choice.backend, choice.reason
