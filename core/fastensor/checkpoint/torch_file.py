@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
@@ -22,6 +23,7 @@ from fastensor.checkpoint.archive import (
     records_by_key,
     verify_compressed,
 )
+from fastensor.checkpoint.at_once import UnusualError, is_worth_it, load_at_once
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained
@@ -33,6 +35,8 @@ from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.torch_pickle import StorageRef, all_in, read_program
 from fastensor.stitch.torch_records import Checks, payload_records, record_ends
 from fastensor.stitch.zip_directory import ZipDirectory
+
+_logger = logging.getLogger("fastensor")
 
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -54,6 +58,11 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         return Loaded(result, "torch", reason or MAPPED, verified)
     find_pickle(archive, file.where)
     _announce_byte_order(archive)
+    if is_worth_it(archive, request) and not is_of_other_byte_order(archive):
+        try:
+            return load_at_once(file, archive, request)
+        except UnusualError as error:
+            _logger.debug("%s is loaded by torch.load: %s", file.where, error)
     part = _find_part(file, archive, request)
     try:
         return _load_whole(file, archive, request) if part is None else _load_part(file, archive, request, part)
