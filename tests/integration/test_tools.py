@@ -551,3 +551,35 @@ def test_names_that_would_move_the_cursor(capsys: Any, tmp_path: Path) -> None:
     status, out, _ = run(capsys, "inspect", tmp_path / "x.ckpt")
     assert status == 0
     assert r"\x1b[2J\nfoo × \ud800" in out
+
+
+def test_inspect_summarizes_very_many_tensors(capsys: Any, tmp_path: Path) -> None:
+    state = {
+        f"layers.{layer}.experts.{expert}.{name}": torch.ones(3, dtype=dtype)
+        for layer in range(10)
+        for expert in range(15)
+        for name, dtype in (("weight", torch.float32), ("scale", torch.bfloat16))
+    }
+    fastensor.save({**state, "embedding": torch.ones(4)}, tmp_path / "x")
+    assert main(["inspect", str(tmp_path / "x")]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split() for line in shown.splitlines()[3:7]] == [
+        ["tensors", "dtype", "size"],
+        ["layers.*.experts.*.weight", "150", "float32", "1.8", "KiB"],
+        ["layers.*.experts.*.scale", "150", "bfloat16", "900", "B"],
+        ["embedding", "1", "float32", "16", "B"],
+    ]
+    assert main(["inspect", str(tmp_path / "x"), "--all"]) == 0
+    assert "layers.9.experts.14.scale" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "x"), "--key", "layers.*.experts.3.scale"]) == 0
+    assert capsys.readouterr().out.count("bfloat16") == 10
+    assert main(["inspect", str(tmp_path / "x"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 301
+
+
+def test_inspect_summarizes_names_that_have_nothing_in_common(capsys: Any, tmp_path: Path) -> None:
+    state = {f"a{number % 20}.b{number}.c": torch.ones(2) for number in range(300)}
+    fastensor.save(state, tmp_path / "x")
+    assert main(["inspect", str(tmp_path / "x")]) == 0
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [f"a{number}.*" for number in range(20)] == [line[0] for line in lines if line[1:] == ["15"]]

@@ -34,9 +34,6 @@ _WINDOW_NBYTES = 4 << 20
 _LARGE_NBYTES = 256 << 10
 """A record from this size on is read by itself, straight to its storage."""
 
-_new_storage: Any = torch.UntypedStorage
-"""torch gives it no types."""
-
 
 class UnusualError(Exception):
     """The archive has to be loaded by ``torch.load``: why."""
@@ -44,17 +41,13 @@ class UnusualError(Exception):
 
 def is_worth_it(archive: ZipDirectory, request: LoadRequest) -> bool:
     """Whether an archive has very many storages, all of which go to host memory as they are."""
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    on_host = request.map_location is None or str(request.map_location) == "cpu"
-    plain = torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
     return (
-        version in _KNOWN_TORCH
-        and len(archive.records) > _FEW
+        len(archive.records) > _FEW
+        and tuple(map(int, torch.__version__.split(".")[:2])) in _KNOWN_TORCH
         and request.keys is None
         and request.restricted
-        and not callable(request.map_location)
-        and on_host
-        and plain
+        and (request.map_location is None or str(request.map_location) == "cpu")
+        and torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         and not _loading().skip_data
     )
 
@@ -139,6 +132,19 @@ def _read_small(
         storage = _new_storage(record.nbytes)
         ctypes.memmove(storage.data_ptr(), address + at, record.nbytes)
         yield record.name, storage
+
+
+def _new_storage(nbytes: int) -> torch.UntypedStorage:
+    """
+    Raises:
+        UnusualError: there is not so much memory; torch says so in its words.
+    """
+    make: Any = torch.UntypedStorage  # torch gives it no types
+    try:
+        found: torch.UntypedStorage = make(nbytes)
+    except RuntimeError as error:
+        raise UnusualError(str(error)) from error
+    return found
 
 
 def _rebuild(data: bytes, prefix: str, storages: Mapping[str, torch.UntypedStorage], request: LoadRequest) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,10 @@ from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.names import resolve
 from fastensor.cli.output import OK, human_size, print_json, print_table, printable
+
+_MANY = 200
+"""More tensors than that are summarized."""
+_MOST_GROUPS = 60
 
 
 def add_to(commands: Any) -> None:
@@ -24,7 +28,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--key", action="append", dest="keys", metavar="KEY", help="show only this: a name, a branch or a glob pattern"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--all", action="store_true", help=f"show each tensor, also of more than {_MANY}")
+    parser.add_argument("--json", action="store_true", help="print JSON, with each tensor")
     parser.set_defaults(run=_run)
 
 
@@ -41,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_as_json(found, tensors, others))
     else:
-        _print(found, tensors, others)
+        _print(found, tensors, others, each=options.all or len(tensors) <= _MANY)
     return OK
 
 
@@ -60,11 +65,15 @@ def _as_json(found: Inspection, tensors: list[TensorInfo], others: dict[str, str
     }
 
 
-def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str]) -> None:
+def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str], *, each: bool) -> None:
     checked = "with checksums" if found.checked else "without checksums"
     print(f"{found.path}: {found.container}, {human_size(found.nbytes)}, {checked}")
     print(f"{len(found.tensors)} tensors of {human_size(found.tensor_nbytes)}, {len(found.others)} other values")
-    if tensors:
+    if tensors and not each:
+        print()
+        print_table(["tensors", "", "dtype", "size"], summarize(tensors), right=(1, 3))
+        print("\n--all shows each; --key PATTERN those that it fits")
+    elif tensors:
         print()
         rows = [
             [
@@ -88,6 +97,27 @@ def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str])
         print(printable(f"share memory: {', '.join(names)}"))
     if found.refused:
         print(printable(f"weights_only=True refuses: {', '.join(found.refused)}"))
+
+
+def summarize(tensors: Iterable[TensorInfo]) -> list[list[str]]:
+    """A row for each group of tensors whose names differ in numbers only; or, where there are too many of these, begin
+    alike. The groups' names are patterns for ``--key``."""
+    names = {tensor: tuple("*" if one.isdecimal() else one for one in tensor.name.split(".")) for tensor in tensors}
+    depth = max(map(len, names.values()))
+    while depth > 1 and len({name[:depth] for name in names.values()}) > _MOST_GROUPS:
+        depth -= 1
+    groups: dict[str, list[TensorInfo]] = {}
+    for tensor, name in names.items():
+        groups.setdefault(".".join([*name[:depth], *(["*"] if len(name) > depth else [])]), []).append(tensor)
+    return [
+        [
+            pattern,
+            str(len(group)),
+            ", ".join(sorted({_dtype(tensor) for tensor in group})),
+            human_size(sum(tensor.nbytes for tensor in group)),
+        ]
+        for pattern, group in groups.items()
+    ]
 
 
 def _branches_above(name: str) -> Iterator[str]:

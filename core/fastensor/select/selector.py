@@ -323,7 +323,8 @@ class Selector:
 
     def _best(self, key: Key, course: _Course, prior: str, expected: _Expected) -> str:
         """The fastest of those that do not disappoint; the prior if that might be as fast."""
-        best = _least({name: expected.of[name] for name in expected.of if name not in course.disappointing})
+        dropped = course.disappointing - {prior}
+        best = _least({name: seconds for name, seconds in expected.of.items() if name not in dropped})
         if best == prior:
             return best
         luck = expected.to_write[prior] - self._dictionary.at(key).timings[prior].quartile
