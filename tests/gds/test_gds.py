@@ -27,11 +27,13 @@ from fastensor.backends.fallback import available_names
 from fastensor.backends.gds import GdsBackend
 from fastensor.cli import main
 from fastensor.errors import BackendUnavailableError
+from fastensor.select.transfer import WHOLE_FILES
 from fastensor.stitch.torch_zip import plan
 from fastensor.testing import BackendTests
 
 STATE = {"w": torch.randn(3 << 20), "b": torch.arange(1000), "small": torch.tensor(3.0)}
-ALL = {"direct", "gds", "numpy", "torch"}
+CONTENDERS = {"direct", "gds", "numpy"}
+"""What selectors choose from: torch writes whole files only where nothing else can."""
 
 
 class TestGds(BackendTests):
@@ -84,7 +86,7 @@ def test_a_write_that_fails_keeps_what_was_there(
 ) -> None:
     fastensor.save({"before": torch.ones(3)}, tmp_path / "x")
     fail_in(monkeypatch, "pwrite", f"KvikIO failure at: posix_io.hpp:90: {text}")
-    for backend in ("gds", Selector()):
+    for backend in ("gds", Selector(paper=True)):
         with pytest.raises(fastensor.CheckpointWriteError) as caught:
             fastensor.save(STATE, tmp_path / "x", backend=backend)
         assert caught.value.errno == code
@@ -103,7 +105,7 @@ def test_what_kvikio_cannot_write_another_backend_writes(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("to_device", [False, True])
 def test_a_read_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_device: bool) -> None:
     fastensor.save(STATE, tmp_path / "x")
-    selector = Selector()
+    selector = Selector(paper=True)
     with filled_at_once() if to_device else nullcontext():
         fail_in(monkeypatch, "pread", "KvikIO failure at: posix_io.hpp:90: POSIX error on pread: Input/output error")
         with pytest.raises(fastensor.CheckpointReadError) as caught:
@@ -206,14 +208,20 @@ def test_asynchronous_saves(tmp_path: Path) -> None:
     assert equal(torch.load(tmp_path / "x"))
 
 
-def test_selectors_try_it_first(tmp_path: Path) -> None:
-    selector = Selector()
-    used = [fastensor.save(STATE, tmp_path / "x", backend=selector).backend for _ in range(4)]
+def test_selectors_use_it(tmp_path: Path) -> None:
+    """The paper's algorithm tries it first; by default it is tried when the budget covers that."""
+    paper = Selector(paper=True)
+    used = [fastensor.save(STATE, tmp_path / "x", backend=paper).backend for _ in range(4)]
     assert used[0] == "gds"
-    assert set(used) == ALL == set(available_names())
-    used = [fastensor.load_with_report(tmp_path / "x", backend=selector)[1].backend for _ in range(20)]
-    assert set(used) == ALL
-    assert set(selector.explain((tmp_path / "x").stat().st_size, Context("write")).timings) == ALL
+    assert set(used) == CONTENDERS == set(available_names()) - set(WHOLE_FILES)
+    used = [fastensor.load_with_report(tmp_path / "x", backend=paper)[1].backend for _ in range(20)]
+    assert set(used) == CONTENDERS
+    nbytes = (tmp_path / "x").stat().st_size
+    assert set(paper.explain(nbytes, Context("write")).timings) == CONTENDERS
+    usual = Selector()
+    for _ in range(100):
+        usual.record(nbytes, Context("write"), "direct", 1.0)
+    assert usual.choose(nbytes, Context("write"), CONTENDERS, default="direct").backend in CONTENDERS - {"direct"}
 
 
 @pytest.mark.parametrize("name", ["gds", "cpy"])
