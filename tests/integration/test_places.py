@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pickle
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -416,19 +418,56 @@ def test_what_is_written_in_place_is_not_saved_later(
     assert "written in place" in caplog.text
 
 
-def test_an_interrupt_before_the_first_byte_changes_nothing(tmp_path: Path) -> None:
+def test_a_pipe_is_opened_once(tmp_path: Path) -> None:
+    """Who reads it sees an end when it is closed, though it is opened again."""
+    os.mkfifo(tmp_path / "pipe")
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_bytes()))
+    with fastensor.AsyncWriter() as writer, mock.patch.object(os, "open", wraps=os.open) as opened:
+        reader.start()
+        report = writer.save(STATE, tmp_path / "pipe").result()
+        reader.join()
+    assert [call.args[0] for call in opened.call_args_list].count(str(tmp_path / "pipe")) == 1
+    (tmp_path / "received").write_bytes(received[0])
+    assert (report.nbytes, is_saved(tmp_path / "received")) == (len(received[0]), True)
+
+
+def test_what_cannot_be_written_in_place_is_counted_and_leaves_nothing_open(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("w+b") as file, fastensor.AsyncWriter() as writer:
+        file.write(b"old")
+        file.flush()
+        other = os.open(tmp_path / "x", os.O_RDWR)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(CheckpointWriteError, match="another process has locked it"):
+                writer.save(STATE, f"/dev/fd/{file.fileno()}")
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.close(other)
+        assert writer.statistics().failed == 3
+        writer.save(STATE, f"/dev/fd/{file.fileno()}")
+    assert is_saved(tmp_path / "x")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_was_reserved_in_vain_is_given_back(tmp_path: Path, error: BaseException) -> None:
+    """``fallocate`` may have taken blocks behind the file's end when it fails."""
+
     def interrupt(call: Call) -> Any:
         result = call.perform()
         if call.name == "fallocate64":
-            raise KeyboardInterrupt
+            raise error
         return result
 
     with (tmp_path / "x").open("w+b") as file:
-        torch.save(STATE, file)
+        file.write(b"old")
         file.flush()
-        with intercepted(interrupt), pytest.raises(KeyboardInterrupt):
+        os.fsync(file.fileno())
+        blocks = os.fstat(file.fileno()).st_blocks
+        with intercepted(interrupt), pytest.raises((CheckpointWriteError, KeyboardInterrupt)):
             fastensor.save({"w": torch.zeros(1 << 20)}, f"/dev/fd/{file.fileno()}")
-    assert is_saved(tmp_path / "x")
+        assert os.fstat(file.fileno()).st_blocks == blocks
+    assert (tmp_path / "x").read_bytes() == b"old"
 
 
 def test_what_was_written_before_the_lock_was_had_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

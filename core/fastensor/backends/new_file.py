@@ -78,7 +78,7 @@ class NewFile:
                 return
             _claim(self.path, self._link)
         if not _leads_to(self._names[-1], self.fd):
-            what = "another machine that does not see our locks has taken the file for a leftover"
+            what = "it was removed or replaced, perhaps by another machine, which does not see our locks"
             raise OSError(errno.ESTALE, what, self._names[-1])
         os.rename(self._names[-1], self.path)
         self.published = True

@@ -137,12 +137,14 @@ class Delivery:
                     give_up(self._fallbacks, fallback.backend, fallback.reason)
 
     def is_in_place(self) -> bool:
-        """Whether the target has to be written in place, which is opened when that begins. Else as :meth:`open`."""
+        """Whether the target has to be written in place. Opens it, as :meth:`open`; but a regular file is opened again
+        when writing begins, because earlier saves of this process may have to write it before."""
         self.open()
         if not isinstance(self._output, InPlace):
             return False
-        self._output.close()
-        self._output = None
+        if self._output.is_file:
+            self._output.close()
+            self._output = None
         return True
 
     def close(self) -> None:

@@ -151,8 +151,13 @@ class InPlace:
         """
         if self.is_file:
             self.nbytes = os.fstat(self.fd).st_size
-            posix.preallocate(self.fd, max(nbytes, 1), keep_size=True)
-            posix.truncate(self.fd, 0)
+            try:
+                posix.preallocate(self.fd, max(nbytes, 1), keep_size=True)
+                posix.truncate(self.fd, 0)
+            except BaseException:
+                with contextlib.suppress(OSError):  # give back what was reserved behind the end
+                    posix.truncate(self.fd, os.fstat(self.fd).st_size)
+                raise
         self.begun = True
 
     def write(self, data: memoryview) -> int:

@@ -54,12 +54,12 @@ def save(
             file's owner, mode, ACLs, SELinux label and ``user.*`` attributes are kept; other hard links to it keep the
             old contents. The disk needs room for both files at a time.
             Some files are written in place, from front to back, as by ``torch.save``: then the report says that the
-            save was not ``atomic``, and a save that is interrupted leaves a file that is cut off, which every reader
-            notices. Those are pipes, devices and open files given by their descriptors (``/dev/fd/3``); empty files, in
-            which there is nothing to lose, so that whoever has one open finds the checkpoint in it
-            (``tempfile.NamedTemporaryFile``); and, which is logged, files whose place, owner or rights a new file
-            cannot have: one that is mounted by itself, one in a directory that may not be written, a colleague's.
-            A file that may not be written is not replaced.
+            save was not ``atomic``. One that is killed leaves a file that is cut off, which every reader notices; after
+            a power failure any part may be missing, which the checksums show. Those are pipes, devices and open files
+            given by their descriptors (``/dev/fd/3``); empty files, in which there is nothing to lose, so that whoever
+            has one open finds the checkpoint in it (``tempfile.NamedTemporaryFile``); and, which is logged, files whose
+            place, owner or rights a new file cannot have: one that is mounted by itself, one in a directory that may
+            not be written, a colleague's. A file that may not be written is not replaced.
         metadata: texts for the ``__metadata__`` of a safetensors file.
         checksums: whether a safetensors file carries CRC32s, in one more entry of ``__metadata__`` that other readers
             ignore. Without it is the very file of ``safetensors``. torch's files always carry them.

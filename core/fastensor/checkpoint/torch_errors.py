@@ -36,6 +36,11 @@ _LONGEST_REASON = 500
 """In characters."""
 
 
+def is_refused_global(error: Exception) -> bool:
+    """Whether torch's restricted unpickler has met a class or function that is not allow-listed."""
+    return isinstance(error, pickle.UnpicklingError) and _GLOBAL_REFUSED.search(str(error)) is not None
+
+
 def explain(
     error: Exception, file: OpenedFile, request: LoadRequest, *, rebuild_on_host: Callable[[], object] | None = None
 ) -> None:
@@ -79,10 +84,10 @@ def _translate(
 def _is_users(error: Exception) -> bool:
     """Whether it came through code that is neither torch's, nor ours, nor Python's, and that torch has called.
 
-    What stands before is of whoever has wrapped ``torch.load``.
+    What stands before is of whoever has wrapped ``torch.load``, unless torch was never called.
     """
-    modules = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__))
-    called = dropwhile(lambda name: name != torch.serialization.__name__, modules)
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = list(dropwhile(lambda name: name != torch.serialization.__name__, modules)) or modules
     roots = {name.partition(".")[0] for name in called}
     return not roots <= _NOT_THE_USERS | sys.stdlib_module_names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
@@ -23,20 +22,17 @@ from fastensor.checkpoint.archive import (
     records_by_key,
     verify_compressed,
 )
-from fastensor.checkpoint.at_once import UnusualError, is_worth_it, load_at_once
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained
 from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
-from fastensor.checkpoint.torch_errors import explain
+from fastensor.checkpoint.torch_errors import explain, is_refused_global
 from fastensor.errors import CorruptCheckpointError, FastensorError
 from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.torch_pickle import StorageRef, all_in, read_program
 from fastensor.stitch.torch_records import Checks, payload_records, record_ends
 from fastensor.stitch.zip_directory import ZipDirectory
-
-_logger = logging.getLogger("fastensor")
 
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -58,11 +54,6 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         return Loaded(result, "torch", reason or MAPPED, verified)
     find_pickle(archive, file.where)
     _announce_byte_order(archive)
-    if is_worth_it(archive, request) and not is_of_other_byte_order(archive):
-        try:
-            return load_at_once(file, archive, request)
-        except UnusualError as error:
-            _logger.debug("%s is loaded by torch.load: %s", file.where, error)
     part = _find_part(file, archive, request)
     try:
         return _load_whole(file, archive, request) if part is None else _load_part(file, archive, request, part)
@@ -85,7 +76,7 @@ class _LeftOut:
     """What torch does not get."""
 
     skipped: Collection[str]
-    """Names of records that hold nothing of what was asked for. What lies in them is on the meta device, or None."""
+    """Names of records that hold nothing of what was asked for. What lies in them is on the meta device, or ``()``."""
     replaced: Mapping[str, bytes]
     """Records that it gets in another form: the pickle, from which most of that has been cut out."""
 
@@ -130,7 +121,9 @@ def _load_part(file: OpenedFile, archive: ZipDirectory, request: LoadRequest, pa
         loaded = _load_archive(file, archive, request, part.left_out)
     except (FastensorError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # noqa: BLE001  # it is raised again if it was not for the want of values
+    except Exception as error:  # it is raised again if it was not for the want of values
+        if is_refused_global(error):
+            raise
         reason = f"torch cannot rebuild the rest without its values ({error!r})"
     else:
         if part.names <= {node.name for node in nodes(loaded.result, file.where)}:

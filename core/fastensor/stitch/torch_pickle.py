@@ -250,7 +250,9 @@ def _rebuild_tensor_v3(
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
-    return replace(data, kind="Parameter", parts=(data, rest)) if isinstance(data, TensorRef) else data
+    if isinstance(data, TensorRef):
+        return replace(data, kind="Parameter", parts=(data, rest))
+    return Opaque("Parameter", [data, rest])
 
 
 def _rebuild_quantized(storage: Any, offset: Any, size: Any, *rest: Any) -> TensorRef:

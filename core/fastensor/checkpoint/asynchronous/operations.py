@@ -135,7 +135,7 @@ class Save(Operation):
         delivery.before_publishing = self._commit
 
     def open(self, snapshot: Snapshot) -> None:
-        """Create the file that will take the target's place. From now on it has to be run, or abandoned.
+        """Create the file that will take the target's place. From now on it has to be run, or failed.
 
         Raises:
             CheckpointWriteError: the directory does not let files be created.
@@ -212,22 +212,22 @@ class Save(Operation):
         """Do all of it in the caller's thread, without a snapshot.
 
         Raises:
-            Exception: as :func:`fastensor.save`.
+            Exception: as :func:`fastensor.save`. This is told then.
         """
-        ordering.wait_to_replace(self.delivery.target)
-        with self.delivery:
-            report = self.delivery.move(plan)
+        self._busy_thread = self._snapshot = None
+        try:
+            with self.delivery:
+                ordering.wait_to_replace(self.delivery.target)
+                report = self.delivery.move(plan)
+        except BaseException as error:
+            self.tell()
+            self.fail(error)
+            raise
         self._succeed(report)
 
     def lose(self) -> None:
         if not self.done:
             self.fail(SystemExit("the thread that wrote has died"))
-
-    def abandon(self) -> None:
-        """Undo :meth:`open`."""
-        self._busy_thread = None
-        self._snapshot = None
-        self.delivery.close()
 
     def forget(self) -> None:
         super().forget()
@@ -259,7 +259,8 @@ class Save(Operation):
             if self._snapshot is not None:
                 self._snapshot.fail(error)  # somebody may still be staging
                 self._snapshot.discard()
-            self.abandon()
+            self._busy_thread = self._snapshot = None
+            self.delivery.close()
         finally:
             told: BaseException
             if self._dropped is not None:

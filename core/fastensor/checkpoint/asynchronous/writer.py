@@ -68,7 +68,8 @@ class AsyncWriter:
             given up; what was at the paths before is kept then.
         preemption_seconds: if given, SIGTERM ends the process only when what is pending is durable, or after so many
             seconds; a handler that the program has installed before is called at once and decides by itself, and so
-            does one that was installed later and calls this one. Works in the main thread only.
+            does one that was installed later and calls this one. Works in the main thread only. What could not be
+            done asynchronously is not waited for.
 
     What was not told by a handle is raised once by the next call: :meth:`save` (before anything is accepted),
     :meth:`remove`, :meth:`wait`, :meth:`close`, or a load of that path. Afterwards saves work again if the cause is
@@ -379,10 +380,6 @@ class AsyncWriter:
         if plan is None:
             save.run_now(None)
             return
-        if save.delivery.is_in_place():
-            announce("saving asynchronously", "the file has to be written in place")
-            save.run_now(plan)
-            return
         self._reserve(plan.nbytes)
         if self._settings.when_busy == "skip" and not self._arena.has_room(plan.nbytes):
             _logger.warning("skipped, because earlier saves are not done: %s", save.handle.path)
@@ -401,6 +398,8 @@ class AsyncWriter:
             held_up=held_up,
         )
         try:
+            if save.delivery.is_in_place():
+                raise _CannotWaitError("the file has to be written in place")
             save.open(snapshot)
             if self._settings.when_busy == "latest":
                 self._make_room(save, plan.nbytes)
@@ -408,7 +407,6 @@ class AsyncWriter:
             save.stage(snapshot)
         except _CannotWaitError as error:
             announce("saving asynchronously", str(error))
-            save.abandon()
             save.run_now(plan)
         except BaseException as error:
             save.tell()
