@@ -254,7 +254,7 @@ def test_what_another_machine_has_put_in_our_place_is_not_published(tmp_path: Pa
         name.unlink()
         name.write_bytes(b"half of another file")
         assert isinstance(output, NewFile)
-        with pytest.raises(OSError, match="leftover"):
+        with pytest.raises(OSError, match="removed or replaced"):
             output.publish()
     assert torch.equal(torch.load(tmp_path / "x")["w"], STATE["w"])
     assert name.read_bytes() == b"half of another file"
