@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.names import resolve
 from fastensor.cli.output import OK, human_size, print_json, print_table, printable
+
+_MOST_LISTED = 500
+"""Longer tables are summed up, or cut, unless ``--all`` is given."""
+_MOST_BRANCHES = 100
+_DEEPEST = 8
+"""Parts of a name that branches are told apart by."""
 
 
 def add_to(commands: Any) -> None:
@@ -24,6 +32,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--key", action="append", dest="keys", metavar="KEY", help="show only this: a name, a branch or a glob pattern"
     )
+    parser.add_argument("--all", action="store_true", help=f"list everything, also more than {_MOST_LISTED} entries")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -41,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_as_json(found, tensors, others))
     else:
-        _print(found, tensors, others)
+        _print(found, tensors, others, shorten=not options.all)
     return OK
 
 
@@ -60,34 +69,84 @@ def _as_json(found: Inspection, tensors: list[TensorInfo], others: dict[str, str
     }
 
 
-def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str]) -> None:
+def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str], *, shorten: bool) -> None:
     checked = "with checksums" if found.checked else "without checksums"
     print(f"{found.path}: {found.container}, {human_size(found.nbytes)}, {checked}")
     print(f"{len(found.tensors)} tensors of {human_size(found.tensor_nbytes)}, {len(found.others)} other values")
+    most = _MOST_LISTED if shorten else sys.maxsize
     if tensors:
         print()
-        rows = [
-            [
-                tensor.name,
-                tensor.kind,
-                _dtype(tensor),
-                " × ".join(map(str, tensor.shape)) or "scalar",
-                human_size(tensor.nbytes),
-                "" if tensor.crc32 is None else f"{tensor.crc32:08x}",
-            ]
-            for tensor in tensors
-        ]
-        print_table(["tensor", "kind", "dtype", "shape", "size", "CRC32"], rows, right=(4,))
+        print_tensors = _print_branches if len(tensors) > most else _print_tensors
+        print_tensors(tensors)
     for title, texts in (("value", others), ("metadata", found.metadata)):
         if texts:
             print()
-            print_table([title, ""], [[name, text] for name, text in texts.items()])
+            print_table([title, ""], [[name, text] for name, text in islice(texts.items(), most)])
+            _print_rest(len(texts) - most)
     if found.ties or found.refused:
         print()
-    for names in found.ties:
+    for names in found.ties[:most]:
         print(printable(f"share memory: {', '.join(names)}"))
+    _print_rest(len(found.ties) - most)
     if found.refused:
         print(printable(f"weights_only=True refuses: {', '.join(found.refused)}"))
+
+
+def _print_tensors(tensors: list[TensorInfo]) -> None:
+    rows = [
+        [
+            tensor.name,
+            tensor.kind,
+            _dtype(tensor),
+            " × ".join(map(str, tensor.shape)) or "scalar",
+            human_size(tensor.nbytes),
+            "" if tensor.crc32 is None else f"{tensor.crc32:08x}",
+        ]
+        for tensor in tensors
+    ]
+    print_table(["tensor", "kind", "dtype", "shape", "size", "CRC32"], rows, right=(4,))
+
+
+def _print_branches(tensors: list[TensorInfo]) -> None:
+    """Sum up the tensors by the branches that they are in."""
+    branches = _group([tensor.name for tensor in tensors], most=_MOST_BRANCHES)
+    rows = []
+    for branch, positions in islice(branches.items(), _MOST_BRANCHES):
+        within = [tensors[position] for position in positions]
+        dtypes = ", ".join(sorted({_dtype(tensor) for tensor in within}))
+        rows.append([branch, str(len(within)), dtypes, human_size(sum(tensor.nbytes for tensor in within))])
+    print_table(["tensors in", "number", "dtypes", "size"], rows, right=(1, 3))
+    _print_rest(len(branches) - _MOST_BRANCHES)
+    print("--all lists every tensor, --key those of a branch or a pattern")
+
+
+def _print_rest(count: int) -> None:
+    if count > 0:
+        print(f"and {count} more, which --all shows")
+
+
+def _group(names: Sequence[str], *, most: int) -> dict[str, list[int]]:
+    """Positions of names by their first parts: by as many of them as give at most so many groups, and at least one.
+
+    >>> _group(["a.b.c", "a.b.d", "a.e.f", "g"], most=3)
+    {'a.b': [0, 1], 'a.e': [2], 'g': [3]}
+    >>> _group(["a.b.c", "a.b.d", "a.e.f", "g"], most=2)
+    {'a': [0, 1, 2], 'g': [3]}
+    """
+    chosen = _group_at(names, 1)
+    for depth in range(2, _DEEPEST + 1):
+        deeper = _group_at(names, depth)
+        if len(deeper) > most:
+            break
+        chosen = deeper
+    return chosen
+
+
+def _group_at(names: Sequence[str], depth: int) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        groups.setdefault(".".join(name.split(".", depth)[:depth]), []).append(position)
+    return groups
 
 
 def _branches_above(name: str) -> Iterator[str]:
