@@ -494,12 +494,18 @@ def test_inspect_sums_up_many_tensors(capsys: Any, tmp_path: Path) -> None:
     layers = {f"layer{i}": {"experts": [torch.zeros(2, i) for _ in range(30)]} for i in range(20)}
     fastensor.save({**layers, "steps": {str(step): step for step in range(600)}}, tmp_path / "x.ckpt")
     status, out, _ = run(capsys, "inspect", tmp_path / "x.ckpt")
-    assert status == 0 and re.search(r"^layer7\.experts +30 +float32 +1\.6 KiB$", out, re.MULTILINE)
-    assert "layer7.experts.3" not in out and "and 100 more" in out and "--all" in out
+    assert status == 0
+    assert re.search(r"^layer7\.experts +30 +float32 +1\.6 KiB$", out, re.MULTILINE)
+    assert "layer7.experts.3" not in out
+    assert "and 100 more" in out
+    assert "--all" in out
     status, out, _ = run(capsys, "inspect", tmp_path / "x.ckpt", "--all")
-    assert status == 0 and out.count("layer7.experts.") == 30 and "steps.599" in out
+    assert status == 0
+    assert out.count("layer7.experts.") == 30
+    assert "steps.599" in out
     status, out, _ = run(capsys, "inspect", tmp_path / "x.ckpt", "--key", "layer7")
-    assert status == 0 and out.count("layer7.experts.") == 30
+    assert status == 0
+    assert out.count("layer7.experts.") == 30
 
 
 def test_convert_writes(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
