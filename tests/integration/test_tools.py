@@ -583,3 +583,17 @@ def test_inspect_summarizes_names_that_have_nothing_in_common(capsys: Any, tmp_p
     assert main(["inspect", str(tmp_path / "x")]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert [f"a{number}.*" for number in range(20)] == [line[0] for line in lines if line[1:] == ["15"]]
+
+
+def test_inspect_cuts_off_very_many_values_and_groups(capsys: Any, tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.ones(1) for number in range(250)}
+    fastensor.save({**tensors, "steps": {str(number): number for number in range(300)}}, tmp_path / "x")
+    assert main(["inspect", str(tmp_path / "x")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("which --all shows") == 2
+    assert "t249" not in shown
+    assert "steps.299" not in shown
+    assert main(["inspect", str(tmp_path / "x"), "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert "t249" in shown
+    assert "steps.299" in shown

@@ -118,7 +118,7 @@ class _MeasuredReader:
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         return self._measure(self._reader.readinto, offset, buffer, checksum)
 
-    def _measure(self, read: Callable[..., int], offset: int, target: object, checksum: bool) -> int:
+    def _measure(self, read: Callable[..., int], offset: int, target: memoryview | DeviceTarget, checksum: bool) -> int:
         started = time.perf_counter()
         try:
             found = read(offset, target, checksum=checksum)
@@ -131,7 +131,7 @@ class _MeasuredReader:
             raise CheckpointReadError(errno.EIO, reason, self._where) from error
         self._seconds += time.perf_counter() - started
         self._verified |= checksum
-        self._complete |= offset >= self._last
+        self._complete |= offset + target.nbytes > self._last
         return found
 
     def close(self) -> None:

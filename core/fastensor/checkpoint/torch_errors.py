@@ -31,6 +31,8 @@ _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose modu
 _READER = "PytorchStreamReader"
 _NOT_THE_USERS = frozenset(("torch", "fastensor", "numpy", "sympy"))
 """Packages whose code runs whatever the file holds, Python's own apart."""
+_LOADERS = ("torch.serialization", "torch._weights_only_unpickler")
+"""Modules of torch's that call what a file holds."""
 _HOST = "cpu"
 _LONGEST_REASON = 500
 """In characters."""
@@ -87,7 +89,7 @@ def _is_users(error: Exception) -> bool:
     What stands before is of whoever has wrapped ``torch.load``, unless torch was never called.
     """
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    called = list(dropwhile(lambda name: name != torch.serialization.__name__, modules)) or modules
+    called = list(dropwhile(lambda name: name not in _LOADERS, modules)) or modules
     roots = {name.partition(".")[0] for name in called}
     return not roots <= _NOT_THE_USERS | sys.stdlib_module_names
 

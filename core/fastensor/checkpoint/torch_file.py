@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, cast
 
@@ -27,12 +28,15 @@ from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, explained
 from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
+from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, extents, is_known, rebuild
 from fastensor.checkpoint.torch_errors import explain, is_refused_global
 from fastensor.errors import CorruptCheckpointError, FastensorError
 from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.torch_pickle import StorageRef, all_in, read_program
 from fastensor.stitch.torch_records import Checks, payload_records, record_ends
 from fastensor.stitch.zip_directory import ZipDirectory
+
+_logger = logging.getLogger("fastensor")
 
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -149,7 +153,37 @@ def _load_archive(file: OpenedFile, archive: ZipDirectory, request: LoadRequest,
             give_up(
                 request.fallbacks, "filling devices at once", f"torch cannot rebuild the object that way ({error!r})"
             )
+    if request.restricted and left_out is _NOTHING and is_known() and are_wanted(request.map_location):
+        try:
+            return _read_together(file, archive, request)
+        except (NotOrdinaryError, pickle.UnpicklingError) as error:
+            if is_refused_global(error):
+                raise
+            _logger.debug("%s: torch.load has to do it: %s", file.where, error)
     return _attempt(file, archive, request, left_out, _skipping)
+
+
+def _read_together(file: OpenedFile, archive: ZipDirectory, request: LoadRequest) -> Loaded:
+    """Have torch's restricted unpickler rebuild the object from storages that are read together."""
+    checks = Checks(archive, enabled=request.checked)
+    with explained(file.where):
+        used, why, reader = file.open_reader(extents(archive, checks), request.wanted, request.fallbacks)
+    with closing(reader):
+        storages = Storages(file, archive, reader, checks, request.map_location)
+        view = CheckedFile(file, reader, checks)
+        with _failures_raised(view):
+            result = rebuild(view, storages)
+    return Loaded(result, used, why, checks.complete)
+
+
+def _extents(archive: ZipDirectory, left_out: _LeftOut) -> list[Extent]:
+    """What will be read, in order."""
+    ends = record_ends(archive)
+    return [
+        Extent(record.header_offset, ends[record.header_offset])
+        for record in payload_records(archive)
+        if record.name not in left_out.skipped
+    ]
 
 
 def _attempt(
@@ -163,12 +197,7 @@ def _attempt(
     Args:
         placing: makes the ``map_location`` that torch gets.
     """
-    ends = record_ends(archive)
-    order = [
-        Extent(record.header_offset, ends[record.header_offset])
-        for record in payload_records(archive)
-        if record.name not in left_out.skipped
-    ]
+    order = _extents(archive, left_out)
     checks = Checks(archive, enabled=request.checked)
     with explained(file.where):
         used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
@@ -200,13 +229,19 @@ def _filling(view: CheckedFile, map_location: MapLocation) -> MapLocation:
 
 
 def _rebuild(view: CheckedFile, map_location: MapLocation, weights_only: bool | None) -> Any:
+    with _failures_raised(view):
+        return torch.load(cast(IO[bytes], view), map_location, weights_only=weights_only, mmap=False)
+
+
+@contextmanager
+def _failures_raised(view: CheckedFile) -> Iterator[None]:
+    """What has gone wrong while torch read the view is raised in place of what torch makes of it."""
     try:
-        result = torch.load(cast(IO[bytes], view), map_location, weights_only=weights_only, mmap=False)
+        yield
     except Exception:
         _raise_failure(view)
         raise
     _raise_failure(view)
-    return result
 
 
 def _raise_failure(view: CheckedFile) -> None:

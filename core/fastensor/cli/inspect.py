@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from fastensor.checkpoint.names import resolve
 from fastensor.cli.output import OK, human_size, print_json, print_table, printable
 
 _MANY = 200
-"""More tensors than that are summarized."""
+"""More tensors than that are summarized, and more values are cut off."""
 _MOST_GROUPS = 60
 
 
@@ -28,7 +29,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--key", action="append", dest="keys", metavar="KEY", help="show only this: a name, a branch or a glob pattern"
     )
-    parser.add_argument("--all", action="store_true", help=f"show each tensor, also of more than {_MANY}")
+    parser.add_argument("--all", action="store_true", help=f"show each tensor and value, also of more than {_MANY}")
     parser.add_argument("--json", action="store_true", help="print JSON, with each tensor")
     parser.set_defaults(run=_run)
 
@@ -46,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_as_json(found, tensors, others))
     else:
-        _print(found, tensors, others, each=options.all or len(tensors) <= _MANY)
+        _print(found, tensors, others, most=sys.maxsize if options.all else _MANY)
     return OK
 
 
@@ -65,13 +66,13 @@ def _as_json(found: Inspection, tensors: list[TensorInfo], others: dict[str, str
     }
 
 
-def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str], *, each: bool) -> None:
+def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str], *, most: int) -> None:
     checked = "with checksums" if found.checked else "without checksums"
     print(f"{found.path}: {found.container}, {human_size(found.nbytes)}, {checked}")
     print(f"{len(found.tensors)} tensors of {human_size(found.tensor_nbytes)}, {len(found.others)} other values")
-    if tensors and not each:
+    if len(tensors) > most:
         print()
-        print_table(["tensors", "", "dtype", "size"], summarize(tensors), right=(1, 3))
+        _print_some(["tensors", "", "dtype", "size"], summarize(tensors), most, right=(1, 3))
         print("\n--all shows each; --key PATTERN those that it fits")
     elif tensors:
         print()
@@ -90,13 +91,19 @@ def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str],
     for title, texts in (("value", others), ("metadata", found.metadata)):
         if texts:
             print()
-            print_table([title, ""], [[name, text] for name, text in texts.items()])
+            _print_some([title, ""], [[name, text] for name, text in texts.items()], most)
     if found.ties or found.refused:
         print()
     for names in found.ties:
         print(printable(f"share memory: {', '.join(names)}"))
     if found.refused:
         print(printable(f"weights_only=True refuses: {', '.join(found.refused)}"))
+
+
+def _print_some(header: list[str], rows: list[list[str]], most: int, right: Sequence[int] = ()) -> None:
+    print_table(header, rows[:most], right=right)
+    if len(rows) > most:
+        print(f"and {len(rows) - most} more, which --all shows")
 
 
 def summarize(tensors: Iterable[TensorInfo]) -> list[list[str]]:

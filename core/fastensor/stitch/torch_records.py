@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
+from typing import NamedTuple
 
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, Record, ZipDirectory
@@ -32,8 +32,7 @@ def record_ends(archive: ZipDirectory) -> dict[int, int]:
     return dict(zip(begins, [*begins[1:], archive.offset], strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRecord:
+class OpenRecord(NamedTuple):
     """A record whose local header has been read."""
 
     record: Record

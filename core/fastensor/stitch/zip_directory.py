@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from fastensor.errors import CorruptCheckpointError
 
@@ -29,6 +30,8 @@ _ENTRY_SIGNATURE = b"PK\x01\x02"
 _ENTRY_CRC_OFFSET = 16
 _ZIP64_EXTRA = 0x0001
 _DIRECTORY_ATTRIBUTE = 0x10
+_NOT_AS_THEY_ARE = 0x60
+"""Flags of strong encryption and of patches."""
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT = 0xFFFF
 
@@ -36,9 +39,8 @@ ReadAt = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: exactly that many bytes from that offset, or an exception."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One entry of the central directory."""
+class Record(NamedTuple):
+    """One entry of the central directory. A tuple, because there may be tens of thousands."""
 
     name: str
     """Full name inside the archive, such as ``archive/data/0``."""
@@ -144,31 +146,36 @@ def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int,
 
 
 def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[Record, int]:
-    here = f"{where}: directory entry {number} at offset {base + at}"
     if at + _ENTRY.size > len(data):
-        raise CorruptCheckpointError(f"{here}: cut off")
-    fields = _ENTRY.unpack_from(data, at)
-    signature, flags, method, crc32, stored, nbytes = *fields[:1], *fields[3:5], *fields[7:10]
-    name_nbytes, extra_nbytes, comment_nbytes, header_offset = *fields[10:13], fields[16]
+        raise _defect(where, number, base + at, "cut off")
+    (signature, _, _, flags, method, _, _, crc32, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _,
+     attributes, header_offset) = _ENTRY.unpack_from(data, at)  # fmt: skip
     if signature != _ENTRY_SIGNATURE:
-        raise CorruptCheckpointError(f"{here}: found {signature!r}, expected {_ENTRY_SIGNATURE!r}")
+        raise _defect(where, number, base + at, f"found {signature!r}, expected {_ENTRY_SIGNATURE!r}")
     if flags & 1:
-        raise CorruptCheckpointError(f"{here}: encrypted, which no checkpoint is")
-    if fields[15] & _DIRECTORY_ATTRIBUTE and nbytes:
-        raise CorruptCheckpointError(f"{here}: a directory with {nbytes} bytes of contents; torch would not read them")
+        raise _defect(where, number, base + at, "encrypted, which no checkpoint is")
+    if flags & _NOT_AS_THEY_ARE:
+        raise _defect(where, number, base + at, "unsupported encryption, or a patch, which no checkpoint has")
+    if attributes & _DIRECTORY_ATTRIBUTE and nbytes:
+        what = f"a directory with {nbytes} bytes of contents; torch would not read them"
+        raise _defect(where, number, base + at, what)
     name_at = at + _ENTRY.size
     extra_at = name_at + name_nbytes
     stop = extra_at + extra_nbytes + comment_nbytes
     if stop > len(data):
-        raise CorruptCheckpointError(f"{here}: cut off")
+        raise _defect(where, number, base + at, "cut off")
     try:
         name = data[name_at:extra_at].decode()
     except UnicodeDecodeError as error:
-        raise CorruptCheckpointError(f"{here}: its name is not UTF-8") from error
-    extra = data[extra_at : extra_at + extra_nbytes]
-    nbytes, stored, header_offset = _apply_zip64(extra, nbytes, stored, header_offset, here)
+        raise _defect(where, number, base + at, "its name is not UTF-8") from error
+    if _MAX32 in (nbytes, stored, header_offset):
+        found = _apply_zip64(data[extra_at : extra_at + extra_nbytes], nbytes, stored, header_offset)
+        if found is None:
+            raise _defect(where, number, base + at, "sizes are said to be in a zip64 field, which is missing")
+        nbytes, stored, header_offset = found
     if method == 0 and stored != nbytes:
-        raise CorruptCheckpointError(f"{here}: {name!r} is not compressed, yet {nbytes} bytes take {stored}")
+        what = f"{name!r} is not compressed, yet {nbytes} bytes take {stored}"
+        raise _defect(where, number, base + at, what)
     record = Record(
         name=name,
         nbytes=nbytes,
@@ -182,12 +189,14 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
     return record, stop
 
 
-def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int, here: str) -> tuple[int, int, int]:
-    """Replace the fields that are saturated by those of the zip64 extra field (APPNOTE 4.5.3)."""
+def _defect(where: str, number: int, offset: int, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{where}: directory entry {number} at offset {offset}: {what}")
+
+
+def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int) -> tuple[int, int, int] | None:
+    """The fields, the saturated ones from the zip64 extra field (APPNOTE 4.5.3); None if that is missing."""
     values = [nbytes, stored, offset]
     saturated = [i for i, value in enumerate(values) if value == _MAX32]
-    if not saturated:
-        return nbytes, stored, offset
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
@@ -197,7 +206,7 @@ def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int, here: str)
                 values[i] = value
             return values[0], values[1], values[2]
         at += 4 + length
-    raise CorruptCheckpointError(f"{here}: sizes are said to be in a zip64 field, which is missing")
+    return None
 
 
 def _check_disjoint(records: list[Record], where: str) -> None:
