@@ -46,7 +46,8 @@ def find_pickle(archive: ZipDirectory, where: str) -> Record:
     Raises:
         CorruptCheckpointError: there is none, or more than one.
     """
-    found = [record for record in archive.records if record.name.split("/", 1)[1:] == ["data.pkl"]]
+    named = [record for record in archive.records if record.name.endswith("/data.pkl")]
+    found = [record for record in named if record.name.count("/") == 1]
     if len(found) != 1:
         raise CorruptCheckpointError(
             f"{where}: the directory at offset {archive.offset} has {len(found)} records named data.pkl at its top, "

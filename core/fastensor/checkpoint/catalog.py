@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.safetensors import Entry, torch_dtype
+from fastensor.stitch.shape import row_major
 from fastensor.stitch.torch_pickle import Opaque, StorageRef, TensorRef, plain_type, read_structure
 from fastensor.stitch.torch_records import Checks
 from fastensor.stitch.zip_directory import Record
@@ -56,8 +57,7 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A run of bytes that holds one tensor, or several that share memory."""
 
     name: str
@@ -73,8 +73,7 @@ class Part:
         return None if self.crc32 is None else Checked(f"{kind} {self.name!r}", begin, self.nbytes, self.crc32)
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """A dense tensor, and where it is."""
 
     info: TensorInfo
@@ -168,8 +167,8 @@ def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
     for entry in header.entries:
         dtype = torch_dtype(entry, file.where)
         info = TensorInfo(entry.name, "Tensor", dtype, entry.shape, entry.name, entry.crc32)
-        stride = torch.empty(entry.shape, device="meta").stride()
-        located[entry.name] = Located(info, Part(entry.name, entry.nbytes, entry.crc32, entry), 0, stride)
+        part = Part(entry.name, entry.nbytes, entry.crc32, entry)
+        located[entry.name] = Located(info, part, 0, row_major(entry.shape))
     infos = {name: one.info for name, one in located.items()}
     return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, header.unchecked)
 
@@ -235,16 +234,19 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
 
 def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
     """Groups of names of tensors that share bytes."""
-    spans = sorted((one.part.name, *one.span, name) for name, one in tensors.items() if one.info.nbytes)
+    within: dict[str, list[tuple[str, Located]]] = {}
+    for name, one in tensors.items():
+        if one.part.nbytes:
+            within.setdefault(one.part.name, []).append((name, one))
     groups: list[list[str]] = []
-    part, reached = "", 0
-    for name_of_part, begin, end, name in spans:
-        if groups and name_of_part == part and begin < reached:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-            reached = 0
-        part, reached = name_of_part, max(reached, end)
+    for _, shared in sorted((part, some) for part, some in within.items() if len(some) > 1):
+        reached = 0
+        for begin, end, name in sorted((*one.span, name) for name, one in shared if one.info.nbytes):
+            if begin < reached:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+            reached = max(reached, end)
     return [sorted(group) for group in groups if len(group) > 1]
 
 

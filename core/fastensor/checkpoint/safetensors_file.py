@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from operator import attrgetter
 
 import torch
+from isal import isal_zlib
 
-from fastensor.backends.base import Extent
+from fastensor.backends.base import Reader
+from fastensor.backends.memory import copy_memory
 from fastensor.backends.to_device import Filler
+from fastensor.backends.window import SMALL_NBYTES, Window, joined
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
@@ -24,6 +28,7 @@ from fastensor.stitch.safetensors import (
     parse_header,
     torch_dtype,
 )
+from fastensor.stitch.shape import row_major
 
 _SAVED_FROM = "cpu"
 """The format does not say where tensors were."""
@@ -38,15 +43,16 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     check_destination(_SAVED_FROM, request.map_location, file.where)
     if request.mmap:
         return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
-    order = [Extent(entry.begin, entry.end) for entry in sorted(entries, key=lambda entry: entry.begin)]
+    order = sorted(entries, key=attrgetter("begin"))
     with explained(file.where):
-        used, why, reader = file.open_reader(order, request.wanted, request.fallbacks)
-    tensors, filler = {}, Filler(reader)
+        extents = joined((entry.begin, entry.end) for entry in order)
+        used, why, reader = file.open_reader(extents, request.wanted, request.fallbacks)
+    tensors = dict.fromkeys((entry.name for entry in entries), torch.empty(0))  # in the order of the header
     with closing(reader):
-        for entry in sorted(entries, key=lambda entry: entry.begin):
-            tensors[entry.name] = _read(file, filler, entry, request)
-    in_order = {entry.name: tensors[entry.name] for entry in entries}
-    return Loaded(in_order, used, why, header.checked and request.checked, header.unchecked)
+        source = _Source(file, reader, request)
+        for entry in order:
+            tensors[entry.name] = _as_tensor(source.storage(entry), entry, file.where)
+    return Loaded(tensors, used, why, header.checked and request.checked, header.unchecked)
 
 
 def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
@@ -64,17 +70,43 @@ def checked_entry(entry: Entry) -> Checked | None:
     return Checked(f"tensor {entry.name!r}", entry.begin, entry.nbytes, entry.crc32)
 
 
-def _read(file: OpenedFile, filler: Filler, entry: Entry, request: LoadRequest) -> torch.Tensor:
-    """A tensor where it is to be, verified if it can be."""
-    checked = checked_entry(entry) if request.checked else None
+class _Source:
+    """Reads a file's tensors to where they are to be, and verifies them if it can: small ones that follow each other
+    together, large ones straight to their memory."""
 
-    def fill(storage: torch.UntypedStorage) -> None:
-        with explained(file.where):
-            found = filler.fill(storage, entry.begin, checksum=checked is not None)
-        if checked is not None:
-            checked.compare(found, file.where)
+    def __init__(self, file: OpenedFile, reader: Reader, request: LoadRequest) -> None:
+        self._where = file.where
+        self._reader = reader
+        self._filler = Filler(reader)
+        self._window = Window(self._read, file.nbytes)
+        self._map_location = request.map_location
+        self._checked = request.checked
 
-    return _as_tensor(filled(entry.nbytes, _SAVED_FROM, request.map_location, fill), entry, file.where)
+    def storage(self, entry: Entry) -> torch.UntypedStorage:
+        """The tensor's bytes.
+
+        Raises:
+            CheckpointReadError: they cannot be read.
+            CorruptCheckpointError: they do not match their checksum.
+        """
+
+        def fill(storage: torch.UntypedStorage) -> None:
+            is_checked = self._checked and entry.crc32 is not None
+            if entry.nbytes <= SMALL_NBYTES and storage.device.type == "cpu":
+                part = self._window.part(entry.begin, entry.nbytes)
+                copy_memory(storage.data_ptr(), self._window.address_of(entry.begin), entry.nbytes)
+                found = isal_zlib.crc32(part) if is_checked else 0
+            else:
+                with explained(self._where):
+                    found = self._filler.fill(storage, entry.begin, checksum=is_checked)
+            if is_checked and found != entry.crc32 and (checked := checked_entry(entry)):
+                checked.compare(found, self._where)
+
+        return filled(entry.nbytes, _SAVED_FROM, self._map_location, fill)
+
+    def _read(self, begin: int, buffer: memoryview) -> None:
+        with explained(self._where):
+            self._reader.readinto(begin, buffer, checksum=self._checked)
 
 
 def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
@@ -85,8 +117,8 @@ def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) ->
 
 
 def _as_tensor(placed: torch.UntypedStorage, entry: Entry, where: str) -> torch.Tensor:
-    stride = torch.empty(entry.shape, device="meta").stride()
-    return torch.empty(0, dtype=torch_dtype(entry, where), device=placed.device).set_(placed, 0, entry.shape, stride)
+    empty = torch.empty(0, dtype=torch_dtype(entry, where), device=placed.device)
+    return empty.set_(placed, 0, entry.shape, row_major(entry.shape))
 
 
 def _map(file: OpenedFile, entries: Sequence[Entry], map_location: MapLocation) -> dict[str, torch.Tensor]:

@@ -14,20 +14,22 @@ import io
 import sys
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.memory import copy_memory
 from fastensor.backends.to_device import memory_of
+from fastensor.backends.window import ALIGNMENT, SMALL_NBYTES, Window, joined
 from fastensor.checkpoint.archive import find_pickle
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.opened import OpenedFile, explained
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
 from fastensor.stitch.source import skips_values
-from fastensor.stitch.torch_records import Checks, payload_records
-from fastensor.stitch.zip_directory import LOCAL_HEADER, Record, ZipDirectory
+from fastensor.stitch.torch_records import Checks
+from fastensor.stitch.zip_directory import LOCAL_HEADER, ZipDirectory
 
 _KNOWN_TORCH = "2.13."
 """Releases of torch whose unpickler, and what ``torch.load`` does around it, have been read."""
@@ -36,11 +38,7 @@ _ENCODING = "utf-8"
 _BYTE_ORDER = "byteorder"
 _READ_BEFORE = (".format_version", _BYTE_ORDER, ".storage_alignment")
 """Records that ``torch.load`` reads before the pickle."""
-_WINDOW_NBYTES = 1 << 20
-_SMALL_NBYTES = 64 << 10
-"""Records up to this size are read together with their neighbours; larger ones straight into their storages."""
 _TYPED: Any = torch.storage.TypedStorage
-_HOST = torch.device("cpu")
 
 
 class NotOrdinaryError(Exception):
@@ -120,13 +118,7 @@ class Storages:
         self._records = {
             record.name.removeprefix(prefix): record for record in archive.records if record.name.startswith(prefix)
         }
-        self._end = archive.offset
-        self._window = torch.empty(0, dtype=torch.uint8, device="cpu")
-        """Bytes of the file, from ``_begin`` on."""
-        self._data = memory_of(self._window.untyped_storage())
-        self._begin = 0
-        self._next = 0
-        """Where the record begins that follows the last one: torch writes them in the order in which it reads them."""
+        self._window = Window(self._read, archive.offset, kept=True)
         self._loaded: dict[str, Any] = {}
         """By their keys."""
 
@@ -155,54 +147,53 @@ class Storages:
         record = self._records.get(key)
         if record is None or record.nbytes != nbytes:
             raise NotOrdinaryError(f"storage {key!r} of {nbytes} bytes, whose record is {record}")
-        storage = _of_fixed_size(nbytes)
         if not nbytes:
-            return storage
-        at = self._at(record)
-        opened = self._checks.open_known_record(record, self._data[at : at + LOCAL_HEADER.size], self._where)
-        if nbytes > _SMALL_NBYTES:
+            return _of_fixed_size(nbytes)
+        begin, is_small = record.header_offset, nbytes <= SMALL_NBYTES
+        space = self._checks.end_of(record) - begin
+        around = self._window.part(begin, space if is_small else LOCAL_HEADER.size, ahead=is_small)
+        opened = self._checks.open_known_record(record, around[: LOCAL_HEADER.size], self._where)
+        if is_small:
+            at = opened.begin - begin
+            storage = self._carved(opened.begin, nbytes)
+            found = isal_zlib.crc32(around[at : at + nbytes]) if opened.compared else 0
+        else:
+            storage = _of_fixed_size(nbytes)
+            self._window.next = begin + space
             with explained(self._where):
                 found = self._reader.readinto(opened.begin, memory_of(storage), checksum=opened.compared)
-        else:
-            at = opened.begin - self._begin
-            copy_memory(storage.data_ptr(), self._window.data_ptr() + at, nbytes)
-            found = isal_zlib.crc32(self._data[at : at + nbytes]) if opened.compared else 0
         if opened.compared and found != record.crc32:
             Checked.of_record(opened).compare(found, self._where)
         return storage
 
-    def _at(self, record: Record) -> int:
-        """Where a record begins in the window; of a large one, only its header is there."""
-        begin = record.header_offset
-        small = record.nbytes <= _SMALL_NBYTES
-        nbytes = self._checks.end_of(record) - begin if small else LOCAL_HEADER.size
-        if not self._begin <= begin <= begin + nbytes <= self._begin + self._data.nbytes:
-            ahead = min(2 * self._data.nbytes, _WINDOW_NBYTES) if small and begin == self._next else 0
-            self._read_window(begin, min(max(nbytes, ahead), self._end - begin))
-        self._next = self._checks.end_of(record)
-        return begin - self._begin
+    def _carved(self, begin: int, nbytes: int) -> torch.UntypedStorage:
+        """A small storage: a part of the window that it was read in, which lives as long as any of them."""
+        found = self._window.array(begin, nbytes)
+        return torch.from_numpy(found if begin % ALIGNMENT == 0 else _aligned_copy(found)).untyped_storage()
 
-    def _read_window(self, begin: int, nbytes: int) -> None:
-        if nbytes != self._data.nbytes:
-            self._window = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self._data = memory_of(self._window.untyped_storage())
+    def _read(self, begin: int, buffer: memoryview) -> None:
         with explained(self._where):
-            self._reader.readinto(begin, self._data, checksum=self._checks.payload)
-        self._begin = begin
+            self._reader.readinto(begin, buffer, checksum=self._checks.payload)
 
 
 def _of_fixed_size(nbytes: int) -> torch.UntypedStorage:
     """A storage on the host as ``torch.load`` makes them. A tensor that reaches beyond it is refused by torch; one that
     reached beyond an ordinary storage would make it grow."""
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=_HOST).numpy()
-    return torch.from_numpy(memory).untyped_storage()
+    return torch.from_numpy(_aligned(nbytes)).untyped_storage()
 
 
-def extents(archive: ZipDirectory, checks: Checks) -> list[Extent]:
-    """What will be read, in order; records that follow each other are one part."""
-    runs: list[list[int]] = []
-    for record in payload_records(archive):
-        if not runs or runs[-1][1] != record.header_offset or record.header_offset - runs[-1][0] > _WINDOW_NBYTES:
-            runs.append([record.header_offset, 0])
-        runs[-1][1] = checks.end_of(record)
-    return [Extent(begin, end) for begin, end in runs]
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+    return memory
+
+
+def _aligned_copy(found: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """For files of tools that do not align storages as torch does."""
+    memory = _aligned(found.nbytes)
+    memory[:] = found
+    return memory
+
+
+def extents(checks: Checks) -> list[Extent]:
+    """What will be read, in order."""
+    return joined((record.header_offset, checks.end_of(record)) for record in checks.records)

@@ -167,7 +167,7 @@ def _read_together(file: OpenedFile, archive: ZipDirectory, request: LoadRequest
     """Have torch's restricted unpickler rebuild the object from storages that are read together."""
     checks = Checks(archive, enabled=request.checked)
     with explained(file.where):
-        used, why, reader = file.open_reader(extents(archive, checks), request.wanted, request.fallbacks)
+        used, why, reader = file.open_reader(extents(checks), request.wanted, request.fallbacks)
     with closing(reader):
         storages = Storages(file, archive, reader, checks, request.map_location)
         view = CheckedFile(file, reader, checks)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,8 +57,7 @@ _COPIED = (
 _CHECKSUMS = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})*")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -360,8 +359,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{_shortened(name)} occurs twice")
-    if not all(_is_text(name) for name in result):
-        raise ValueError("a name holds a lone surrogate")
+    for name in result:
+        if not name.isascii() and not _is_text(name):
+            raise ValueError("a name holds a lone surrogate")
     return result
 
 
@@ -429,7 +429,12 @@ def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= MAX_SIZE for size in value)
+    if not isinstance(value, list):
+        return False
+    for size in value:  # noqa: SIM110  # several times faster than all(), for tens of thousands of tensors
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            return False
+    return True
 
 
 def _shortened(value: Any) -> str:

@@ -53,20 +53,18 @@ class Checks:
     """
 
     def __init__(self, archive: ZipDirectory, *, enabled: bool) -> None:
-        payload = payload_records(archive)
-        names = {record.name for record in payload}
-        others = [record for record in archive.records if record.nbytes and record.name not in names]
         self.enabled = enabled
-        self.payload = enabled and any(record.crc32 for record in payload or others)
+        self.records = payload_records(archive)
+        """The storages that are not empty, as :func:`payload_records` has them."""
+        self._payload_names = {record.name for record in self.records}
+        others = [record for record in archive.records if record.nbytes and record.name not in self._payload_names]
+        self.payload = enabled and any(record.crc32 for record in self.records or others)
         """Whether storages are compared."""
-        groups = [group for group in (payload, others) if group]
-        compared = [group for group in groups if enabled and any(record.crc32 for record in group)]
-        self.complete = enabled and len(compared) == len(groups)
+        self._others = enabled and any(record.crc32 for record in others)
+        self.complete = enabled and (self.payload or not self.records) and (self._others or not others)
         """Whether everything is compared."""
-        self._payload_names = names
-        self._compared = {record.name for group in compared for record in group}
         self._ends = record_ends(archive)
-        self._records = {record.header_offset: record for record in archive.records}
+        self._by_offset = {record.header_offset: record for record in archive.records}
 
     def end_of(self, record: Record) -> int:
         """Where the space of a record ends."""
@@ -74,7 +72,7 @@ class Checks:
 
     def record_at(self, header_offset: int) -> Record | None:
         """The record whose local header begins there."""
-        return self._records.get(header_offset)
+        return self._by_offset.get(header_offset)
 
     def is_whole_storage(self, record: OpenRecord, nbytes: int) -> bool:
         """Whether so many bytes of a record are all bytes of a storage."""
@@ -93,7 +91,7 @@ class Checks:
             CorruptCheckpointError: the local header contradicts the directory. A changed length in it would move the
                 data to where other bytes are.
         """
-        record = self._records.get(header_offset)
+        record = self._by_offset.get(header_offset)
         if record is None or header.nbytes != LOCAL_HEADER.size:
             return None
         return self.open_known_record(record, header, where)
@@ -114,4 +112,9 @@ class Checks:
                 f"{where}: the local header of record {record.name!r} at offset {header_offset} contradicts the "
                 f"directory: the file was damaged after it was written"
             )
-        return OpenRecord(record, begin, record.name in self._compared)
+        return OpenRecord(record, begin, record.nbytes > 0 and self._is_compared(record.name))
+
+    def _is_compared(self, name: str) -> bool:
+        if self.payload == self._others:
+            return self.payload
+        return self.payload if name in self._payload_names else self._others

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from fastensor.errors import CorruptCheckpointError
@@ -176,17 +177,8 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
     if method == 0 and stored != nbytes:
         what = f"{name!r} is not compressed, yet {nbytes} bytes take {stored}"
         raise _defect(where, number, base + at, what)
-    record = Record(
-        name=name,
-        nbytes=nbytes,
-        stored_nbytes=stored,
-        crc32=crc32,
-        header_offset=header_offset,
-        crc_offset=base + at + _ENTRY_CRC_OFFSET,
-        earliest_data_offset=header_offset + LOCAL_HEADER.size + name_nbytes,
-        compressed=method != 0,
-    )
-    return record, stop
+    crc_offset, data_offset = base + at + _ENTRY_CRC_OFFSET, header_offset + LOCAL_HEADER.size + name_nbytes
+    return Record(name, nbytes, stored, crc32, header_offset, crc_offset, data_offset, method != 0), stop
 
 
 def _defect(where: str, number: int, offset: int, what: str) -> CorruptCheckpointError:
@@ -215,7 +207,7 @@ def _check_disjoint(records: list[Record], where: str) -> None:
         if record.name in seen:
             raise CorruptCheckpointError(f"{where}: two records are named {record.name!r}")
         seen.add(record.name)
-    ordered = sorted(records, key=lambda record: record.header_offset)
+    ordered = sorted(records, key=attrgetter("header_offset"))
     for before, after in pairwise(ordered):
         if before.earliest_data_offset + before.stored_nbytes > after.header_offset:
             raise CorruptCheckpointError(
