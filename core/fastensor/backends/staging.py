@@ -132,15 +132,16 @@ class RingStager:
         if nbytes > buffer.nbytes:
             raise ValueError(f"a window of {nbytes} bytes does not fit into a buffer of {buffer.nbytes}")
         window = Window(buffer, 0, offset, nbytes)
+        data = window.data
         for piece in self._image.pieces(offset, offset + nbytes):
             if isinstance(piece.segment, Header):
-                copy_header(piece, piece.segment, window.data)
+                copy_header(piece, piece.segment, data)
                 if self.asynchronous:
                     window.late.append(piece)
                 else:
-                    self._checksums.fill_in(piece, piece.segment, window.data)
+                    self._checksums.fill_in(piece, piece.segment, data)
             else:
-                self._copy(window, piece, piece.segment)
+                self._copy(window, data, piece, piece.segment)
         window.events += self._copier.record_events()
         return window
 
@@ -155,20 +156,19 @@ class RingStager:
     def fail(self, failure: BaseException) -> None:
         """Nobody waits: a buffer is free, or too many windows are held."""
 
-    def _copy(self, window: Window, piece: Piece, payload: Payload) -> None:
-        file = self._copier.file(payload)
-        if file is not None:
-            self._copy_from_file(window, piece, payload, file)
-        elif self._copier.is_on_host(payload):
+    def _copy(self, window: Window, data: memoryview, piece: Piece, payload: Payload) -> None:
+        if self._copier.is_on_host(payload):
             for block in _blocks(piece):
                 self._copier.copy(block, payload, window.buffer, window.begin)
-                self._checksums.add(block, payload, window.data)
+                self._checksums.add(block, payload, data)
+        elif (file := self._copier.file(payload)) is not None:
+            self._copy_from_file(window, piece, payload, file)
         else:
             self._copier.copy(piece, payload, window.buffer, window.begin)
             if self.asynchronous:
                 window.late.append(piece)
             else:
-                self._checksums.add(piece, payload, window.data)
+                self._checksums.add(piece, payload, data)
 
     def _copy_from_file(self, window: Window, piece: Piece, payload: Payload, file: FileBytes) -> None:
         crc32 = file.readinto(payload.before + piece.begin, window.data[piece.position : piece.position + piece.nbytes])
@@ -285,9 +285,13 @@ class Checksums:
         """Write the checksums into a part of a header; a blank may be cut by its ends."""
         _, begin, count, at = piece
         for position, storage in header.blanks:
+            crc32 = self._values[storage].to_bytes(CHECKSUM_NBYTES, "little")
+            if begin <= position <= begin + count - CHECKSUM_NBYTES:
+                target = at + position - begin
+                window[target : target + CHECKSUM_NBYTES] = crc32
+                continue
             start, stop = max(position, begin), min(position + CHECKSUM_NBYTES, begin + count)
             if start < stop:
-                crc32 = self._values[storage].to_bytes(CHECKSUM_NBYTES, "little")
                 target = at + start - begin
                 window[target : target + stop - start] = crc32[start - position : stop - position]
 
