@@ -26,6 +26,9 @@ BUFFER_COUNT = 8
 _logger = logging.getLogger("fastensor")
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_WORTH_POPULATING_NBYTES = 64 << 10
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_WIPEONFORK = 18
 """Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
 
@@ -189,6 +192,15 @@ _rings: Shelf[None, Ring] = Shelf()
 def borrowed_ring() -> AbstractContextManager[Ring]:
     """A ring for the length of one transfer. No buffer may be in use any more when the block is left."""
     return _rings.borrowed(None, Ring)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Back memory with pages in one go, which takes half as long as a fault for each when it is filled. What is there
+    stays. Does nothing where the kernel cannot, and little where the pages are there already."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - begin >= _WORTH_POPULATING_NBYTES:
+        _madvise(begin, end - begin, _MADV_POPULATE_WRITE)
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:

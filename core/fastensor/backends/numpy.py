@@ -13,7 +13,7 @@ from isal import isal_zlib
 
 from fastensor.backends import posix
 from fastensor.backends.base import Availability, Capabilities, Extent, Reader
-from fastensor.backends.memory import BUFFER_NBYTES, copy_memory
+from fastensor.backends.memory import BUFFER_NBYTES, copy_memory, populate
 from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import Pool, finish, open_pool, shut_down, submit, usable_cores
 from fastensor.errors import BackendUnavailableError
@@ -21,9 +21,12 @@ from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 1 << 20
 """Staged and written at a time: small enough to stay in the processor's cache between the two."""
-_BLOCK_NBYTES = 256 << 10
+_BLOCK_NBYTES = 512 << 10
+"""Populated, filled and checksummed at a time, so that each step finds it in the processor's cache."""
 _PARALLEL_NBYTES = 2 << 20
 """Reads from this size on are shared by several threads."""
+_PARALLEL_FILE_NBYTES = 16 << 20
+"""Of files from this size on. Starting the threads takes longer than they save with smaller ones."""
 _MAX_THREADS = 4
 
 
@@ -53,7 +56,7 @@ class NumpyBackend:
         return stager.checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
-        return BufferedReader(fd)
+        return BufferedReader(fd, _MAX_THREADS if nbytes >= _PARALLEL_FILE_NBYTES else 1)
 
     def open_slots(self, fd: int) -> BufferedSlots:
         return BufferedSlots(fd)
@@ -84,9 +87,9 @@ class BufferedReader:
     Goes on in a forked child, with threads of its own.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, max_threads: int = _MAX_THREADS) -> None:
         self._fd = fd
-        self._threads = usable_cores(_MAX_THREADS)
+        self._threads = usable_cores(max_threads)
         self._pool: Pool | None = None
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
@@ -120,9 +123,11 @@ class BufferedReader:
 
 
 def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool) -> int:
+    address = np.frombuffer(buffer, np.uint8).ctypes.data if buffer.nbytes else 0
     crc32 = 0
     for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
         block = buffer[at : at + _BLOCK_NBYTES]
+        populate(address + at, block.nbytes)
         posix.check_end(posix.read_fully(fd, block, offset + at), block.nbytes, offset + at)
         if checksum:
             crc32 = isal_zlib.crc32(block, crc32)
@@ -136,6 +141,7 @@ def copy_with_checksum(target: memoryview, source: memoryview, checksum: bool) -
     crc32 = 0
     for at in range(0, target.nbytes, _BLOCK_NBYTES):
         count = min(_BLOCK_NBYTES, target.nbytes - at)
+        populate(to + at, count)
         copy_memory(to + at, from_ + at, count)
         if checksum:
             crc32 = isal_zlib.crc32(source[at : at + count], crc32)

@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
+
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
 """What the distribution is called, by where it comes from."""
 _SECTOR_NBYTES = 512
@@ -175,7 +177,7 @@ def _kind(folder: Path) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"fastensor": ".".join(_version("fastensor").split(".")[:2]), "torch": _version("torch")}
+    found = {"fastensor": ".".join(_version("fastensor").split(".")[:2]), "torch": str(torch.__version__)}
     return found | {"kvikio": next(filter(None, map(_version, _KVIKIO)), "")}
 
 

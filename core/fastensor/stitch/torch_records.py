@@ -99,8 +99,7 @@ class Checks:
     def open_known_record(self, record: Record, header: bytes | bytearray | memoryview, where: str) -> OpenRecord:
         """The same for a record that is known to begin there, and the whole of its local header."""
         header_offset = record.header_offset
-        fields = LOCAL_HEADER.unpack(header)
-        signature, name_nbytes, extra_nbytes = fields[0], fields[-2], fields[-1]
+        signature, *_, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(header)
         begin = header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
         expected_name = record.earliest_data_offset - header_offset - LOCAL_HEADER.size
         if (
