@@ -46,9 +46,11 @@ class _Job:
         if not self._claimed.acquire(blocking=False):
             return
         started = time.perf_counter()
-        posix.close_read_only(self.fd)
-        self.freeing.seconds = time.perf_counter() - started
-        self._done.set()
+        try:
+            posix.close_read_only(self.fd)
+        finally:  # or others would wait for ever
+            self.freeing.seconds = time.perf_counter() - started
+            self._done.set()
 
     def finish(self) -> None:
         """Close it, or return when the thread that does is done."""
