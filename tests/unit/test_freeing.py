@@ -163,3 +163,56 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_several_threads_wait_for_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(10_000))
+    with closing_held_up(monkeypatch) as (may_close, threads):
+        with freeing_afterwards(str(path)) as found:
+            path.unlink()
+        first, second = (threading.Thread(target=wait_for_space) for _ in range(2))
+        first.start()
+        second.start()
+        second.join(0.05)
+        assert first.is_alive()
+        assert second.is_alive()
+        assert found.seconds is None
+        may_close.set()
+        first.join(30)
+        second.join(30)
+        assert found.seconds is not None
+    assert len(threads) == 1
+
+
+def test_a_forked_child_does_not_keep_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(10_000))
+    with closing_held_up(monkeypatch):
+        with freeing_afterwards(str(path)):
+            path.unlink()
+        pid = os.fork()
+        if pid == 0:
+            open_files = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+            os._exit(any(str(path) in one for one in open_files))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_signal_handler_may_leave_something_to_be_done_while_the_thread_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, done = threading.Thread.start, [threading.Event(), threading.Event()]
+    worker = afterwards._Worker()
+
+    def interrupted(thread: threading.Thread) -> None:
+        assert worker.give(done[0].set)  # as a handler would that saves
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    assert worker.give(done[1].set)
+    assert all(one.wait(30) for one in done)
+
+
+def test_reports_are_values(tmp_path: Path) -> None:
+    report = fastensor.save(STATE, tmp_path / "x")
+    assert hash(report) == hash(report)

@@ -114,6 +114,7 @@ class _MeasuredReader:
         self._seconds = time.perf_counter() - transfer.started
         self._complete = False
         self._verified = False
+        self._failed = False
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         return self._measure(self._reader.readinto, offset, buffer, checksum)
@@ -122,7 +123,10 @@ class _MeasuredReader:
         started = time.perf_counter()
         try:
             found = read(offset, target, checksum=checksum)
-        except Exception as error:
+        except BaseException as error:
+            self._failed = True  # so that it does not count as a fast one
+            if not isinstance(error, Exception):
+                raise
             if is_to_blame(error):
                 self._transfer.failed(f"it raised {error!r}")
             if isinstance(error, OSError | FastensorError | MemoryError):
@@ -136,7 +140,7 @@ class _MeasuredReader:
 
     def close(self) -> None:
         self._reader.close()
-        if self._complete and self._verified:
+        if self._complete and self._verified and not self._failed:
             self._complete = False
             self._transfer.done(self._seconds)
 
@@ -305,6 +309,12 @@ def as_read_error(error: OSError, where: str) -> FastensorError:
     if isinstance(error, posix.EndOfFile):
         return CorruptCheckpointError(f"{where}: {error.strerror}; it was cut off")
     return CheckpointReadError(error.errno, f"cannot read the checkpoint ({error.strerror})", where)
+
+
+def read_explained(reader: Reader, where: str, offset: int, buffer: memoryview, *, checksum: bool) -> int:
+    """Fill memory by a reader. Errors are :func:`explained`."""
+    with explained(where):
+        return reader.readinto(offset, buffer, checksum=checksum)
 
 
 def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:

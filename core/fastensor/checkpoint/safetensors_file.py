@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from operator import attrgetter
 
 import torch
 from isal import isal_zlib
 
-from fastensor.backends.base import Reader
+from fastensor.backends.base import Extent, Reader
 from fastensor.backends.memory import copy_memory
 from fastensor.backends.to_device import Filler
 from fastensor.backends.window import SMALL_NBYTES, Window, joined
 from fastensor.checkpoint.checksums import Checked
 from fastensor.checkpoint.names import resolve
-from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
+from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly, read_explained
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
@@ -45,11 +46,11 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
         return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
     order = sorted(entries, key=attrgetter("begin"))
     with explained(file.where):
-        extents = joined((entry.begin, entry.end) for entry in order)
+        extents = joined((entry.begin, entry.end, entry.nbytes <= SMALL_NBYTES) for entry in order)
         used, why, reader = file.open_reader(extents, request.wanted, request.fallbacks)
     tensors = dict.fromkeys((entry.name for entry in entries), torch.empty(0))  # in the order of the header
     with closing(reader):
-        source = _Source(file, reader, request)
+        source = _Source(file, reader, request, extents)
         for entry in order:
             tensors[entry.name] = _as_tensor(source.storage(entry), entry, file.where)
     return Loaded(tensors, used, why, header.checked and request.checked, header.unchecked)
@@ -74,11 +75,11 @@ class _Source:
     """Reads a file's tensors to where they are to be, and verifies them if it can: small ones that follow each other
     together, large ones straight to their memory."""
 
-    def __init__(self, file: OpenedFile, reader: Reader, request: LoadRequest) -> None:
+    def __init__(self, file: OpenedFile, reader: Reader, request: LoadRequest, extents: Sequence[Extent]) -> None:
         self._where = file.where
         self._reader = reader
         self._filler = Filler(reader)
-        self._window = Window(self._read, file.nbytes)
+        self._window = Window(partial(read_explained, reader, file.where, checksum=request.checked), extents)
         self._map_location = request.map_location
         self._checked = request.checked
 
@@ -103,10 +104,6 @@ class _Source:
                 checked.compare(found, self._where)
 
         return filled(entry.nbytes, _SAVED_FROM, self._map_location, fill)
-
-    def _read(self, begin: int, buffer: memoryview) -> None:
-        with explained(self._where):
-            self._reader.readinto(begin, buffer, checksum=self._checked)
 
 
 def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:

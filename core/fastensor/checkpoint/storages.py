@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import inspect
 import io
+import re
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,19 +27,21 @@ from fastensor.backends.window import ALIGNMENT, SMALL_NBYTES, Window, joined
 from fastensor.checkpoint.archive import find_pickle
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.checksums import Checked
-from fastensor.checkpoint.opened import OpenedFile, explained
+from fastensor.checkpoint.opened import OpenedFile, explained, read_explained
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
 from fastensor.stitch.source import skips_values
 from fastensor.stitch.torch_records import Checks
-from fastensor.stitch.zip_directory import LOCAL_HEADER, ZipDirectory
+from fastensor.stitch.zip_directory import LOCAL_HEADER, Record, ZipDirectory
 
-_KNOWN_TORCH = "2.13."
+_KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
 """Releases of torch whose unpickler, and what ``torch.load`` does around it, have been read."""
 _ENCODING = "utf-8"
 """Of texts in pickles of Python 2, as ``torch.load`` has it."""
 _BYTE_ORDER = "byteorder"
 _READ_BEFORE = (".format_version", _BYTE_ORDER, ".storage_alignment")
 """Records that ``torch.load`` reads before the pickle."""
+_PAD_NBYTES = 512
+"""What a local header, alignment to 64 bytes and a data descriptor take at most, with an ordinary name."""
 _TYPED: Any = torch.storage.TypedStorage
 
 
@@ -49,7 +53,7 @@ def is_known() -> bool:
     """Whether ``torch.load`` is torch's own, and its restricted unpickler as this module expects."""
     unpickler = getattr(getattr(torch, "_weights_only_unpickler", None), "Unpickler", None)
     return (
-        torch.__version__.startswith(_KNOWN_TORCH)
+        _KNOWN_TORCH.fullmatch(torch.__version__) is not None
         and getattr(torch.load, "__globals__", None) is vars(torch.serialization)
         and unpickler is not None
         and list(inspect.signature(unpickler).parameters) == ["file", "encoding"]
@@ -90,8 +94,10 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
     )
     unpickler.persistent_load = storages.load
     private.serialization._serialization_tls.map_location = storages.map_location
-    result = unpickler.load()
-    private.serialization._serialization_tls.map_location = None
+    try:
+        result = unpickler.load()
+    finally:
+        private.serialization._serialization_tls.map_location = None
     private._utils._validate_loaded_sparse_tensors()
     return result
 
@@ -118,7 +124,9 @@ class Storages:
         self._records = {
             record.name.removeprefix(prefix): record for record in archive.records if record.name.startswith(prefix)
         }
-        self._window = Window(self._read, archive.offset, kept=True)
+        self._read = partial(read_explained, reader, file.where, checksum=checks.payload)
+        self._window = Window(self._read, extents(checks), kept=True)  # no method: that were a circle
+        self._header = memoryview(bytearray(LOCAL_HEADER.size))
         self._loaded: dict[str, Any] = {}
         """By their keys."""
 
@@ -149,9 +157,11 @@ class Storages:
             raise NotOrdinaryError(f"storage {key!r} of {nbytes} bytes, whose record is {record}")
         if not nbytes:
             return _of_fixed_size(nbytes)
-        begin, is_small = record.header_offset, nbytes <= SMALL_NBYTES
-        space = self._checks.end_of(record) - begin
-        around = self._window.part(begin, space if is_small else LOCAL_HEADER.size, ahead=is_small)
+        begin, is_small = record.header_offset, is_joined(record, self._checks)
+        if is_small:
+            around = self._window.part(begin, self._checks.end_of(record) - begin)
+        else:
+            self._read(begin, around := self._header)
         opened = self._checks.open_known_record(record, around[: LOCAL_HEADER.size], self._where)
         if is_small:
             at = opened.begin - begin
@@ -159,7 +169,6 @@ class Storages:
             found = isal_zlib.crc32(around[at : at + nbytes]) if opened.compared else 0
         else:
             storage = _of_fixed_size(nbytes)
-            self._window.next = begin + space
             with explained(self._where):
                 found = self._reader.readinto(opened.begin, memory_of(storage), checksum=opened.compared)
         if opened.compared and found != record.crc32:
@@ -170,10 +179,6 @@ class Storages:
         """A small storage: a part of the window that it was read in, which lives as long as any of them."""
         found = self._window.array(begin, nbytes)
         return torch.from_numpy(found if begin % ALIGNMENT == 0 else _aligned_copy(found)).untyped_storage()
-
-    def _read(self, begin: int, buffer: memoryview) -> None:
-        with explained(self._where):
-            self._reader.readinto(begin, buffer, checksum=self._checks.payload)
 
 
 def _of_fixed_size(nbytes: int) -> torch.UntypedStorage:
@@ -194,6 +199,12 @@ def _aligned_copy(found: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return memory
 
 
+def is_joined(record: Record, checks: Checks) -> bool:
+    """Whether a record is small, and so is its space, so that little is read in vain with its neighbours."""
+    space = checks.end_of(record) - record.header_offset
+    return record.nbytes <= SMALL_NBYTES and space <= 2 * record.nbytes + _PAD_NBYTES
+
+
 def extents(checks: Checks) -> list[Extent]:
     """What will be read, in order."""
-    return joined((record.header_offset, checks.end_of(record)) for record in checks.records)
+    return joined((record.header_offset, checks.end_of(record), is_joined(record, checks)) for record in checks.records)
