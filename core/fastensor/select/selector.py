@@ -83,8 +83,8 @@ class Selector:
     left, tries of other sizes that are under way counted; expectations come from the backend's own timings, from those
     of other sizes (a latency and a bandwidth), or else are twice the best one's time. One that turns out to cost more
     is paid for by not trying for long. A backend that was measured to be faster than the prior, by more than the
-    prior's own timings vary, is used as long as it does not take longer in total than the prior was expected to; what it loses
-    then is charged, too. So a size takes about 1.05 × the prior's time at most, the credit, and one try that
+    prior's own timings vary, is used as long as it does not take longer in total than the prior was expected to; what
+    it loses then is charged, too. So a size takes about 1.05 × the prior's time at most, the credit, and one try that
     disappoints, or, where the machine has just changed for good, two. Processes that begin at once each spend the
     budget that they have found.
 
