@@ -477,8 +477,8 @@ def test_a_full_disk_leaves_it_to_the_others(make: Any, tmp_path: Any, case: Any
 def test_interrupts_wherever_they_may_come(
     make: Any, tally: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Ctrl-C in the thread of the training, at each place of this package in turn where Python looks for it. The step is
-    lost, or is right; the next one is right; nobody waits for what never comes; and nothing stays open."""
+    """Ctrl-C in the thread of the training, at each place of this package in turn where Python looks for it. The step
+    is lost, or is right; the next one is right; nobody waits for what never comes; and nothing stays open."""
     if where == "device":
         request.getfixturevalue("staged")
     hear = sys.unraisablehook
@@ -508,7 +508,9 @@ def test_interrupts_wherever_they_may_come(
     offload.settle()
     usage = offload.memory_usage()
     lost = sum(usage[what] for what in ("pending", "in_dram", "loaded", "on_ssd"))
-    assert lost <= number / 40 * inputs.nbytes, "what an interrupted finalizer has let go of may stay until it is closed"
+    assert lost <= number / 40 * inputs.nbytes, (
+        "what an interrupted finalizer has let go of may stay until it is closed"
+    )
     offload.close()
     assert len(os.listdir("/proc/self/fd")) == fds
     assert not any(thread.name.startswith("fastensor-offload") for thread in threading.enumerate())

@@ -14,7 +14,7 @@ from models import CASES, equal, gradients, large, slot_files
 from torch import nn
 
 from fastensor.backends import memory
-from fastensor.offload import ActivationOffload, copying, slots
+from fastensor.offload import ActivationOffload, copying, moving
 
 WAYS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -62,7 +62,7 @@ def test_by_way_of_the_host(make: Any, name: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"staging_bytes": 1}, {"prefetch_bytes": 0}, {"verify": False}])
-def test_several_folders_share_large_tensors(make: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_several_folders_take_turns(make: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
@@ -315,8 +315,7 @@ def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | No
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "PIECE_NBYTES", 8192)
-    monkeypatch.setattr(slots, "_STRIPE_NBYTES", 16384)
+    monkeypatch.setattr(moving, "PIECE_NBYTES", 8192)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -222,17 +222,17 @@ def test_several_threads_at_once(make: Any) -> None:
 
 def test_what_is_saved_while_the_last_that_has_saved_it_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may come in between; here the finalizer does it itself."""
-    offload, try_to_let_go = make(), Transfers._try_to_let_go
+    offload, release = make(), Transfers.release
     x = torch.randn(5000, requires_grad=True)
     held: list[torch.Tensor] = []
     again: list[torch.Tensor] = []
 
-    def saves_again(transfers: Transfers) -> None:
+    def saves_again(transfers: Transfers, saved: Any) -> None:
         if held:
             again.append(held.pop().sin())
-        try_to_let_go(transfers)
+        release(transfers, saved)
 
-    monkeypatch.setattr(Transfers, "_try_to_let_go", saves_again)
+    monkeypatch.setattr(Transfers, "release", saves_again)
     with offload.step():
         held.append(x + 1)  # saves nothing
         first = held[0].sin()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tracemalloc
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-import fastensor.offload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import fastensor.offload
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.statistics import Counters

@@ -40,9 +40,9 @@ class OffloadConfig:
     come the tensor that is needed at once, as many bytes of host memory that is reused for the next tensors, and 32 MiB
     of staging blocks."""
     dram_bytes: int | None = None
-    """The most bytes that stay in host memory: the latest tensors of a forward pass, before older tensors go to the SSD.
-    None means 0, or, with ``target="dram"``, half of the memory that is free when the first tensor is offloaded, divided
-    by the processes of the job on this machine."""
+    """The most bytes that stay in host memory: the latest tensors of a forward pass, before older tensors go to the
+    SSD. None means 0, or, with ``target="dram"``, half of the memory that is free when the first tensor is offloaded,
+    divided by the processes of the job on this machine."""
     ssd_bytes: int | None = None
     """The most bytes that are on the SSDs at a time. None means nine tenths of what is free there when the first tensor
     is offloaded, divided by the processes of the job on this machine."""

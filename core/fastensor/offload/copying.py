@@ -22,8 +22,9 @@ READ_IN_PLACE = {"cpu"}
 """Device types whose memory every backend reads into. For others there are staging blocks between."""
 PAGE_NBYTES = 4096
 ZERO_COPY_NBYTES = 1 << 20
-"""Smaller storages are copied before they are written. Kernels change some small storages after autograd has saved them,
-without its knowledge (running statistics of batch normalization), so that the checksum would be that of other bytes."""
+"""Smaller storages are copied before they are written. Kernels change some small storages after autograd has saved
+them, without its knowledge (running statistics of batch normalization), so that the checksum would be that of other
+bytes."""
 _streams = threading.local()
 
 
@@ -36,10 +37,10 @@ def is_read_in_place(device: torch.device) -> bool:
 
 
 def page_offset_of(tensor: torch.Tensor, span: range) -> int | None:
-    """Bytes between the start of a memory page and the range that is moved for a tensor, if the range is written without
-    a copy. None if the range is copied first. A part of a storage is copied, because others may change the rest of the
-    storage meanwhile, as the cells of recurrent networks do; so is a range that begins in the middle of a unit of
-    alignment."""
+    """Bytes between the start of a memory page and the range that is moved for a tensor, if the range is written
+    without a copy. None if the range is copied first. A part of a storage is copied, because others may change the
+    rest of the storage meanwhile, as the cells of recurrent networks do; so is a range that begins in the middle of a
+    unit of alignment."""
     storage = tensor.untyped_storage()
     if is_staged_first(storage.device) or len(span) < ZERO_COPY_NBYTES:
         return None

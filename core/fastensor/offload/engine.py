@@ -1,4 +1,5 @@
-"""``ActivationOffload``: tensors that autograd saves in the forward pass go to an SSD, and come back when they are needed."""
+"""``ActivationOffload``: tensors that autograd saves in the forward pass go to an SSD, and come back when they are
+needed."""
 
 from __future__ import annotations
 
@@ -263,7 +264,9 @@ class Guard:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None and not issubclass(kind, _EXPECTED):
             self._engine.discard(self._transfers)
 

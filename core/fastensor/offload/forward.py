@@ -48,7 +48,8 @@ class ForwardPass:
         return len(self._ranges)
 
     def mark(self, nbytes: int, dtype: torch.dtype) -> int:
-        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so far."""
+        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so
+        far."""
         self._form = hash((self._form, nbytes, dtype))
         return self._form
 

@@ -210,7 +210,8 @@ class StepHooks:
         for one in known:
             handle = one.handle()
             covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
-            if covers and handle is not None and handle.transfers is transfers and transfers.share(handle.saved):
+            if covers and handle is not None and handle.transfers is transfers:
+                transfers.share(handle.saved)
                 return handle
         return None
 
@@ -238,7 +239,8 @@ def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, whose version counter is that of ``tensor``: in-place changes of it and its views count."""
+    """A tensor without memory, whose version counter is that of ``tensor``: in-place changes of it and its views
+    count."""
     empty = tensor.detach()
     empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty

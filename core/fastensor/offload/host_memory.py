@@ -1,7 +1,7 @@
 """Host memory that activations are read into, straight from the disk, and that is reused.
 
-The first touch of memory costs more than reading into it. So the memory of a freed tensor is kept for the next tensor of
-its size.
+The first touch of memory costs more than reading into it. So the memory of a freed tensor is kept for the next tensor
+of its size.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def return_freed_memory() -> None:
 
 
 def keep_on_fork(memory: memoryview) -> None:
-    """Let children that are forked from now on see the contents of memory that :class:`HostMemory` gave out, and that is
-    filled by now."""
+    """Let children that are forked from now on see the contents of memory that :class:`HostMemory` gave out, and that
+    is filled by now."""
     assert isinstance(memory.obj, mmap.mmap)
     _advise(memory.obj, _MADV_KEEPONFORK)
 
 
 class HostMemory:
-    """Gives out page-aligned storages, and reuses their memory. Use it in one thread at a time. Storages may be freed in
-    any thread at any time.
+    """Gives out page-aligned storages, and reuses their memory. Use it in one thread at a time. Storages may be freed
+    in any thread at any time.
 
     Args:
         budget: the most bytes that are kept for later.

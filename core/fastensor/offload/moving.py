@@ -193,7 +193,8 @@ def _pieces(saved: SavedBytes) -> Iterator[tuple[int, int]]:
 def _in_host_memory(saved: SavedBytes, position: int, nbytes: int, bounce: Buffer | None) -> memoryview:
     """A piece in host memory, in multiples of ``ALIGNMENT``: arbitrary bytes may follow it."""
     if saved.blocks:
-        return saved.blocks[position // BUFFER_NBYTES].view[: _whole(nbytes, ALIGNMENT)]
+        begin = position % BUFFER_NBYTES
+        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + _whole(nbytes, ALIGNMENT)]
     assert saved.source is not None
     if saved.page_offset is not None:
         return pages_of(saved.source, saved.origin - saved.lead + position, nbytes)

@@ -47,8 +47,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or its base, is a copy of a parameter, such as autocast makes in each step. Found by walking the
-    graph back to the parameter."""
+    """Whether a tensor, or its base, is a copy of a parameter, such as autocast makes in each step. Found by walking
+    the graph back to the parameter."""
     base = tensor if tensor._base is None else tensor._base
     return _is_made_of_parameter(tensor) or (base is not tensor and _is_made_of_parameter(base))
 

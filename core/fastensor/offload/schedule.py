@@ -58,8 +58,8 @@ class PrefetchSchedule:
             self._places.setdefault(expected[place], []).append(place)
         self._end = len(expected)
         self._after = [*range(1, self._end + 1), 0]
-        """A circular linked list of the places that are not struck out: the next one by place. The end is between the last
-        and the first."""
+        """A circular linked list of the places that are not struck out: the next one by place. The end is between the
+        last and the first."""
         self._before = [self._end, *range(self._end)]
         self._next = 0
         """The place that is expected next."""
@@ -90,7 +90,8 @@ class PrefetchSchedule:
         """The positions that are expected next, in order.
 
         Args:
-            is_there: whether a graph still holds a position. A position that no graph holds is struck out, and not asked
+            is_there: whether a graph still holds a position. A position that no graph holds is struck out, and not
+            asked
                 about again.
 
         >>> schedule = PrefetchSchedule([2, 1, 2, 0])

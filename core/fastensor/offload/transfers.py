@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Set
 from concurrent.futures import Future, wait
@@ -51,16 +52,15 @@ _logger = logging.getLogger("fastensor")
 
 
 class SavedHandle:
-    """What a graph holds of a range of bytes. When the last handle goes, the bytes are released."""
+    """What graphs hold of a range of bytes. When the handle goes, the bytes are released."""
 
     __slots__ = ("__weakref__", "saved", "transfers")
 
     def __init__(self, saved: SavedBytes, transfers: Transfers) -> None:
         self.saved = saved
         self.transfers = transfers
-
-    def __del__(self) -> None:
-        self.transfers.release(self.saved)
+        # No __del__: weak references are dead when a finalizer runs, so nobody shares a handle that goes.
+        weakref.finalize(self, transfers.release, saved).atexit = False
 
 
 class Transfers:
@@ -110,16 +110,13 @@ class Transfers:
                 self._let_go_released()
                 blocking = self._place(saved)
             if blocking is None:
-                break
+                return
             self._wait_for(blocking, "wait_to_write")
-        self._try_to_let_go()
 
-    def share(self, saved: SavedBytes) -> bool:
-        """Note that one more saved tensor is on the range. False if the last handle is just going."""
+    def share(self, saved: SavedBytes) -> None:
+        """Note that one more saved tensor is on the range, whose handle the caller holds."""
         with self._lock:
-            self._let_go_released()
-            saved.unread += not saved.released
-            return not saved.released
+            saved.unread += 1
 
     def raise_failure(self) -> None:
         """
@@ -166,7 +163,6 @@ class Transfers:
                 if not read.cancelled() and (storage := read.result()) is not None:
                     found = storage, saved.origin - saved.lead
             if found is not None:
-                self._try_to_let_go()
                 return found
 
     def _wait_for(self, job: Future[Any], what: str) -> None:
@@ -186,22 +182,21 @@ class Transfers:
     # Ends. ------------------------------------------------------------------------------------------------------------
 
     def release(self, saved: SavedBytes) -> None:
-        """Note that no graph needs a range any more. Called by finalizers: waits for nothing."""
-        if os.getpid() != self._process:
-            return
+        """Note that no graph needs a range any more. Called by finalizers, anywhere: waits for nothing. The next
+        holder of the lock lets go of the range."""
         self._released.append(saved)
-        self._try_to_let_go()
 
     def settle(self) -> None:
         """Return when nothing is being written or read."""
         while True:
             with self._lock:
                 self._let_go_released()
-                running = [saved.write for saved in self._pending.oldest_first() if saved.write is not None]
-                reads = [saved.read for saved in self._loaded.oldest_first() if saved.read is not None]
-            if not (running or reads):
+                jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
+                jobs += [saved.read for saved in self._loaded.oldest_first()]
+            running = [job for job in jobs if job is not None]
+            if not running:
                 return
-            wait([*running, *reads])
+            wait(running)
 
     def close(self) -> None:
         """Stop the threads, and give files and memory back. What is not in the memory that it was saved from is lost:
@@ -239,7 +234,11 @@ class Transfers:
         nbytes, staged = cost(saved), copying.is_staged_first(saved.device)
         in_dram = nbytes <= self._in_dram.limit
         only_dram = self._config.target == "dram"
-        if self._closed or self._tiers.broken or (only_dram and not (staged and in_dram and self._in_dram.fits(nbytes))):
+        if (
+            self._closed
+            or self._tiers.broken
+            or (only_dram and not (staged and in_dram and self._in_dram.fits(nbytes)))
+        ):
             self._counters.counts["kept_nbytes"] += saved.nbytes
             return None
         while in_dram and not self._in_dram.fits(nbytes):
@@ -299,6 +298,7 @@ class Transfers:
 
     def _could_not_write(self, saved: SavedBytes, failure: BaseException) -> None:
         """Leave a range in memory, and report that."""
+        self._in_dram.remove(saved)
         counts = self._counters.counts
         counts["kept_nbytes"] += saved.nbytes
         counts["failed_writes"] += 1
@@ -430,15 +430,8 @@ class Transfers:
 
     # Releasing, and counting. -----------------------------------------------------------------------------------------
 
-    def _try_to_let_go(self) -> None:
-        """Let go of released ranges, unless somebody holds the lock: then its holder does, or the next one."""
-        while self._released and self._lock.acquire(blocking=False):
-            try:
-                self._let_go_released()
-            finally:
-                self._lock.release()
-
     def _let_go_released(self) -> None:
+        """Give back what ranges take that no graph needs any more."""
         self._host.trim()
         while self._released:
             saved = self._released.popleft()
@@ -482,6 +475,7 @@ class Transfers:
         except BaseException as error:  # noqa: BLE001  # reported below: the range stays in memory
             failure = error
         with self._lock:
+            self._let_go_released()
             saved.write = None
             self._pending.remove(saved)
             if stored is not None:
@@ -490,13 +484,12 @@ class Transfers:
                 self._counters.counts["written_nbytes"] += saved.nbytes
                 self._counters.counts[f"{WRITTEN_BY}{stored.backend}"] += saved.nbytes
             elif failure is None:
-                if saved not in self._in_dram and not saved.released:  # newer ranges have taken its place meanwhile
+                if not (saved in self._in_dram or saved.released or self._closed):  # newer ranges have taken its place
                     self._begin_write(saved)
             elif not isinstance(failure, moving.StoppedError):
                 self._could_not_write(saved, failure)
             self._tidy(saved)
         del failure  # it holds this frame
-        self._try_to_let_go()
 
     def _store(self, saved: SavedBytes) -> StoredBytes | None:
         """Write a range to a slot. None if it stays in staging blocks.
@@ -561,6 +554,7 @@ class Transfers:
         if memory is not None:
             keep_on_fork(memory)
         with self._lock:
+            self._let_go_released()
             saved.read = None
             if failure is None and not saved.released:
                 saved.loaded = target
@@ -571,7 +565,6 @@ class Transfers:
             self._tidy(saved)
         found = target if failure is None else None
         del failure  # it holds this frame
-        self._try_to_let_go()
         return found
 
     def _fetch(
@@ -617,8 +610,8 @@ def _as_offload_error(saved: SavedBytes, failure: BaseException) -> OffloadError
 
 
 def _without_frames(failure: BaseException) -> Exception:
-    """The same exception without its frames, which would hold graphs that hold what notes the exception: a cycle through
-    autograd, which no garbage collector sees."""
+    """The same exception without its frames, which would hold graphs that hold what notes the exception: a cycle
+    through autograd, which no garbage collector sees."""
     seen: BaseException | None = failure
     while seen is not None:
         seen.__traceback__ = None
