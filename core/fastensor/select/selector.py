@@ -41,7 +41,7 @@ _logger = logging.getLogger("fastensor")
 
 
 @dataclass(slots=True)
-class _Course:
+class _History:
     """What one key has been used for in this process."""
 
     candidates: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class Selector:
         self.paper = paper
         """Whether the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
-        self._courses: dict[Key, _Course] = {}
+        self._histories: dict[Key, _History] = {}
         self._counts: Counter[str] = Counter()
         self._renew_lock()
         _selectors.add(self)
@@ -168,14 +168,14 @@ class Selector:
         key = Key(context, bucket_of(nbytes))
         possible = in_order(candidates)
         with self._lock:
-            course = self._courses.setdefault(key, _Course())
-            course.candidates = possible
-            choice = self._decide(key, course, possible, mode, default, explore=self.explore and learn)
+            history = self._histories.setdefault(key, _History())
+            history.candidates = possible
+            choice = self._decide(key, history, possible, mode, default, explore=self.explore and learn)
             if self.explore and learn:
-                course.uses += 1
+                history.uses += 1
                 if choice.exploring:
-                    course.tried_at[choice.backend] = course.uses
-                    course.risk_seconds = choice.risk_seconds
+                    history.tried_at[choice.backend] = history.uses
+                    history.risk_seconds = choice.risk_seconds
             return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float, choice: Choice | None = None) -> None:
@@ -194,9 +194,9 @@ class Selector:
             self._counts["explored" if choice is not None and choice.exploring else "exploited"] += 1
             if not self.explore:
                 return
-            course = self._courses.setdefault(key, _Course())
-            course.risk_seconds = 0.0
-            extra = self._cost(course, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
+            history = self._histories.setdefault(key, _History())
+            history.risk_seconds = 0.0
+            extra = self._cost(history, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
             if extra > _NOTICED_SECONDS:
                 _logger.warning(
                     "%s was tried for %s (%s), and took %s, %s longer than the best; FASTENSOR_EXPLORE=0 tries nothing",
@@ -223,9 +223,9 @@ class Selector:
         """
         with self._lock:
             self._counts["failed"] += 1
-            course = self._courses.setdefault(Key(context, bucket_of(nbytes)), _Course())
-            course.failed[backend] = reason
-            course.risk_seconds = 0.0
+            history = self._histories.setdefault(Key(context, bucket_of(nbytes)), _History())
+            history.failed[backend] = reason
+            history.risk_seconds = 0.0
             if self.explore and choice is not None and choice.exploring:
                 self._learn(Change(context, nbytes, backend, seconds, seconds, failed=True))
 
@@ -248,17 +248,17 @@ class Selector:
         """
         key = Key(context, bucket_of(nbytes))
         with self._lock:
-            course = self._courses.get(key) or _Course()
+            history = self._histories.get(key) or _History()
             if candidates is None:
-                candidates = course.candidates or sorted(
+                candidates = history.candidates or sorted(
                     {name for _, entry in self._dictionary for name in entry.timings}
                 )
             choice = self._decide(
-                key, course, in_order(candidates), check_mode(mode or self._mode), default, explore=self.explore
+                key, history, in_order(candidates), check_mode(mode or self._mode), default, explore=self.explore
             )
             timings = dict(self._dictionary.at(key).timings)
             return Explanation(
-                size_of(key.bucket), context, choice, timings, dict(course.failed),
+                size_of(key.bucket), context, choice, timings, dict(history.failed),
                 self._dictionary.seconds, self._dictionary.extra_seconds,
             )  # fmt: skip
 
@@ -287,7 +287,7 @@ class Selector:
     def _decide(
         self,
         key: Key,
-        course: _Course,
+        history: _History,
         candidates: tuple[str, ...],
         mode: Mode,
         default: str | None,
@@ -297,11 +297,11 @@ class Selector:
         """What is chosen. Changes nothing."""
         if not candidates:
             raise ValueError("there is no backend to choose")
-        possible = tuple(name for name in candidates if name not in course.failed) or candidates
+        possible = tuple(name for name in candidates if name not in history.failed) or candidates
         prior = default if default in possible else possible[0]
         expected = self._expected(key, possible, mode, None if not explore or self.paper else prior)
         if explore and self.paper:
-            unknown = next((one for one in possible if one not in expected.of and one not in course.tried_at), None)
+            unknown = next((one for one in possible if one not in expected.of and one not in history.tried_at), None)
             if unknown is not None:
                 return Choice(unknown, f"tried once for {up_to(key.bucket)}, as the paper does", exploring=True)
         if not expected.of or (explore and not self.paper and prior not in expected.of):
@@ -310,8 +310,8 @@ class Selector:
         if not explore or self.paper:
             best = _least(expected.of)
         else:
-            best = self._best(key, course, prior, expected)
-            if choice := self._next_try(key, course, possible, prior, best, expected):
+            best = self._best(key, history, prior, expected)
+            if choice := self._next_try(key, history, possible, prior, best, expected):
                 return choice
         return Choice(best, _why(key, mode, best, expected), prior_seconds=_break_even(expected, best, prior))
 
@@ -331,24 +331,24 @@ class Selector:
         both = {name: reads[name] + (alone[name] if mode == "write_read" else 0.0) for name in alone if name in reads}
         return _Expected(both or alone, alone)
 
-    def _cost(self, course: _Course, choice: Choice, seconds: float, scale: float) -> float:
+    def _cost(self, history: _History, choice: Choice, seconds: float, scale: float) -> float:
         """What exploring has cost by a transfer: what was tried, or what was used because of a try."""
         if choice.best_seconds is not None:
             if choice.prior_seconds is not None and seconds < choice.prior_seconds / scale:
-                course.disappointing.discard(choice.backend)
+                history.disappointing.discard(choice.backend)
             return max(seconds - choice.best_seconds / scale, 0.0)
         if choice.prior_seconds is None:
             return 0.0
-        course.behind_seconds += seconds - choice.prior_seconds / scale
-        if course.behind_seconds <= _credit(choice.prior_seconds):
+        history.behind_seconds += seconds - choice.prior_seconds / scale
+        if history.behind_seconds <= _credit(choice.prior_seconds):
             return 0.0
-        lost, course.behind_seconds = course.behind_seconds, 0.0
-        course.disappointing.add(choice.backend)
+        lost, history.behind_seconds = history.behind_seconds, 0.0
+        history.disappointing.add(choice.backend)
         return lost
 
-    def _best(self, key: Key, course: _Course, prior: str, expected: _Expected) -> str:
+    def _best(self, key: Key, history: _History, prior: str, expected: _Expected) -> str:
         """The fastest of those that do not disappoint; the prior if that might be as fast."""
-        dropped = course.disappointing - {prior}
+        dropped = history.disappointing - {prior}
         best = _least({name: seconds for name, seconds in expected.of.items() if name not in dropped})
         if best == prior:
             return best
@@ -356,19 +356,19 @@ class Selector:
         return best if expected.of[best] < expected.of[prior] - luck else prior
 
     def _next_try(
-        self, key: Key, course: _Course, possible: tuple[str, ...], prior: str, best: str, expected: _Expected
+        self, key: Key, history: _History, possible: tuple[str, ...], prior: str, best: str, expected: _Expected
     ) -> Choice | None:
         """The try with the least risk, if there is one that the budget covers."""
         known = self._dictionary
         usual = expected.to_write[best]
         left = SHARE * (known.seconds - known.extra_seconds) + _credit(usual) - known.extra_seconds
-        left -= sum(other.risk_seconds for other in self._courses.values() if other is not course)  # under way
+        left -= sum(other.risk_seconds for other in self._histories.values() if other is not history)  # under way
         if left < _LEAST_RISK * usual:
             return None
         risks = {
             name: max(self._estimate(key, name, expected, usual) - usual, _LEAST_RISK * usual)
             for name in possible
-            if name != best and self._is_due(key, course, name, most_gap=_LEAST_GAP if name == prior else _MOST_GAP)
+            if name != best and self._is_due(key, history, name, most_gap=_LEAST_GAP if name == prior else _MOST_GAP)
         }
         name = prior if prior in risks else min(risks, key=risks.__getitem__, default=None)  # all are compared with it
         if name is None or risks[name] > left:
@@ -383,11 +383,11 @@ class Selector:
             risk_seconds=risks[name],
         )
 
-    def _is_due(self, key: Key, course: _Course, name: str, most_gap: int) -> bool:
+    def _is_due(self, key: Key, history: _History, name: str, most_gap: int) -> bool:
         """Whether a backend was not tried for long enough."""
         entry = self._dictionary.at(key)
         timing = entry.timings.get(name)
-        if name in course.tried_at and course.uses - course.tried_at[name] < _gap(course.tried_at[name], most_gap):
+        if name in history.tried_at and history.uses - history.tried_at[name] < _gap(history.tried_at[name], most_gap):
             return False
         return timing is None or entry.uses - timing.measured_at >= _gap(timing.measured_at, most_gap)
 
