@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastensor.backends import afterwards
-from fastensor.select import current
+from fastensor.select import current, files
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.files import DictionaryFile, file_for, read
@@ -42,7 +42,7 @@ def learned(folder: Path) -> dict[str, int]:
 LEARN = """
 import multiprocessing, sys
 from fastensor.backends import afterwards
-from fastensor.select import current
+from fastensor.select import current, files
 from fastensor.select.context import Context
 
 def learn(name):
@@ -74,7 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path))
     monkeypatch.setenv("FASTENSOR_EXPLORE", "1")
     monkeypatch.setattr(current, "_made", {})
-    monkeypatch.setattr(current, "_FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(files, "_FLUSH_SECONDS", 0.0)
     monkeypatch.setattr(afterwards, "_worker", afterwards._Worker())
     return tmp_path
 
@@ -143,8 +143,9 @@ def test_nothing_is_done_where_nothing_was_learned(here: Path, monkeypatch: pyte
 
 ENDING = f"""{LEARN}
 import atexit, threading
+from fastensor.select import files
 from fastensor.select.files import DictionaryFile
-current._FLUSH_SECONDS = 0.0
+files._FLUSH_SECONDS = 0.0
 update = DictionaryFile.update
 writing, ending = threading.Event(), threading.Event()
 

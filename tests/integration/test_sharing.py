@@ -175,7 +175,7 @@ def of_another_version(rank: int, folder: Path) -> None:
     selector = Selector(paper=True)
     sharing = Sharing(selector, "same")
     if rank == 0:
-        sharing._news = lambda: '{"format": "fastensor dictionary", "version": 99}'  # type: ignore[method-assign]
+        sharing._update = lambda: '{"format": "fastensor dictionary", "version": 99}'  # type: ignore[method-assign]
     sums = train(rank, sharing)
     explore(selector, rank)
     note(folder, rank, [sums, sharing.leader, selector.choose(NBYTES, WRITE, CANDIDATES).backend])

@@ -23,7 +23,7 @@ from fastensor.errors import BackendUnavailableError, OffloadError
 from fastensor.files.budgets import local_processes
 from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try
 from fastensor.offload.extents import Extent, Extents
-from fastensor.select.machine import Keeper, identity, keeper
+from fastensor.select.machine import StorageKind, identity, storage_kind
 
 ALIGNMENT = 4096
 """Offsets and lengths of slots are multiples of this, as any disk accepts for direct I/O."""
@@ -178,15 +178,15 @@ class SlotFiles:
         return frozenset.intersection(*map(frozenset, kinds))
 
 
-def wrong_disk(folder: str, kept_by: Keeper, kind: str) -> str:
+def wrong_disk(folder: str, storage: StorageKind, kind: str) -> str:
     """A warning about a folder that is not on a disk of this machine; an empty string if it is.
 
     >>> wrong_disk("/tmp", "memory", "tmpfs")
     '/tmp is on tmpfs, which is in memory: what is offloaded there still takes memory'
     """
-    if kept_by == "memory":
+    if storage == "memory":
         return f"{folder} is on {kind}, which is in memory: what is offloaded there still takes memory"
-    if kept_by == "server":
+    if storage == "server":
         return f"{folder} is on {kind}, which another machine serves: it may be much slower than an SSD of this one"
     return ""
 
@@ -196,11 +196,11 @@ def _folders(config: OffloadConfig) -> Sequence[str]:
     folders = folders_to_try(config)
     kinds = [identity(folder).get("filesystem", "") for folder in folders]
     if not config.directories:
-        usable = [at for at, kind in enumerate(kinds) if keeper(kind) == "disk" and os.access(folders[at], os.W_OK)]
-        best = usable[0] if usable else 0
+        on_disk = [at for at, kind in enumerate(kinds) if storage_kind(kind) == "disk"]
+        best = next((at for at in on_disk if os.access(folders[at], os.W_OK)), 0)
         folders, kinds = folders[best : best + 1], kinds[best : best + 1]
     for folder, kind in zip(folders, kinds, strict=True):
-        if warning := wrong_disk(folder, keeper(kind), kind):
+        if warning := wrong_disk(folder, storage_kind(kind), kind):
             _logger.warning("%s; name a folder on an SSD in OffloadConfig(directories=...)", warning)
     return folders
 

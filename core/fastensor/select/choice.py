@@ -1,4 +1,4 @@
-"""What a selector decides, and how it says why."""
+"""Decisions of a selector, and their reasons in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastensor.select.dictionary import Timing
 from fastensor.select.sizes import size_of
 
 Mode: TypeAlias = Literal["write", "read", "write_read"]
-"""Which of the paper's dictionaries decides what to write with: WDic, RDic or WRDic."""
+"""The paper's dictionary that decides by which backend files are written: WDic, RDic or WRDic."""
 
 _MODES = get_args(Mode)
 
@@ -21,7 +21,7 @@ def check_mode(mode: Mode) -> Mode:
     """The same mode.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is no such mode.
     """
     if mode not in _MODES:
         raise ValueError(f"mode is one of {_MODES}, found {mode!r}")
@@ -34,47 +34,47 @@ class Choice(NamedTuple):
     backend: str
     reason: str
     exploring: bool = False
-    """Whether it is tried to find out, rather than known to be the fastest."""
+    """Whether the backend is tried to measure it, rather than known to be the fastest."""
     best_seconds: float | None = None
-    """What a try may take without having cost anything: as long as the best backend is expected to take."""
+    """For a try: the time that the best backend is expected to take. A longer transfer has cost the difference."""
     prior_seconds: float | None = None
-    """What it may take without having lost to the backend that the size recommends; None if that was chosen."""
+    """The time that the prior is expected to take; None if the prior was chosen."""
     risk_seconds: float = 0.0
-    """What a try is expected to take longer than the best backend."""
+    """For a try: how much longer than the best backend it is expected to take."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelectorStatistics:
-    """What a :class:`Selector` has done."""
+    """Counts of what a :class:`Selector` has done."""
 
     explored: int = 0
-    """Transfers by a backend that was tried."""
+    """Transfers by a backend that was being tried."""
     exploited: int = 0
-    """Transfers by one that was known to be the fastest."""
+    """Transfers by the backend that was believed to be the fastest."""
     failed: int = 0
-    """How often a backend could not do it."""
+    """Transfers that a backend could not do."""
     seconds: float = 0.0
-    """What all transfers took that were measured, those included that the dictionary knew of already."""
+    """Time of all measured transfers, those of earlier processes in the dictionary included."""
     extra_seconds: float = 0.0
-    """How much of that exploring has cost: how much longer what was tried has taken than the best would have."""
+    """The part of ``seconds`` that exploring has cost: how much longer tries took than the best backend would have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a selector knows about one size, and what it makes of it. As text, a table."""
+    """What a selector knows about one size, and what it would choose. ``str()`` gives a table."""
 
     nbytes: int
-    """The largest size that it holds for."""
+    """The largest size that this holds for."""
     context: Context
     choice: Choice
     timings: Mapping[str, Timing]
-    """By backend, for that size."""
+    """Timings of the size by backend."""
     failed: Mapping[str, str]
     """Backends that could not do it in this process, and why."""
     seconds: float
-    """What all transfers took that were measured, of every size and in every context."""
+    """Time of all measured transfers, of every size and in every context."""
     extra_seconds: float
-    """How much of that exploring has cost."""
+    """The part of ``seconds`` that exploring has cost."""
 
     def __str__(self) -> str:
         lines = [f"{self.context}, up to {human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]

@@ -1,4 +1,4 @@
-"""What, besides its size, decides how fast a transfer is."""
+"""The circumstances that decide, besides its size, how fast a transfer is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Operation: TypeAlias = Literal["write", "read"]
 STAGED = "staged"
-"""In place of a device: an asynchronous save has copied the bytes already, and the program goes on meanwhile."""
+"""In place of a device: an asynchronous save has copied the bytes before, and the program goes on meanwhile."""
 
 
 class Context(NamedTuple):
@@ -18,22 +18,22 @@ class Context(NamedTuple):
 
     operation: Operation
     device: str = "cpu"
-    """Kind of the device that the bytes come from, or go to, as torch names it; or ``STAGED``."""
+    """Type of the device that the bytes come from or go to, as torch names it; or ``STAGED``."""
     warm: bool = False
-    """Of a read: most of the file is in the page cache. Of a write: it may stay there, because it is not synced."""
+    """For a read: most of the file is in the page cache. For a write: the file may stay there, without a sync."""
 
     def __str__(self) -> str:
         return f"{self.operation} {self.device} {_STATES[self.operation][self.warm]}"
 
     @classmethod
     def parse(cls, text: str) -> Context:
-        """What :meth:`__str__` has written.
+        """The context that :meth:`__str__` has written.
 
         >>> Context.parse("read cuda resident") == Context("read", "cuda", warm=True)
         True
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is no context.
         """
         name, _, rest = text.partition(" ")
         device, _, state = rest.partition(" ")

@@ -1,4 +1,4 @@
-"""What has been measured: how long each backend takes, by size and context (the Fastensor paper, section 4). Pure.
+"""Measured timings of each backend, by size and context (the Fastensor paper, section 4). Pure.
 
 The paper's three dictionaries are views of this one: WDic is its writes, RDic its reads, WRDic the sums of both.
 """
@@ -18,24 +18,24 @@ from fastensor.select.line import Line
 from fastensor.select.sizes import bucket_of, scaled, size_of
 
 MOST_SAMPLES = 9
-"""The latest timings are kept: enough to tell backends apart where timings vary by half, and few enough to believe a
-change for good after five uses."""
+"""The most samples of a backend that are kept: enough to tell backends apart if timings vary by half, and few enough to
+believe a lasting change after five uses."""
 _RECENT = 3
 MOST_NBYTES = 64 << 10
-"""Of a dictionary as JSON. What was learned the longest ago is left out."""
+"""The most bytes of a dictionary as JSON. The oldest entries are left out."""
 MOST_SIZE = 1 << 63
-"""No file is larger."""
+"""The largest size of a file."""
 VERSION = 2
 _MOST_SERIAL = 1 << 53
 _MOST_SECONDS = 1e9
-"""More than a transfer, or all that were measured, can have taken: 30 years."""
+"""30 years: longer than any transfer, or all transfers together, can have taken."""
 _LEAST_SECONDS = 1e-9
-"""Clocks may be so coarse that something takes no time."""
+"""The least time of a sample: with a coarse clock a transfer may seem to take no time."""
 _FORMAT = "fastensor dictionary"
 
 
 class DictionaryError(FastensorError, ValueError):
-    """What was given as a dictionary is none, or one of another version."""
+    """The text or file is no dictionary, is damaged, or has another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +43,37 @@ class Timing:
     """How long a backend takes for one bucket of sizes."""
 
     count: int
-    """How often it was measured."""
+    """Number of measurements."""
     samples: tuple[float, ...]
-    """The latest, in seconds, scaled to the bucket's largest size."""
+    """The latest measurements, in seconds, scaled to the bucket's largest size."""
     measured_at: int = 0
-    """How many transfers of its key had been measured, by whatever backend, when it was measured last."""
+    """Number of transfers of the key, by any backend, at the last measurement of this backend."""
     seconds: float = field(init=False)
-    """The lower median of the samples. The first use of a backend may take longer than later ones (section 3.4): of
-    two, the lesser counts. Whatever else the machine does now and then adds to a few of them."""
+    """The lower median of the samples. The first use of a backend may take longer than later uses (section 3.4), so the
+    lesser of two samples counts. Other work of the machine slows a few samples."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", max(median_low(self.samples), _LEAST_SECONDS))
 
     @property
     def hoped_seconds(self) -> float:
-        """That, or the lower median of the latest three, if that is less: what is seldom tried may have changed."""
+        """``seconds``, or the lower median of the latest three samples if that is less: a backend that is seldom tried
+        may have become faster."""
         return min(max(median_low(self.samples[-_RECENT:]), _LEAST_SECONDS), self.seconds)
 
     @property
     def quartile(self) -> float:
-        """What one in four samples is not above: less than that is no luck."""
+        """The lower quartile of the samples."""
         return max(sorted(self.samples)[(len(self.samples) - 1) // 4], _LEAST_SECONDS)
 
     @property
     def spread(self) -> float:
-        """How far the samples lie apart, in seconds."""
+        """The difference between the longest and the shortest sample, in seconds."""
         return max(self.samples) - min(self.samples)
 
 
 class Key(NamedTuple):
-    """What timings are of."""
+    """A context and a bucket of sizes."""
 
     context: Context
     bucket: int
@@ -80,12 +81,12 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one key."""
+    """The timings of one key."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     """By backend."""
     serial: int = 0
-    """The larger, the later something was learned."""
+    """Rank in the order of changes: the latest changed entry has the largest."""
 
     @property
     def best(self) -> str | None:
@@ -94,7 +95,7 @@ class Entry:
 
     @property
     def uses(self) -> int:
-        """How many transfers were measured."""
+        """Number of measured transfers, by any backend."""
         return max([timing.measured_at for timing in self.timings.values()], default=0)
 
     def learn(self, backend: str, sample: float) -> None:
@@ -108,18 +109,19 @@ _NO_SIZES: Mapping[int, Entry] = {}
 
 
 class Change(NamedTuple):
-    """Something that was learned: how long a backend took; or, without that, that it is to be forgotten."""
+    """A change of a dictionary: a measurement, or, if ``seconds`` is None, the removal of a backend's timings."""
 
     context: Context
     nbytes: int
     backend: str
     seconds: float | None = None
     extra_seconds: float = 0.0
-    """How much longer that was than the best would have taken, because something was tried."""
+    """How much longer that was than the best backend would have taken, because a backend was tried."""
     counts: bool = True
-    """Whether it was a transfer that somebody wanted. What was measured by itself pays for no tries."""
+    """Whether it was a transfer of the user's. Measurements for their own sake (``fastensor tune``) do not add to the
+    budget of exploring."""
     failed: bool = False
-    """Whether the backend could not do it after all: the seconds are lost, and say nothing about how long it takes."""
+    """Whether the backend failed: the seconds are lost, and are no measurement."""
 
 
 class Dictionary:
@@ -137,9 +139,9 @@ class Dictionary:
         self._lines: dict[tuple[Context, str], Line] = {}
         self._serial = 0
         self.seconds = 0.0
-        """What all transfers have taken that were measured."""
+        """Time of all measured transfers."""
         self.extra_seconds = 0.0
-        """How much of that exploring has cost."""
+        """The part of ``seconds`` that exploring has cost."""
 
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
@@ -151,27 +153,27 @@ class Dictionary:
                 yield Key(context, bucket), entry
 
     def of(self, context: Context, nbytes: int) -> Entry:
-        """What is known about a size."""
+        """The timings of a size."""
         return self.at(Key(context, bucket_of(nbytes)))
 
     def at(self, key: Key) -> Entry:
-        """What is known of a key, not to be changed."""
+        """The timings of a key. Do not change them."""
         return self.within(key.context).get(key.bucket, _NOTHING)
 
     def contexts(self) -> Iterable[Context]:
-        """Those of which something is, or was, known."""
+        """The contexts that have, or had, timings."""
         return self._entries.keys()
 
     def within(self, context: Context) -> Mapping[int, Entry]:
-        """What is known of a context, by bucket, not to be changed."""
+        """The entries of a context by bucket. Do not change them."""
         return self._entries.get(context, _NO_SIZES)
 
     def line(self, context: Context, backend: str) -> Line | None:
-        """How long a backend takes in a context, by all sizes; None if nothing is known of it."""
+        """The model of a backend's time in a context, fitted to all sizes; None without measurements."""
         return self._lines.get((context, backend))
 
     def apply(self, change: Change) -> None:
-        """Learn something."""
+        """Apply a change."""
         if change.seconds is not None and change.counts:
             self.seconds += change.seconds
             self.extra_seconds += change.extra_seconds
@@ -203,10 +205,10 @@ class Dictionary:
         line.add(size_of(key.bucket), max(sample, _LEAST_SECONDS))
 
     def to_json(self, machine: Mapping[str, Any] | None = None) -> str:
-        """As text that people can read, one line for each size; at most ``MOST_NBYTES`` long.
+        """The dictionary as readable JSON, one line for each size, of at most ``MOST_NBYTES``.
 
         Args:
-            machine: what it was measured on.
+            machine: the identity of the machine that was measured.
         """
         lines = [_Line(key, entry.serial, _line(key, entry)) for key, entry in self]
         head = self._head(machine or {})
@@ -230,19 +232,19 @@ class Dictionary:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What :meth:`to_json` has written.
+        """The dictionary that :meth:`to_json` has written.
 
         Raises:
-            DictionaryError: it is something else.
+            DictionaryError: the text is something else.
         """
         return cls.with_machine(text)[0]
 
     @classmethod
     def with_machine(cls, text: str) -> tuple[Self, dict[str, str]]:
-        """What :meth:`to_json` has written, and what it was measured on.
+        """The dictionary that :meth:`to_json` has written, and the identity of the machine that was measured.
 
         Raises:
-            DictionaryError: it is something else.
+            DictionaryError: the text is something else.
         """
         try:
             found = json.loads(text)
@@ -270,8 +272,8 @@ class Dictionary:
 
 
 def replacing(dictionary: Dictionary) -> Iterator[Change]:
-    """What to apply to another dictionary so that it knows the same of the same: the latest timings take the place of
-    those that it has; measurements that are older than those are forgotten, and no more counted."""
+    """The changes that give another dictionary the same timings of the keys and backends of this one, in place of its
+    own."""
     for key, entry in dictionary:
         nbytes = size_of(key.bucket)
         for name, timing in entry.timings.items():
@@ -287,7 +289,7 @@ class _Line(NamedTuple):
 
     @property
     def most_nbytes(self) -> int:
-        """What it adds to the file: it may be the first one of its context."""
+        """The most bytes that the line adds to the file: it may be the first line of its context."""
         return len(self.text.encode()) + len(str(self.key.context)) + 16
 
 

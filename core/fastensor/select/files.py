@@ -1,9 +1,8 @@
 """Dictionaries on the disk: one file for each machine and kind of filesystem, which all processes there learn into.
 
-What is learned is noted, and added now and then to what the file holds by then: processes lose nothing of each other.
-Nothing here fails a program that moves bytes. Where a file cannot be read or written, that is said once, and it goes on
-in memory. Files are not synced: after a power failure it is learned again.
-"""
+A process notes changes, and adds them now and then to what the file holds by then, so processes keep each other's
+changes. Nothing here fails a program that moves bytes: if a file cannot be read or written, that is logged once, and
+the dictionary stays in memory. Files are not synced: after a power failure, timings are learned again."""
 
 from __future__ import annotations
 
@@ -27,17 +26,19 @@ from typing import Literal, NamedTuple, TypeAlias
 from platformdirs import user_cache_path
 
 from fastensor.backends import posix
+from fastensor.backends.afterwards import do_afterwards
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.machine import digest, identity
 
 FOLDER_VARIABLE = "FASTENSOR_DICTIONARIES"
 """The environment variable that names the folder of the dictionaries."""
 MOST_FILE_NBYTES = 1 << 20
-"""What is larger is no dictionary."""
+"""A larger file is no dictionary."""
 MOST_NOTED = 10_000
-"""So many changes are remembered where they cannot be written, the latest ones."""
+"""The most changes that are kept while they cannot be written: the latest."""
 LOCK_SECONDS = 2.0
-"""How long a flush waits for one of another process, or thread."""
+"""How long a flush waits for the flush of another process, or thread."""
+_FLUSH_SECONDS = 5.0
 
 Kind: TypeAlias = Literal["files", "tensors", "activations"]
 _KINDS: dict[Kind, dict[str, str]] = {
@@ -52,22 +53,22 @@ _logger = logging.getLogger("fastensor")
 
 
 class Stored(NamedTuple):
-    """What a file holds."""
+    """The contents of a file."""
 
     dictionary: Dictionary
     machine: dict[str, str]
-    """What it was measured on."""
+    """The machine that was measured."""
 
 
 class DictionaryFile:
-    """A dictionary on the disk. Every method may be called from several threads, and by several processes at a time;
-    also by a signal handler that interrupts one of them.
+    """A dictionary on the disk. Every method may be called from several threads, by several processes at a time, and by
+    a signal handler that interrupts one of them.
 
-    A forked child begins with nothing noted: that is the parent's to write.
+    A forked child begins with nothing noted: the parent writes what the parent has noted.
 
     Args:
-        path: of the file. It may be missing, and its folder, too.
-        machine: what is measured on; the file says so.
+        path: the file. The file and its folder may be missing.
+        machine: what was measured on, to be written into the file.
     """
 
     def __init__(self, path: Path, machine: Mapping[str, str]) -> None:
@@ -77,15 +78,18 @@ class DictionaryFile:
         _files.add(self)
 
     def _begin(self) -> None:
+        self._due = time.monotonic() + _FLUSH_SECONDS
+        self._scheduled = threading.Lock()
+        """Held while another thread flushes, or is to flush."""
         self._lock = threading.RLock()
         self._flushing = False
-        """By the thread that holds the lock: a signal handler in it comes between."""
+        """Whether the thread that holds the lock flushes. A signal handler of that thread may note and flush, too."""
         self._noted: deque[Change] = deque(maxlen=MOST_NOTED)
         self._unwritten: deque[Change] = deque(maxlen=MOST_NOTED)
-        """What a flush has taken from there."""
+        """Changes that a flush has taken from ``_noted``, and not written yet."""
 
     def load(self) -> Dictionary:
-        """What is on the disk; an empty dictionary if that is nothing, or cannot be used, which is logged."""
+        """The dictionary on the disk; an empty one if there is none, or if the file cannot be used, which is logged."""
         try:
             return read(self.path).dictionary
         except FileNotFoundError:
@@ -97,17 +101,31 @@ class DictionaryFile:
         return Dictionary()
 
     def note(self, change: Change) -> None:
-        """Remember a change for the next :meth:`flush`. Waits for nothing."""
+        """Keep a change for the next :meth:`flush`. Waits for nothing."""
         self._noted.append(change)
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to flush."""
+        """Whether changes wait for a flush."""
         return bool(self._noted or self._unwritten)
 
+    def flush_if_due(self) -> None:
+        """Every 5 seconds, have another thread flush: a disk that does not answer delays nobody. Waits for nothing."""
+        if not self.pending or time.monotonic() < self._due or not self._scheduled.acquire(blocking=False):
+            return
+        self._due = time.monotonic() + _FLUSH_SECONDS
+        if not do_afterwards(self._flush_scheduled):  # later, or when the process ends
+            self._scheduled.release()
+
+    def _flush_scheduled(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._scheduled.release()
+
     def flush(self) -> None:
-        """Write what was noted. If that fails, it is logged, and what was noted is kept for the next time; so it is if
-        a signal handler interrupts a flush with another one."""
+        """Write the changes that were noted. If that fails, or if a signal handler interrupts a flush with another one,
+        the changes are kept for the next time; a failure is logged."""
         lock = self._lock
         if not lock.acquire(timeout=LOCK_SECONDS):
             _say_unwritten(self.path, TimeoutError(errno.ETIMEDOUT, "another thread has been writing it for long"))
@@ -132,10 +150,10 @@ class DictionaryFile:
             self._flushing = False
 
     def update(self, changes: Iterable[Change]) -> None:
-        """Add changes to what is on the disk. If that is damaged, it is kept beside, and the file begins anew.
+        """Add changes to the dictionary on the disk. A damaged file is renamed, and a new one is begun.
 
         Raises:
-            OSError: the file, its folder or its lock cannot be read or written; nothing was added.
+            OSError: the file, its folder or its lock cannot be read or written. Nothing was added.
         """
         path = Path(os.path.realpath(self.path))
         os.makedirs(path.parent, exist_ok=True)
@@ -146,13 +164,13 @@ class DictionaryFile:
             _replace(path, dictionary.to_json(self.machine))
 
     def remove(self) -> list[Path]:
-        """Remove the file and what is beside it: its lock, a damaged one, leftovers of killed processes.
+        """Remove the file, and its lock, a damaged one, and leftovers of killed processes beside it.
 
         Returns:
-            What there was.
+            The files that were there.
 
         Raises:
-            OSError: something cannot be removed.
+            OSError: a file cannot be removed.
         """
         path = Path(os.path.realpath(self.path))
         found = _family(path.parent, re.escape(path.name))
@@ -175,42 +193,42 @@ os.register_at_fork(after_in_child=_begin_all)
 
 
 def default_folder() -> Path:
-    """Where dictionaries are: what ``FASTENSOR_DICTIONARIES`` says, or a folder in the user's cache."""
+    """The folder of dictionaries: ``FASTENSOR_DICTIONARIES``, or a folder in the user's cache."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(os.path.abspath(os.path.expanduser(given)))
     with contextlib.suppress(RuntimeError):  # who has no home has no cache
         folder = user_cache_path("fastensor") / "dictionaries"
         if folder.is_absolute():
             return folder
-    return Path(os.devnull) / "dictionaries"  # cannot be written, and that is said
+    return Path(os.devnull) / "dictionaries"  # cannot be written, which is logged
 
 
 def file_for(path: str | os.PathLike[str], folder: Path | None = None, *, of: Kind = "files") -> DictionaryFile:
-    """The dictionary of the filesystem that a path is on.
+    """The dictionary file of the filesystem that a path is on.
 
     Args:
-        path: of a file or folder, which need not exist.
-        folder: of the dictionaries; None means the default one.
-        of: what is moved. A single tensor in a file of its own, or in a part of a file that is there already, takes
-            another time than a checkpoint of the same size, above all if that is small.
+        path: a file or folder, which need not exist.
+        folder: the folder of the dictionaries; None means the default folder.
+        of: what is moved. A single tensor in a file of its own, or in a part of an existing file, takes another time
+            than a checkpoint of the same size, above all if the size is small.
     """
     machine = identity(path) | _KINDS[of]
     return DictionaryFile((default_folder() if folder is None else folder) / f"{digest(machine)}.json", machine)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The dictionaries in a folder, and those of which only something beside them is left. Other files are not ours."""
+    """The dictionary files in a folder, those included of which only a lock or a damaged file is left."""
     names = {re.sub(f"{_BESIDE}$", "", path.name) for path in _family(folder, r"[0-9a-f]{16}\.json")}
     return [folder / name for name in sorted(names)]
 
 
 def read(path: Path) -> Stored:
-    """What a file holds.
+    """The contents of a dictionary file.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read.
-        DictionaryError: it is damaged, or something else.
+        FileNotFoundError: the file is missing.
+        OSError: the file cannot be read.
+        DictionaryError: the file is damaged, or no dictionary.
     """
     try:
         return Stored(*Dictionary.with_machine(read_text(path)))
@@ -221,11 +239,11 @@ def read(path: Path) -> Stored:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, if it is one, and not larger than dictionaries are.
+    """The text of a dictionary file.
 
     Raises:
-        OSError: it cannot be read, or is no file.
-        ValueError: it is too large, or no text.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the file is too large, or no text.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -268,7 +286,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Nobody else changes a dictionary meanwhile, unless the filesystem has no locks."""
+    """Lock a dictionary file against other processes and threads, unless the filesystem has no locks."""
     while True:
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -276,7 +294,7 @@ def _locked(path: Path) -> Iterator[None]:
             if os.fstat(fd).st_nlink:
                 yield
                 return
-        finally:  # the lock was removed, or it is over
+        finally:  # the lock file was removed, or the block has ended
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
             posix.close_read_only(fd)
@@ -298,7 +316,7 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def _family(folder: Path, name: str) -> list[Path]:
-    """Files of that name, a regular expression, and what is kept beside them."""
+    """Files whose names match a regular expression, and the files beside them."""
     try:
         return sorted(folder / found for found in os.listdir(folder) if re.fullmatch(name + _BESIDE, found))
     except FileNotFoundError:

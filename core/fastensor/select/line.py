@@ -1,21 +1,21 @@
-"""How long a transfer of any size takes, by those that were measured: a latency and a bandwidth. Pure."""
+"""A model of the time of a transfer of any size: latency and bandwidth, fitted to measurements. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _FORGETTING = 0.98
-"""Each measurement counts so much less than the one after it: the latest 50 or so decide."""
+"""Weight of a measurement relative to the next one: about the latest 50 decide."""
 _ONE_SIZE = 1e-3
-"""Sizes that differ by no more than about 3 % say nothing about how the time depends on the size."""
+"""Below this relative variance (sizes within about 3 %), the slope is not fitted."""
 
 
 @dataclass(slots=True)
 class Line:
-    """Seconds as a latency plus bytes over a bandwidth, fitted to measurements of one backend in one context.
+    """Latency plus bytes over bandwidth, fitted to measurements of one backend in one context.
 
-    The fit is of least squares of the relative errors: a transfer of 4 KiB counts as much as one of 4 GiB, and one that
-    took ten times as long as expected has little weight.
+    The fit minimizes squares of relative errors: a transfer of 4 KiB counts as much as one of 4 GiB, and a transfer
+    that took ten times as long as expected has little weight.
 
     >>> line = Line()
     >>> for nbytes in (1000, 2000, 3000):
@@ -31,7 +31,7 @@ class Line:
     _product: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """A transfer of so many bytes took so long; ``seconds`` is above zero."""
+        """Add a measurement; ``seconds`` is above zero."""
         weight = 1.0 / (seconds * seconds)
         self._weight = _FORGETTING * self._weight + weight
         self._bytes = _FORGETTING * self._bytes + weight * nbytes
@@ -40,10 +40,10 @@ class Line:
         self._product = _FORGETTING * self._product + weight * nbytes * seconds
 
     def seconds(self, nbytes: int) -> float:
-        """What a transfer of so many bytes is expected to take. At least one was added before.
+        """The expected time of a transfer of ``nbytes``. At least one measurement was added before.
 
-        Where only one size was measured, the larger ones are expected to take longer in proportion, and the smaller
-        ones as long: that is the most that either can take.
+        If only one size was measured, larger sizes are expected to take longer in proportion, and smaller sizes equally
+        long: that is the most that either can take.
         """
         mean_bytes, mean_seconds = self._bytes / self._weight, self._seconds / self._weight
         determinant = self._weight * self._bytes_squared - self._bytes * self._bytes

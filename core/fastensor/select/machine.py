@@ -1,7 +1,7 @@
-"""What timings depend on: they are kept apart by that.
+"""The identity of a machine, its filesystems and its software: dictionaries of different identities are kept apart.
 
-All of it is read from files, so that it is the same before and after CUDA is initialised, and never initialises it.
-Names of hosts, users and folders are no part of it: containers change the first, and nobody has to know the others.
+The identity is read from files, so it is the same before and after CUDA is initialised, and never initialises CUDA.
+Names of hosts, users and folders are no part of it: containers change host names, and the others are private.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
-"""What the distribution is called, by where it comes from."""
+"""Names of the distribution on PyPI and conda."""
 _SECTOR_NBYTES = 512
-"""Sizes of disks are counted in these, whatever theirs are."""
+"""The unit in which Linux gives sizes of disks."""
 
 _IN_MEMORY = frozenset(["tmpfs", "ramfs", "devtmpfs", "hugetlbfs"])
 _SERVED = frozenset((
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2",
     "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs",
 ))  # fmt: skip
-"""Kinds of filesystems that another machine keeps, or the host of a virtual one."""
+"""Filesystems that another machine serves, or the host of a virtual machine."""
 
-Keeper: TypeAlias = Literal["disk", "memory", "server"]
+StorageKind: TypeAlias = Literal["disk", "memory", "server"]
 
 
 def identity(path: str | os.PathLike[str], root: Path = Path("/")) -> dict[str, str]:
-    """What is known of the machine, of the filesystem that a path is on, and of the software. What is not, is left out.
-
-    Two servers that are mounted as filesystems of the same kind are not told apart.
+    """The known facts about the machine, the filesystem of a path, and the software. Two servers whose filesystems are
+    of the same kind have the same identity.
 
     Args:
-        path: of a file or folder. If it does not exist, the nearest folder above that does counts.
+        path: a file or folder. If it does not exist, the nearest folder above it counts.
         root: where ``/proc``, ``/sys`` and ``/dev`` are.
     """
     found = {**_hardware(root), **_storage(*nearest(os.path.realpath(path)), root), **_versions()}
@@ -58,10 +57,10 @@ def digest(machine: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def keeper(filesystem: str) -> Keeper:
-    """Who keeps what is saved to a filesystem of that kind.
+def storage_kind(filesystem: str) -> StorageKind:
+    """Where a filesystem of that kind stores files.
 
-    >>> keeper("ext4"), keeper("tmpfs"), keeper("nfs4"), keeper("fuse.sshfs")
+    >>> storage_kind("ext4"), storage_kind("tmpfs"), storage_kind("nfs4"), storage_kind("fuse.sshfs")
     ('disk', 'memory', 'server', 'server')
     """
     if filesystem in _IN_MEMORY:
@@ -85,8 +84,8 @@ def _cpu(root: Path) -> str:
 
 
 def _gpus(root: Path) -> Iterator[str]:
-    """The kinds that there are, each with its memory, or as much of that as the bus sees: that tells apart those that
-    are sold with several sizes, and transfers from the disk go through it."""
+    """The models of the GPUs, each with its memory, or with as much of the memory as the bus sees: models are sold with
+    several sizes, and transfers from the disk go through that window."""
     for information in root.glob("proc/driver/nvidia/gpus/*/information"):
         window = _largest_window(_read(root / "sys/bus/pci/devices" / information.parent.name / "resource"))
         model = _fields(_read(information)).get("Model", "NVIDIA")
@@ -96,7 +95,7 @@ def _gpus(root: Path) -> Iterator[str]:
 
 
 def _largest_window(resource: str) -> int:
-    """Of a PCI device, in bytes.
+    """The largest window of a PCI device, in bytes.
 
     >>> _largest_window("0xa0000000 0xa0ffffff 0x40200\\n0x0 0x0 0x0")
     16777216
@@ -121,7 +120,7 @@ def _storage(folder: Path, number: int, root: Path) -> dict[str, str]:
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
-    """What is mounted (proc(5))."""
+    """The mounts of this process (proc(5))."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -130,7 +129,7 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
 
 
 def _mount_of(folder: Path, number: int, mounts: list[_Mount]) -> _Mount | None:
-    """By the number of the device; by the name where that is of something inside, as of btrfs' subvolumes."""
+    """The mount of a folder: by its device number, or by its name if no mount has the number (subvolumes of btrfs)."""
     device = f"{os.major(number)}:{os.minor(number)}"
     above = [mount for mount in mounts if folder.is_relative_to(mount.point)]
     return max(
@@ -139,7 +138,7 @@ def _mount_of(folder: Path, number: int, mounts: list[_Mount]) -> _Mount | None:
 
 
 def _block_device(mount: _Mount, root: Path) -> Path | None:
-    """Its folder in ``/sys``; None for what is on no disk of this machine, or does not say on which."""
+    """The disk's folder in ``/sys``; None if the mount is not on a disk of this machine, or the disk is unknown."""
     source = Path(os.path.realpath(root / mount.source.lstrip("/")))
     found = [root / "sys/dev/block" / mount.device]
     if mount.source.startswith("/dev/"):
@@ -148,7 +147,7 @@ def _block_device(mount: _Mount, root: Path) -> Path | None:
 
 
 def _describe_disk(block: Path) -> str:
-    """The model of a disk; of one that is made of others, how, and their models."""
+    """The model of a disk; for a disk that is made of others, how it is made, and their models."""
     folder = Path(os.path.realpath(block))
     if os.path.exists(folder / "partition"):
         folder = folder.parent
@@ -189,7 +188,7 @@ def _version(distribution: str) -> str:
 
 
 def nearest(path: str | os.PathLike[str]) -> tuple[Path, int]:
-    """A path itself, or the nearest folder above it that exists, and the number of its device. Links are followed."""
+    """The path, or the nearest folder above it that exists, and the number of its device. Links are followed."""
     name = os.path.abspath(path)
     while True:
         with contextlib.suppress(OSError):
@@ -232,13 +231,13 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """What a small file says; 0 if it says nothing, or something else."""
+    """The number in a small file; 0 if there is none."""
     text = _read(path)
     return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else 0
 
 
 def _read(path: Path) -> str:
-    """A small file's text; nothing if there is none."""
+    """The text of a small file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

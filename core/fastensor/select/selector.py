@@ -41,40 +41,40 @@ _logger = logging.getLogger("fastensor")
 
 
 @dataclass(slots=True)
-class _Course:
-    """What one key has been used for in this process."""
+class _History:
+    """The uses of one key in this process."""
 
     candidates: tuple[str, ...] = ()
-    """Those of the last time."""
+    """The candidates of the latest choice."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Backends that could not do it, and why."""
+    """Backends that have failed, and the reasons."""
     uses: int = 0
-    """How often a backend was chosen that might have been a try."""
+    """Number of choices that might have been tries."""
     tried_at: dict[str, int] = field(default_factory=dict)
-    """By how many uses each was tried last, whether anything was heard of it or not."""
+    """By backend, ``uses`` at its latest try, whether the try was recorded or not."""
     behind_seconds: float = 0.0
-    """How much longer than the prior was expected to take the backends took that were used because they were known to
-    be faster; negative if they were."""
+    """How much longer than the prior's expected time transfers took by backends that were believed to be faster;
+    negative if these were faster."""
     disappointing: set[str] = field(default_factory=set)
-    """Those that were not, in the end: not used until a try shows again that they are."""
+    """Backends that turned out slower than the prior. They are not used until a try shows that they are faster."""
     risk_seconds: float = 0.0
-    """What the latest try is expected to cost, until that is known."""
+    """The expected cost of a try that is under way."""
 
 
 class _Expected(NamedTuple):
-    """What is known of the candidates, in seconds."""
+    """The expected times of the candidates, in seconds."""
 
     of: Mapping[str, float]
-    """By those that were measured, the time that counts: to write, to read, or both."""
+    """By measured backend, the time that counts: to write, to read, or both."""
     to_write: Mapping[str, float]
-    """What of that is already over when the transfer at hand is."""
+    """By measured backend, the time of the transfer at hand alone."""
 
 
 class Selector:
     """Chooses the backend for a transfer, by what earlier ones took. Every method may be called from several threads.
 
-    Whoever moves bytes asks :meth:`choose`, and then tells :meth:`record` how long it took, or :meth:`failed` that it
-    could not be done. A choice costs some microseconds.
+    Code that moves bytes calls :meth:`choose`, and then :meth:`record` with the time, or :meth:`failed`. A choice takes
+    some microseconds.
 
     The prior, which the caller names by its ``default``, is used until it was measured. Then others may be tried.
     **Exploring may never have cost more than 5 % of the time that transfers have taken so far**, here and in the
@@ -89,13 +89,13 @@ class Selector:
     budget that they have found.
 
     Args:
-        dictionary: what is known already; what is learned is added to it.
-        explore: whether backends are tried that nothing is known of. Without, choices depend on the dictionary alone,
-            which never changes then: they are deterministic.
+        dictionary: the timings that are known already; new timings are added to it.
+        explore: whether backends are tried, and timings learned. If not, choices depend on the dictionary alone, which
+            then never changes: they are deterministic.
         mode: what files are written for: to be written fast, to be read fast later, or both.
         paper: explore by Algorithm 1 of the Fastensor paper instead, which tries every backend once at each size,
             whatever it costs, and uses the fastest from then on.
-        on_change: called with everything that is learned, by the thread that tells.
+        on_change: called with each change of the dictionary, in the thread that records it.
 
     >>> selector, context = Selector(), Context("write")
     >>> for seconds in [1.0] * 19 + [0.25] * 5:  # of direct, until numpy is tried, which turns out to be faster
@@ -121,7 +121,7 @@ class Selector:
         self.paper = paper
         """Whether the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
-        self._courses: dict[Key, _Course] = {}
+        self._histories: dict[Key, _History] = {}
         self._counts: Counter[str] = Counter()
         self._renew_lock()
         _selectors.add(self)
@@ -131,7 +131,7 @@ class Selector:
 
     @property
     def mode(self) -> Mode:
-        """What files are written for. May be changed at any time."""
+        """What files are written for. Can be changed at any time."""
         return self._mode
 
     @mode.setter
@@ -140,7 +140,7 @@ class Selector:
 
     @property
     def dictionary(self) -> Dictionary:
-        """A copy of what is known."""
+        """A copy of the dictionary."""
         with self._lock:
             return deepcopy(self._dictionary)
 
@@ -154,38 +154,38 @@ class Selector:
         *,
         learn: bool = True,
     ) -> Choice:
-        """Decide which backend moves so many bytes.
+        """Choose the backend of one transfer.
 
         Args:
-            nbytes: how many.
-            context: in which circumstances.
-            candidates: the backends that can; at least one.
-            mode: what a file is written for; None means what the selector was made for. Of no account for reads.
-            default: the prior: what to use where nothing is known; None means the first candidate in the paper's order.
-            learn: whether it will be told how long it took. If not, nothing is tried.
+            nbytes: the bytes to move.
+            context: the circumstances.
+            candidates: the backends that can move them; at least one.
+            mode: what a file is written for; None means the selector's own mode. Ignored for reads.
+            default: the prior, used while nothing is known; None means the first candidate in the paper's order.
+            learn: whether the time will be recorded. If not, no backend is tried.
         """
         mode = check_mode(mode or self._mode)
         key = Key(context, bucket_of(nbytes))
         possible = in_order(candidates)
         with self._lock:
-            course = self._courses.setdefault(key, _Course())
-            course.candidates = possible
-            choice = self._decide(key, course, possible, mode, default, explore=self.explore and learn)
+            history = self._histories.setdefault(key, _History())
+            history.candidates = possible
+            choice = self._decide(key, history, possible, mode, default, explore=self.explore and learn)
             if self.explore and learn:
-                course.uses += 1
+                history.uses += 1
                 if choice.exploring:
-                    course.tried_at[choice.backend] = course.uses
-                    course.risk_seconds = choice.risk_seconds
+                    history.tried_at[choice.backend] = history.uses
+                    history.risk_seconds = choice.risk_seconds
             return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float, choice: Choice | None = None) -> None:
-        """A backend has moved so many bytes in so many seconds.
+        """Record the time of a transfer.
 
         Args:
             nbytes, context: as for :meth:`choose`.
-            backend: which did it.
-            seconds: what it took.
-            choice: that this was done by, so that what it has cost is counted; None if nobody chose.
+            backend: the backend that has moved the bytes.
+            seconds: the time.
+            choice: the choice that led to the transfer, so that the cost of a try is counted; None without a choice.
         """
         key = Key(context, bucket_of(nbytes))
         if choice is not None and choice.backend != backend:
@@ -194,9 +194,9 @@ class Selector:
             self._counts["explored" if choice is not None and choice.exploring else "exploited"] += 1
             if not self.explore:
                 return
-            course = self._courses.setdefault(key, _Course())
-            course.risk_seconds = 0.0
-            extra = self._cost(course, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
+            history = self._histories.setdefault(key, _History())
+            history.risk_seconds = 0.0
+            extra = self._cost(history, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
             if extra > _NOTICED_SECONDS:
                 _logger.warning(
                     "%s was tried for %s (%s), and took %s, %s longer than the best; FASTENSOR_EXPLORE=0 tries nothing",
@@ -213,19 +213,19 @@ class Selector:
         seconds: float = 0.0,
         choice: Choice | None = None,
     ) -> None:
-        """A backend could not do it: it is not used again for that in this process.
+        """Record that a backend has failed: it is not used again for such transfers in this process.
 
         Args:
             nbytes, context, backend: as for :meth:`record`.
-            reason: why not.
-            seconds: what was lost until that was known.
-            choice: that this was done by. If it was a try, what was lost is counted as its cost.
+            reason: why it failed.
+            seconds: the time that was lost.
+            choice: the choice that led to the attempt. If that was a try, the lost time is its cost.
         """
         with self._lock:
             self._counts["failed"] += 1
-            course = self._courses.setdefault(Key(context, bucket_of(nbytes)), _Course())
-            course.failed[backend] = reason
-            course.risk_seconds = 0.0
+            history = self._histories.setdefault(Key(context, bucket_of(nbytes)), _History())
+            history.failed[backend] = reason
+            history.risk_seconds = 0.0
             if self.explore and choice is not None and choice.exploring:
                 self._learn(Change(context, nbytes, backend, seconds, seconds, failed=True))
 
@@ -237,46 +237,47 @@ class Selector:
         mode: Mode | None = None,
         default: str | None = None,
     ) -> Explanation:
-        """What would be chosen, why, and what is known. Changes nothing.
+        """What :meth:`choose` would choose, why, and the timings behind it. Changes nothing.
 
         Args:
-            candidates: the backends that can; None means those that could the last time, or else all that are known of.
+            candidates: the backends that can move the bytes; None means those of the latest choice, or else all that
+                were measured.
             nbytes, context, mode, default: as for :meth:`choose`.
 
         Raises:
-            ValueError: there are no candidates, and none was ever measured.
+            ValueError: there are no candidates, and no backend was ever measured.
         """
         key = Key(context, bucket_of(nbytes))
         with self._lock:
-            course = self._courses.get(key) or _Course()
+            history = self._histories.get(key) or _History()
             if candidates is None:
-                candidates = course.candidates or sorted(
+                candidates = history.candidates or sorted(
                     {name for _, entry in self._dictionary for name in entry.timings}
                 )
             choice = self._decide(
-                key, course, in_order(candidates), check_mode(mode or self._mode), default, explore=self.explore
+                key, history, in_order(candidates), check_mode(mode or self._mode), default, explore=self.explore
             )
             timings = dict(self._dictionary.at(key).timings)
             return Explanation(
-                size_of(key.bucket), context, choice, timings, dict(course.failed),
+                size_of(key.bucket), context, choice, timings, dict(history.failed),
                 self._dictionary.seconds, self._dictionary.extra_seconds,
             )  # fmt: skip
 
     def adopt(self, dictionary: Dictionary) -> None:
-        """Forget what is known, and take over what somebody else has learned. Nobody is told. What could not be done
-        here still cannot."""
+        """Replace the dictionary by a copy of another one, without a call of ``on_change``. Backends that have failed
+        here stay excluded."""
         with self._lock:
             self._dictionary = deepcopy(dictionary)
 
     def statistics(self) -> SelectorStatistics:
-        """What has been done so far."""
+        """Counts of what the selector has done so far."""
         with self._lock:
             counts = {name: self._counts[name] for name in ("explored", "exploited", "failed")}
             known = self._dictionary
             return SelectorStatistics(**counts, seconds=known.seconds, extra_seconds=known.extra_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is known and how it is used; copies learn by themselves, and tell nobody."""
+        """The dictionary and the settings. Copies learn by themselves, without ``on_change``."""
         return {"dictionary": self.dictionary, "explore": self.explore, "mode": self.mode, "paper": self.paper}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,21 +288,21 @@ class Selector:
     def _decide(
         self,
         key: Key,
-        course: _Course,
+        history: _History,
         candidates: tuple[str, ...],
         mode: Mode,
         default: str | None,
         *,
         explore: bool,
     ) -> Choice:
-        """What is chosen. Changes nothing."""
+        """The choice. Changes nothing."""
         if not candidates:
             raise ValueError("there is no backend to choose")
-        possible = tuple(name for name in candidates if name not in course.failed) or candidates
+        possible = tuple(name for name in candidates if name not in history.failed) or candidates
         prior = default if default in possible else possible[0]
         expected = self._expected(key, possible, mode, None if not explore or self.paper else prior)
         if explore and self.paper:
-            unknown = next((one for one in possible if one not in expected.of and one not in course.tried_at), None)
+            unknown = next((one for one in possible if one not in expected.of and one not in history.tried_at), None)
             if unknown is not None:
                 return Choice(unknown, f"tried once for {up_to(key.bucket)}, as the paper does", exploring=True)
         if not expected.of or (explore and not self.paper and prior not in expected.of):
@@ -310,15 +311,15 @@ class Selector:
         if not explore or self.paper:
             best = _least(expected.of)
         else:
-            best = self._best(key, course, prior, expected)
-            if choice := self._next_try(key, course, possible, prior, best, expected):
+            best = self._best(key, history, prior, expected)
+            if choice := self._next_try(key, history, possible, prior, best, expected):
                 return choice
         return Choice(best, _why(key, mode, best, expected), prior_seconds=_break_even(expected, best, prior))
 
     def _expected(self, key: Key, possible: tuple[str, ...], mode: Mode, prior: str | None) -> _Expected:
-        """What is known, by the dictionary that the mode names (Algorithm 1, lines 9 to 16). Until something was read,
-        writes alone decide. What competes with a prior is judged by its latest timings, or by all, whichever is better.
-        """
+        """The expected times by the dictionary that the mode names (Algorithm 1, lines 9 to 16). Until reads were
+        measured, writes alone decide. Backends other than the prior are judged by their latest timings or by all,
+        whichever is better."""
         timings = self._dictionary.at(key).timings
         alone = {
             name: timings[name].seconds if prior in (None, name) else timings[name].hoped_seconds
@@ -331,24 +332,24 @@ class Selector:
         both = {name: reads[name] + (alone[name] if mode == "write_read" else 0.0) for name in alone if name in reads}
         return _Expected(both or alone, alone)
 
-    def _cost(self, course: _Course, choice: Choice, seconds: float, scale: float) -> float:
-        """What exploring has cost by a transfer: what was tried, or what was used because of a try."""
+    def _cost(self, history: _History, choice: Choice, seconds: float, scale: float) -> float:
+        """What a transfer has cost as exploration: as a try, or by a backend that a try had recommended."""
         if choice.best_seconds is not None:
             if choice.prior_seconds is not None and seconds < choice.prior_seconds / scale:
-                course.disappointing.discard(choice.backend)
+                history.disappointing.discard(choice.backend)
             return max(seconds - choice.best_seconds / scale, 0.0)
         if choice.prior_seconds is None:
             return 0.0
-        course.behind_seconds += seconds - choice.prior_seconds / scale
-        if course.behind_seconds <= _credit(choice.prior_seconds):
+        history.behind_seconds += seconds - choice.prior_seconds / scale
+        if history.behind_seconds <= _credit(choice.prior_seconds):
             return 0.0
-        lost, course.behind_seconds = course.behind_seconds, 0.0
-        course.disappointing.add(choice.backend)
+        lost, history.behind_seconds = history.behind_seconds, 0.0
+        history.disappointing.add(choice.backend)
         return lost
 
-    def _best(self, key: Key, course: _Course, prior: str, expected: _Expected) -> str:
-        """The fastest of those that do not disappoint; the prior if that might be as fast."""
-        dropped = course.disappointing - {prior}
+    def _best(self, key: Key, history: _History, prior: str, expected: _Expected) -> str:
+        """The fastest backend that has not turned out slower than the prior; the prior if it might be as fast."""
+        dropped = history.disappointing - {prior}
         best = _least({name: seconds for name, seconds in expected.of.items() if name not in dropped})
         if best == prior:
             return best
@@ -356,19 +357,19 @@ class Selector:
         return best if expected.of[best] < expected.of[prior] - luck else prior
 
     def _next_try(
-        self, key: Key, course: _Course, possible: tuple[str, ...], prior: str, best: str, expected: _Expected
+        self, key: Key, history: _History, possible: tuple[str, ...], prior: str, best: str, expected: _Expected
     ) -> Choice | None:
-        """The try with the least risk, if there is one that the budget covers."""
+        """The try with the least risk, if the budget covers one."""
         known = self._dictionary
         usual = expected.to_write[best]
         left = SHARE * (known.seconds - known.extra_seconds) + _credit(usual) - known.extra_seconds
-        left -= sum(other.risk_seconds for other in self._courses.values() if other is not course)  # under way
+        left -= sum(other.risk_seconds for other in self._histories.values() if other is not history)  # under way
         if left < _LEAST_RISK * usual:
             return None
         risks = {
             name: max(self._estimate(key, name, expected, usual) - usual, _LEAST_RISK * usual)
             for name in possible
-            if name != best and self._is_due(key, course, name, most_gap=_LEAST_GAP if name == prior else _MOST_GAP)
+            if name != best and self._is_due(key, history, name, most_gap=_LEAST_GAP if name == prior else _MOST_GAP)
         }
         name = prior if prior in risks else min(risks, key=risks.__getitem__, default=None)  # all are compared with it
         if name is None or risks[name] > left:
@@ -383,11 +384,11 @@ class Selector:
             risk_seconds=risks[name],
         )
 
-    def _is_due(self, key: Key, course: _Course, name: str, most_gap: int) -> bool:
-        """Whether a backend was not tried for long enough."""
+    def _is_due(self, key: Key, history: _History, name: str, most_gap: int) -> bool:
+        """Whether enough transfers have passed since a backend was tried or measured."""
         entry = self._dictionary.at(key)
         timing = entry.timings.get(name)
-        if name in course.tried_at and course.uses - course.tried_at[name] < _gap(course.tried_at[name], most_gap):
+        if name in history.tried_at and history.uses - history.tried_at[name] < _gap(history.tried_at[name], most_gap):
             return False
         return timing is None or entry.uses - timing.measured_at >= _gap(timing.measured_at, most_gap)
 
@@ -409,7 +410,7 @@ class Selector:
 
 
 def _gap(uses: int, most: int) -> int:
-    """How many uses later a backend is tried again that was measured after so many."""
+    """The number of uses after which a backend is tried again that was measured after ``uses``."""
     return min(max(uses // _GROWTH, _LEAST_GAP), most)
 
 
@@ -429,7 +430,8 @@ def _credit(usual: float) -> float:
 
 
 def _break_even(expected: _Expected, best: str, prior: str) -> float | None:
-    """What the transfer at hand may take by the best backend without losing to the prior; None if that is the best."""
+    """The longest time of the transfer at hand by the best backend that does not lose to the prior; None if the prior
+    is the best."""
     if best == prior or prior not in expected.of:
         return None
     return expected.of[prior] - (expected.of[best] - expected.to_write[best])
@@ -439,7 +441,7 @@ _selectors: weakref.WeakSet[Selector] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """In a forked child: whoever holds one does not live there."""
+    """In a forked child: locks may be held by threads that are not there."""
     for selector in _selectors:
         selector._renew_lock()
 

@@ -1,12 +1,10 @@
-"""One rank explores for all that are like it (the Fastensor paper, section 4.3).
+"""Ranks on identical hardware share timings (the Fastensor paper, section 4.3).
 
-Where all ranks have the same kind of device and filesystem, rank 0 tries the backends, and its dictionary is broadcast.
-Where there are several kinds, the lowest rank of each does so for its own. Ranks that move tensors of other sizes than
-the others, as in model parallelism, keep to themselves.
+The lowest rank of each kind of device and filesystem, its leader, tries backends, and broadcasts its dictionary to the
+ranks of its kind. Ranks that move tensors of other sizes than the others, as in model parallelism, learn by themselves.
 
-A leader learns from what it does itself: where rank 0 alone saves, those of other kinds learn from loads only, which is
-all that their ranks do.
-"""
+A leader learns from its own transfers. If rank 0 alone saves, leaders of other kinds learn from loads only, which is
+all that ranks of their kinds do."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ from fastensor.select.selector import Selector
 from fastensor.select.winners import Winners, winners
 
 _PATIENCE = timedelta(minutes=5)
-"""A rank that does not come is waited for so long; one that has died is noticed at once."""
+"""How long ranks wait for a rank that does not answer. The death of a rank is noticed at once."""
 
 _logger = logging.getLogger("fastensor")
 
 
-_Gist: TypeAlias = dict[Key, tuple[Winners, tuple[str, ...]]]
-"""The best backends of each key, and the order of all."""
+_Digest: TypeAlias = dict[Key, tuple[Winners, tuple[str, ...]]]
+"""By key, the best backends, and all backends in order of speed."""
 
 
-def _gist_of(dictionary: Dictionary) -> _Gist:
+def _digest_of(dictionary: Dictionary) -> _Digest:
     return {
         key: (winners(dictionary, key), tuple(sorted(entry.timings, key=lambda name: entry.timings[name].seconds)))
         for key, entry in dictionary
@@ -40,11 +38,12 @@ def _gist_of(dictionary: Dictionary) -> _Gist:
 
 
 def kind_of(device: torch.device, machine: Mapping[str, str]) -> str:
-    """What ranks have in common that are alike: model and memory of the device, kind of the target's filesystem.
+    """The kind of a rank's hardware: model and memory of its device, and kind of the target's filesystem. Ranks of the
+    same kind share timings.
 
     Args:
-        device: that the rank computes on.
-        machine: of the target, see :func:`fastensor.select.machine.identity`.
+        device: the device that the rank computes on.
+        machine: the identity of the target; see :func:`fastensor.select.machine.identity`.
 
     >>> kind_of(torch.device("cpu"), {"cpu": "2 × AMD EPYC", "filesystem": "ext4", "disk": "nvme"})
     '2 × AMD EPYC on ext4, nvme'
@@ -58,7 +57,7 @@ def kind_of(device: torch.device, machine: Mapping[str, str]) -> str:
 
 
 def leaders_of(kinds: Sequence[str | None]) -> tuple[int, ...]:
-    """For each rank the one that explores for it: the lowest of its kind; itself if it has none.
+    """For each rank, its leader: the lowest rank of its kind, or itself if its kind is None.
 
     >>> leaders_of(["A100", "A100", "H100", None, "H100"])
     (0, 0, 2, 3, 2)
@@ -67,25 +66,27 @@ def leaders_of(kinds: Sequence[str | None]) -> tuple[int, ...]:
 
 
 class Sharing:
-    """A selector of this rank, and those of the others. Made, and synced, by all ranks at once.
+    """Sharing of timings among the selectors of all ranks. All ranks make it, and call :meth:`sync`, at the same
+    points.
 
-    They talk in a group of their own, so that nothing is ever taken for something of the training's. A rank for which
-    it breaks, which is logged, leaves it. The others notice when they sync next, and then every rank goes on by itself.
+    The ranks communicate in a process group of their own, apart from that of the training. A rank whose communication
+    fails logs that, and leaves. The other ranks notice at their next sync, and then every rank learns by itself.
 
     Args:
-        selector: which learns only if this rank explores.
-        kind: of this rank's devices and filesystem (:func:`kind_of`); None if it keeps to itself.
-        group: of ``torch.distributed``, used for nothing else, and destroyed at the end; None makes one of all ranks.
-            Without ``torch.distributed`` there is nothing to share.
+        selector: this rank's selector. It tries backends only if this rank is a leader.
+        kind: this rank's kind (:func:`kind_of`); None to learn by itself.
+        group: a process group of ``torch.distributed`` that nothing else uses, and that :meth:`end` destroys; None
+        makes
+            one of all ranks. Without ``torch.distributed`` nothing is shared.
     """
 
     def __init__(self, selector: Selector, kind: str | None, group: Any | None = None) -> None:
         self._selector = selector
         self._group: Any = group
         self._explores = selector.explore
-        """Whether it would by itself."""
-        self._sent: _Gist | None = None
-        """Of the dictionary that was sent."""
+        """Whether the selector tries backends without sharing."""
+        self._sent: _Digest | None = None
+        """Of the dictionary that was sent last."""
         self._rank = self.leader = 0
         self._leaders: tuple[int, ...] = ()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
@@ -106,35 +107,35 @@ class Sharing:
         self.sync()
 
     def sync(self) -> None:
-        """Give what this rank has learned to those that it explores for, or take it from the one that does."""
+        """Broadcast this rank's dictionary to the ranks that it leads, or receive the leader's."""
         for leader in self._leaders:
-            parcel = [self._news() if leader == self._rank else None]
+            message = [self._update() if leader == self._rank else None]
             try:
                 source = dist.get_global_rank(self._group, leader)
-                dist.broadcast_object_list(parcel, source, self._group)
+                dist.broadcast_object_list(message, source, self._group)
             except (RuntimeError, ValueError) as error:  # the latter if somebody has destroyed the group
                 self._break_off(error)
                 return
-            if leader == self.leader != self._rank and parcel[0] is not None:
-                self._adopt(parcel[0])
+            if leader == self.leader != self._rank and message[0] is not None:
+                self._adopt(message[0])
 
     def end(self) -> None:
-        """Go on by itself, with what is known by now. The others notice when they sync next, if they still do."""
+        """Learn by itself from now on, with what is known by now. The other ranks notice at their next sync."""
         self._leaders = ()
         self._keep_to_itself()
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _news(self) -> str | None:
-        """The dictionary as JSON, if another backend is the best one somewhere, or is known at all."""
+    def _update(self) -> str | None:
+        """The dictionary as JSON; None if no best backend has changed since the last one."""
         dictionary = self._selector.dictionary
-        sent, self._sent = self._sent, _gist_of(dictionary)
+        sent, self._sent = self._sent, _digest_of(dictionary)
         return None if sent == self._sent else dictionary.to_json()
 
-    def _adopt(self, news: str) -> None:
+    def _adopt(self, update: str) -> None:
         try:
-            dictionary = Dictionary.from_json(news)
+            dictionary = Dictionary.from_json(update)
         except DictionaryError as error:
             _logger.warning("rank %d cannot read what rank %d has learned: %s", self._rank, self.leader, error)
             self._keep_to_itself()  # and still takes part, because the others go on
@@ -146,6 +147,6 @@ class Sharing:
         self._selector.explore = self._explores
 
     def _break_off(self, error: Exception) -> None:
-        """The others cannot be reached, or have died, or have left."""
-        _logger.warning("ranks cannot share what they learn about backends; each goes on by itself: %s", error)
+        """Stop sharing: other ranks cannot be reached, or have died, or have left."""
+        _logger.warning("ranks cannot share timings of backends; each rank learns by itself from now on: %s", error)
         self.end()

@@ -1,4 +1,4 @@
-"""Buckets of sizes: what is learned about one size holds for all that are about as large. Pure."""
+"""Buckets of sizes: timings of one size hold for all sizes of its bucket. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import ceil, log2
 
 _PER_OCTAVE = 2
 LEAST_BUCKET = 12 * _PER_OCTAVE
-"""Up to 4 KiB, size does not matter."""
+"""The bucket of all sizes up to 4 KiB."""
 
 
 @lru_cache(1024)
@@ -22,7 +22,7 @@ def bucket_of(nbytes: int) -> int:
 
 @lru_cache(1024)
 def size_of(bucket: int) -> int:
-    """The largest size in a bucket, in bytes: what its timings are of.
+    """The largest size in a bucket, in bytes. Timings are scaled to this size.
 
     >>> size_of(40), bucket_of(size_of(41))
     (1048576, 41)
@@ -31,7 +31,7 @@ def size_of(bucket: int) -> int:
 
 
 def scaled(seconds: float, nbytes: int) -> float:
-    """How long it would have taken for the largest size in the same bucket.
+    """The time of a transfer, scaled to the largest size in its bucket.
 
     >>> round(scaled(0.3, 800 << 10), 3), scaled(0.3, 10)
     (0.384, 0.3)

@@ -123,7 +123,7 @@ class Transfer:
         """Why it was done by that backend."""
         return self.choice.reason if self.used == self.choice.backend else f"{self.choice.backend} could not do it"
 
-    def run(self, attempt: Callable[[Backend], T], give_up: Callable[[str, str], None]) -> T:
+    def run(self, attempt: Callable[[Backend], T], record_fallback: Callable[[str, str], None]) -> T:
         """Have it done, or begun, by the chosen backend, or else by the next one that can.
 
         A backend that raises something that nobody expects is a backend that cannot do it; what the disk or the state
@@ -131,7 +131,7 @@ class Transfer:
 
         Args:
             attempt: what is to be done.
-            give_up: told which backend could not do it, and why.
+            record_fallback: called with the name of a backend that could not, and the reason.
 
         Raises:
             BackendUnavailableError: none could.
@@ -151,7 +151,7 @@ class Transfer:
                     self._unexpected = self._unexpected or error
                     reason = f"it raised {error!r}"
                 self._failed[self.used] = reason
-                give_up(self.used, reason)
+                record_fallback(self.used, reason)
                 self.failed(reason)
                 self._left.remove(self.used)
             self._latest = self._choose()

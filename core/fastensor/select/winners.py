@@ -10,11 +10,11 @@ from fastensor.select.context import STAGED, Context
 from fastensor.select.dictionary import Dictionary, Key, Timing
 
 PAPER_ORDER = ("gds", "numpy", "torch", "direct")
-"""In which order backends are tried (section 4.1, step 5); others come after."""
+"""The order in which backends are tried (section 4.1, step 5). Other backends come after these."""
 
 
 def in_order(candidates: Iterable[str]) -> tuple[str, ...]:
-    """In the order in which they are tried.
+    """The candidates in the order in which they are tried.
 
     >>> in_order(["mine", "direct", "numpy"])
     ('numpy', 'direct', 'mine')
@@ -29,11 +29,11 @@ def _in_order(candidates: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
-    """How long each backend takes to read what is written now: in the page cache or not, whichever is usual for it.
+    """How long it takes to read what each backend writes now, from the page cache or not, whichever was measured more
+    often for the backend: bytes that were written around the page cache are not in it when they are read.
 
-    That is not the same for all of them: what one has written around the page cache is not in it when it is read.
-    Bytes are read to the device that they come from, or, if nothing ever is, to another one: checkpoints are often
-    loaded to the CPU first.
+    Bytes are read to the device that they come from; or to another device if none was ever read to that one, because
+    checkpoints are often loaded to the CPU first.
     """
     own = "cpu" if key.context.device == STAGED else key.context.device
     if any(map(dictionary.within, _reads(own))):
@@ -57,7 +57,7 @@ def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str
 
 
 class Winners(NamedTuple):
-    """The fastest backends for one key: in WDic, or of a read; in RDic; and in WRDic."""
+    """The fastest backends of one key: in WDic, or for a read; in RDic; and in WRDic."""
 
     alone: str | None
     to_read: str | None
@@ -65,7 +65,7 @@ class Winners(NamedTuple):
 
 
 def winners(dictionary: Dictionary, key: Key) -> Winners:
-    """Those of what is known."""
+    """The fastest backends of a key."""
     entry = dictionary.at(key)
     reads = seconds_to_read(dictionary, key) if key.context.operation == "write" else {}
     known = [name for name in entry.timings if name in reads]

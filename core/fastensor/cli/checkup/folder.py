@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fastensor.backends import posix, registry
 from fastensor.errors import BackendUnavailableError
-from fastensor.select.machine import Keeper, identity, keeper
+from fastensor.select.machine import StorageKind, identity, storage_kind
 from fastensor.select.rule import RESIDENT_FRACTION
 
 PREFIX = ".fastensor-doctor-"
@@ -64,7 +64,7 @@ class Folder:
     """Its kind, as the kernel calls it."""
     disk: str = ""
     """What it is on, as far as that is on this machine."""
-    kept_by: Keeper = "disk"
+    kept_by: StorageKind = "disk"
     """Who keeps its files: a disk of this machine, memory until the next boot, or another machine or program."""
     space: Space | None = None
     direct: DirectIO | None = None
@@ -81,7 +81,7 @@ def examine(path: str) -> Folder:
         os.path.abspath(path),
         filesystem=kind,
         disk=machine.get("disk", ""),
-        kept_by=keeper(kind),
+        kept_by=storage_kind(kind),
         machine=machine,
     )
     try:
