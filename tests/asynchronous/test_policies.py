@@ -7,13 +7,14 @@ import pickle
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
-from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.arena import BLOCK_NBYTES, Arena
 
 ONE_BLOCK = BLOCK_NBYTES - 100_000
 
@@ -78,6 +79,20 @@ def test_skipping(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture
 def test_a_file_larger_than_the_memory_is_not_skipped_for_that(tmp_path: Path) -> None:
     with AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
         assert writer.save(state(1, 3 * BLOCK_NBYTES), tmp_path / "1").result().durable
+
+
+def test_a_file_that_is_written_in_place_needs_no_memory_and_is_not_skipped(tmp_path: Path, blocked: Any) -> None:
+    with (tmp_path / "2").open("w+b") as file, AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
+        blocked.close()
+        writer.save(state(1), tmp_path / "1")
+        blocked.wait_until_reached()
+        blocked.open()
+        with mock.patch.object(Arena, "has_room", return_value=False):
+            assert writer.save(state(2), f"/dev/fd/{file.fileno()}").result().nbytes
+        assert content(tmp_path / "2") == 2
+    with (tmp_path / "3").open("w+b") as file, AsyncWriter() as writer:
+        writer.save(state(3), f"/dev/fd/{file.fileno()}")
+        assert writer.statistics().staging_nbytes == 0
 
 
 def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -380,6 +380,10 @@ class AsyncWriter:
         if plan is None:
             save.run_now(None)
             return
+        if self._is_in_place(save):  # no staging memory is needed, and none is waited for
+            announce("saving asynchronously", "the file has to be written in place")
+            save.run_now(plan)
+            return
         self._reserve(plan.nbytes)
         if self._settings.when_busy == "skip" and not self._arena.has_room(plan.nbytes):
             _logger.warning("skipped, because earlier saves are not done: %s", save.handle.path)
@@ -398,8 +402,6 @@ class AsyncWriter:
             held_up=held_up,
         )
         try:
-            if save.delivery.is_in_place():
-                raise _CannotWaitError("the file has to be written in place")
             save.open(snapshot)
             if self._settings.when_busy == "latest":
                 self._make_room(save, plan.nbytes)
@@ -416,6 +418,14 @@ class AsyncWriter:
             raise
         else:
             save.staged(time.perf_counter() - started)
+
+    def _is_in_place(self, save: Save) -> bool:
+        try:
+            return save.delivery.is_in_place()
+        except BaseException as error:
+            save.tell()
+            save.fail(error)
+            raise
 
     def _save_in_between(self, save: Save, plan: Planner, reason: str) -> None:
         """Do all of a save now, in a thread that cannot wait for what it has interrupted."""
