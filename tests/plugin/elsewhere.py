@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 from fastensor.backends import posix
-from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.staging import open_stager
 from fastensor.stitch.source import Source
 
@@ -19,8 +19,9 @@ class ElsewhereBackend:
     def availability(self) -> Availability:
         return Availability(True)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=False, extra_nbytes=_WINDOW_NBYTES)
+    @property
+    def extra_nbytes(self) -> int:
+        return _WINDOW_NBYTES
 
     def can_write(self, source: Source) -> bool:
         return True

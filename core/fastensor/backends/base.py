@@ -21,17 +21,6 @@ class Availability:
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend can do, for whoever chooses between backends."""
-
-    bypasses_page_cache: bool
-    """Written files do not evict other data from the page cache, and resident files are not read from it."""
-    extra_nbytes: int | None
-    """The most memory, beyond the state itself, that one transfer holds. None: as much as the largest device storage
-    takes, because such storages are copied to the host whole."""
-
-
-@dataclass(frozen=True, slots=True)
 class Extent:
     """A part of a file: ``[begin, end)`` in bytes."""
 
@@ -123,8 +112,10 @@ class Backend(Protocol):
     def availability(self) -> Availability:
         """Whether the backend can work here at all. A single file may still be refused."""
 
-    def capabilities(self) -> Capabilities:
-        """What the backend can do."""
+    @property
+    def extra_nbytes(self) -> int | None:
+        """The most memory in bytes, beyond the state itself, that one transfer takes. None: as much as the largest
+        storage on a device, because the backend copies such storages to the host whole."""
 
     def can_write(self, source: Source) -> bool:
         """Whether it knows how to write this kind of source at all. A single file may still be refused."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from fastensor.backends import posix
-from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
@@ -34,8 +34,9 @@ class DirectBackend:
             return Availability(False, "this operating system has no O_DIRECT")
         return Availability(True)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES)
+    @property
+    def extra_nbytes(self) -> int:
+        return BUFFER_COUNT * BUFFER_NBYTES
 
     def can_write(self, source: Source) -> bool:
         return True

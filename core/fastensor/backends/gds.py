@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from fastensor.backends import posix
-from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.gather import ALIGNMENT, DeviceStager, DeviceWindow, gathering_device
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.numpy import BufferedReader
@@ -52,8 +52,9 @@ class GdsBackend:
         reason = _kvikio.why_unavailable() or _why_not_yet()
         return Availability(not reason, reason)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=True, extra_nbytes=BUFFER_COUNT * BUFFER_NBYTES + _bounce_nbytes())
+    @property
+    def extra_nbytes(self) -> int:
+        return BUFFER_COUNT * BUFFER_NBYTES + _bounce_nbytes()
 
     def can_write(self, source: Source) -> bool:
         return True

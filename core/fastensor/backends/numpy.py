@@ -12,7 +12,7 @@ import numpy as np
 from isal import isal_zlib
 
 from fastensor.backends import posix
-from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.memory import BUFFER_NBYTES, copy_memory, populate
 from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import Pool, finish, open_pool, shut_down, submit, usable_cores
@@ -38,8 +38,9 @@ class NumpyBackend:
     def availability(self) -> Availability:
         return Availability(True)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=False, extra_nbytes=BUFFER_NBYTES)
+    @property
+    def extra_nbytes(self) -> int:
+        return BUFFER_NBYTES
 
     def can_write(self, source: Source) -> bool:
         return True

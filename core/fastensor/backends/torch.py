@@ -14,7 +14,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends import posix
-from fastensor.backends.base import Availability, Capabilities, Extent, Reader
+from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.source import Source, skips_values
 from fastensor.stitch.torch_zip import TorchZip
@@ -31,8 +31,9 @@ class TorchBackend:
     def availability(self) -> Availability:
         return Availability(True)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(bypasses_page_cache=False, extra_nbytes=None)
+    @property
+    def extra_nbytes(self) -> int | None:
+        return None
 
     def can_write(self, source: Source) -> bool:
         return isinstance(source, TorchZip)
