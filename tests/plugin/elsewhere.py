@@ -5,8 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from fastensor.backends import posix
-from fastensor.backends.base import Availability, Extent, Reader
+from fastensor.backends import Availability, Extent, Reader, posix
 from fastensor.backends.staging import open_stager
 from fastensor.stitch.source import Source
 
