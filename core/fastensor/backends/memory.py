@@ -11,7 +11,6 @@ import ctypes
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -148,10 +147,13 @@ Kept = TypeVar("Kept", bound=Releasable)
 
 
 class Shelf(Generic[Key, Kept]):
-    """Keeps what a transfer needs for the next one: one idle ring of each kind."""
+    """Keeps what a transfer needs for the next one: one idle ring of each kind.
+
+    Single operations of a dict, which are atomic, lend and take back. A lock could be held by the very code that a
+    signal handler interrupts, which saves.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._idle: dict[Key, Kept] = {}
         self._of_parent: list[Kept] = []
         """Kept alive, so that nothing frees them here."""
@@ -161,8 +163,7 @@ class Shelf(Generic[Key, Kept]):
     def borrowed(self, key: Key, make: Callable[[], Kept]) -> Iterator[Kept]:
         """One for the length of a transfer. Nothing may use it any more when the block is left."""
         process = os.getpid()
-        with self._lock:
-            ring = self._idle.pop(key, None)
+        ring = self._idle.pop(key, None)
         if ring is None:
             ring = make()
         try:
@@ -174,14 +175,12 @@ class Shelf(Generic[Key, Kept]):
                 self._give_back(key, ring)
 
     def _give_back(self, key: Key, ring: Kept) -> None:
-        with self._lock:
-            kept = self._idle.setdefault(key, ring)
+        kept = self._idle.setdefault(key, ring)
         if kept is not ring:
             ring.release()
 
     def forget(self) -> None:
-        """In a forked child, which shares neither the lock's holder nor pinned pages, and must not free a device's."""
-        self._lock = threading.Lock()
+        """In a forked child, which does not share pinned pages, and must not free a device's."""
         self._of_parent += self._idle.values()
         self._idle = {}
 
