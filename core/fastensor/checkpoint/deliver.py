@@ -15,12 +15,12 @@ from fastensor.backends import posix, registry, stream
 from fastensor.backends.fallback import Fallback, can_write, give_up
 from fastensor.backends.new_file import NewFile
 from fastensor.backends.torch import file_for_torch
-from fastensor.checkpoint.choosing import NO_LOCAL_FILE
 from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
 from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
+from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError

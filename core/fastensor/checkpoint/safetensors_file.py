@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from operator import attrgetter
 
 import torch
-from isal import isal_zlib
 
-from fastensor.backends.base import Reader
 from fastensor.backends.memory import copy_memory
-from fastensor.backends.to_device import Filler
-from fastensor.backends.window import SMALL_NBYTES, Window, joined
-from fastensor.checkpoint.checksums import Checked
+from fastensor.backends.window import SMALL_NBYTES, joined
 from fastensor.checkpoint.names import resolve
-from fastensor.checkpoint.opened import OpenedFile, explained, read_exactly
+from fastensor.checkpoint.opened import OpenedFile, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
+from fastensor.checkpoint.reader import PartReader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import (
     LENGTH_NBYTES,
     Entry,
@@ -44,69 +41,39 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     if request.mmap:
         return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
     order = sorted(entries, key=attrgetter("begin"))
-    with explained(file.where):
-        extents = joined((entry.begin, entry.end) for entry in order)
-        used, why, reader = file.open_reader(extents, request.wanted, request.fallbacks)
+    extents = joined((entry.begin, entry.end) for entry in order)
     tensors = dict.fromkeys((entry.name for entry in entries), torch.empty(0))  # in the order of the header
-    with closing(reader):
-        source = _Source(file, reader, request)
+    with PartReader(file, extents, request.options, verify=request.checked, fallbacks=request.fallbacks) as reader:
         for entry in order:
-            tensors[entry.name] = _as_tensor(source.storage(entry), entry, file.where)
-    return Loaded(tensors, used, why, header.checked and request.checked, header.unchecked)
+            storage = _read(reader, part_of(entry), request.map_location)
+            tensors[entry.name] = _as_tensor(storage, entry, file.where)
+        verified = header.checked and request.checked
+        return Loaded(tensors, reader.backend, reader.reason, verified, header.unchecked)
 
 
 def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
     """The file's header, checked."""
-    with explained(file.where):
-        start = read_exactly(file, 0, min(LENGTH_NBYTES, file.nbytes))
-        data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
+    start = read_exactly(file, 0, min(LENGTH_NBYTES, file.nbytes))
+    data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
     return parse_header(data, file.nbytes, where=file.where, verify=verify)
 
 
-def checked_entry(entry: Entry) -> Checked | None:
-    """What the bytes of a tensor are to be compared with."""
-    if entry.crc32 is None:
-        return None
-    return Checked(f"tensor {entry.name!r}", entry.begin, entry.nbytes, entry.crc32)
+def part_of(entry: Entry) -> Part:
+    """The bytes of a tensor."""
+    return Part(entry.name, entry.nbytes, entry.crc32, entry.begin, entry.end)
 
 
-class _Source:
-    """Reads a file's tensors to where they are to be, and verifies them if it can: small ones that follow each other
-    together, large ones straight to their memory."""
+def _read(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
+    """The bytes of a tensor, verified, where ``map_location`` says."""
 
-    def __init__(self, file: OpenedFile, reader: Reader, request: LoadRequest) -> None:
-        self._where = file.where
-        self._reader = reader
-        self._filler = Filler(reader)
-        self._window = Window(self._read, file.nbytes)
-        self._map_location = request.map_location
-        self._checked = request.checked
+    def fill(storage: torch.UntypedStorage) -> None:
+        if part.nbytes <= SMALL_NBYTES and storage.device.type == "cpu":
+            _, address = reader.read_small(part)
+            copy_memory(storage.data_ptr(), address, part.nbytes)
+        else:
+            reader.read(part, storage)
 
-    def storage(self, entry: Entry) -> torch.UntypedStorage:
-        """The tensor's bytes.
-
-        Raises:
-            CheckpointReadError: they cannot be read.
-            CorruptCheckpointError: they do not match their checksum.
-        """
-
-        def fill(storage: torch.UntypedStorage) -> None:
-            is_checked = self._checked and entry.crc32 is not None
-            if entry.nbytes <= SMALL_NBYTES and storage.device.type == "cpu":
-                part = self._window.part(entry.begin, entry.nbytes)
-                copy_memory(storage.data_ptr(), self._window.address_of(entry.begin), entry.nbytes)
-                found = isal_zlib.crc32(part) if is_checked else 0
-            else:
-                with explained(self._where):
-                    found = self._filler.fill(storage, entry.begin, checksum=is_checked)
-            if is_checked and found != entry.crc32 and (checked := checked_entry(entry)):
-                checked.compare(found, self._where)
-
-        return filled(entry.nbytes, _SAVED_FROM, self._map_location, fill)
-
-    def _read(self, begin: int, buffer: memoryview) -> None:
-        with explained(self._where):
-            self._reader.readinto(begin, buffer, checksum=self._checked)
+    return filled(part.nbytes, _SAVED_FROM, map_location, fill)
 
 
 def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
