@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
@@ -47,7 +45,7 @@ class PartReader:
         options: how it is read.
         verify: whether CRC32s are compared.
         fallbacks: backends that could not be used are added here.
-        keep: whether the arrays that :meth:`read_small` returns stay valid. If not, each is valid until the next call.
+        keep: whether the memory of the window stays valid. If not, it is valid until the next :meth:`read_small`.
 
     Every method raises :class:`~fastensor.errors.CorruptCheckpointError` where the file ends too early, where a local
     header contradicts the directory, and, unless it says something else, where a CRC32 differs; and
@@ -70,7 +68,7 @@ class PartReader:
             opened = file.open_reader(order, options, [] if fallbacks is None else fallbacks)
         self.backend, self.reason, self._reader, self._transfer = opened
         self._filler = Filler(self._reader)
-        self._window = Window(self._read_into_window, file.nbytes, kept=keep)
+        self.window = Window(self._read_into_window, file.nbytes, kept=keep)
         self._data: dict[int, int] = {}
         """Where the data of records begins, by where their local headers do."""
         self._sound: set[str] = set()
@@ -115,24 +113,24 @@ class PartReader:
         begin = self.data_begin(part)
         compare = self.verify and part.crc32 is not None
         found = self._read(begin, target, part.nbytes, checksum=compare)
-        self._window.next = part.end
+        self.window.next = part.end
         if compare:
             check_crc32(part, begin, found, self.where)
 
-    def read_small(self, part: Part) -> tuple[npt.NDArray[np.uint8], int]:
-        """The data of a small part, compared, and its address in memory.
+    def read_small(self, part: Part) -> int:
+        """Read a small part, and those that follow it in the file, into :attr:`window`, and compare it.
 
-        Small parts that follow each other in the file are read together. What is aligned to 64 bytes in the file is
-        aligned so in memory.
+        Returns where the data of the part begins in the file; the window says where that is in memory.
         """
         begin = part.begin
-        around = self._window.part(begin, part.end - begin)
+        data = self.window.part(begin, part.end - begin)
         if part.header_nbytes:
-            begin = find_data(part, around[: LOCAL_HEADER.size], self.where)
-        found = self._window.array(begin, part.nbytes)
-        if self.verify and part.crc32 is not None and (crc32 := isal_zlib.crc32(found)) != part.crc32:
+            at = find_data(part, data[: LOCAL_HEADER.size], self.where) - begin
+            data = data[at : at + part.nbytes]
+            begin += at
+        if self.verify and part.crc32 is not None and (crc32 := isal_zlib.crc32(data)) != part.crc32:
             check_crc32(part, begin, crc32, self.where)
-        return found, self._window.address_of(begin)
+        return begin
 
     def read_range(self, part: Part, offset: int, target: Memory, nbytes: int, *, checksum: bool = True) -> int:
         """Fill ``target``, of ``nbytes`` bytes, from an offset in the data of a part. The part is not compared: use

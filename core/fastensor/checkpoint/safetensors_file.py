@@ -9,11 +9,11 @@ from operator import attrgetter
 import torch
 
 from fastensor.backends.memory import copy_memory
-from fastensor.backends.window import SMALL_NBYTES, joined
+from fastensor.backends.window import SMALL_NBYTES
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
-from fastensor.checkpoint.reader import PartReader
+from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.parts import Part
@@ -41,11 +41,13 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     if request.mmap:
         return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
     order = sorted(entries, key=attrgetter("begin"))
-    extents = joined((entry.begin, entry.end) for entry in order)
+    parts = [part_of(entry) for entry in order]
     tensors = dict.fromkeys((entry.name for entry in entries), torch.empty(0))  # in the order of the header
-    with PartReader(file, extents, request.options, verify=request.checked, fallbacks=request.fallbacks) as reader:
-        for entry in order:
-            storage = _read(reader, part_of(entry), request.map_location)
+    with PartReader(
+        file, extents_of(parts), request.options, verify=request.checked, fallbacks=request.fallbacks
+    ) as reader:
+        for entry, part in zip(order, parts, strict=True):
+            storage = _read(reader, part, request.map_location)
             tensors[entry.name] = _as_tensor(storage, entry, file.where)
         verified = header.checked and request.checked
         return Loaded(tensors, reader.backend, reader.reason, verified, header.unchecked)
@@ -68,8 +70,8 @@ def _read(reader: PartReader, part: Part, map_location: MapLocation) -> torch.Un
 
     def fill(storage: torch.UntypedStorage) -> None:
         if part.nbytes <= SMALL_NBYTES and storage.device.type == "cpu":
-            _, address = reader.read_small(part)
-            copy_memory(storage.data_ptr(), address, part.nbytes)
+            begin = reader.read_small(part)
+            copy_memory(storage.data_ptr(), reader.window.address_of(begin), part.nbytes)
         else:
             reader.read(part, storage)
 

@@ -132,8 +132,9 @@ class Storages:
         if record is None or record.nbytes != nbytes:
             raise NotOrdinaryError(f"storage {key!r} of {nbytes} bytes, whose record is {record}")
         if 0 < nbytes <= SMALL_NBYTES:
-            data, address = self._reader.read_small(record)
-            return torch.from_numpy(data if address % ALIGNMENT == 0 else _aligned_copy(data)).untyped_storage()
+            begin = self._reader.read_small(record)
+            data = self._reader.window.array(begin, nbytes)
+            return torch.from_numpy(data if begin % ALIGNMENT == 0 else _aligned_copy(data)).untyped_storage()
         memory = _aligned(nbytes)
         if nbytes:
             self._reader.read(record, memory.data)
