@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fastensor.offload import ActivationOffload
+from fastensor.offload.slots import SlotFile
 
 Case = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 """Makes a loss, and says what it depends on. The same each time for the same seed."""
@@ -186,6 +187,11 @@ def large() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Several pieces each, the last of odd sizes."""
     x = torch.randn(2_500_003, requires_grad=True)
     return (x.exp().sin() * x.cos()).sum(), [x]
+
+
+def slot_files(offload: ActivationOffload) -> list[SlotFile]:
+    """The nameless files that hold activations now."""
+    return offload.transfers()._tiers.slots.files
 
 
 def in_threads(work: Callable[[torch.Tensor], None], inputs: Iterable[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import CASES, equal, gradients, large
+from models import CASES, equal, gradients, large, slot_files
 
 from fastensor.backends import gds, registry, threads
 from fastensor.backends.gds import GdsSlots
@@ -56,7 +56,7 @@ def test_memory_of_a_device_goes_straight(options: dict[str, Any], case: Any, mo
         assert offload.statistics().written_by["gds"] > 0
         if "backend" not in more:
             assert set(offload.statistics().written_by) == {"gds"}
-            assert offload.gauge()["staged"] == 0, "nothing has been in host memory on its way"
+            assert offload.memory_usage()["staged"] == 0, "nothing has been in host memory on its way"
 
 
 @pytest.mark.usefixtures("as_device")
@@ -64,7 +64,7 @@ def test_what_rests_in_host_memory_does_not_go_straight(options: dict[str, Any])
     with ActivationOffload(OffloadConfig(dram_bytes=16 << 20, **options)) as offload:
         for _ in range(2):
             assert equal(gradients(CASES["transformer"], offload), gradients(CASES["transformer"], None))
-        assert offload.gauge()["staged"] > 0
+        assert offload.memory_usage()["staged"] > 0
 
 
 @pytest.mark.usefixtures("as_device")
@@ -83,8 +83,7 @@ def test_a_flipped_bit_is_found_on_a_device(offload: ActivationOffload) -> None:
     with offload.step():
         loss, _ = CASES["transformer"]()
     offload.settle()
-    assert offload._mover is not None
-    (file,) = offload._mover._depot.slots.files
+    (file,) = slot_files(offload)
     data = bytearray(os.pread(file.fd, 4096, 8192))
     data[100] ^= 1
     os.pwrite(file.fd, data, 8192)

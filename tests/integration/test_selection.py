@@ -191,8 +191,9 @@ def test_a_save_that_fails_is_not_measured(
     assert measured(selector, WRITE) == {"numpy"}
 
 
-def test_a_load_that_fails_is_not_measured(selector: Selector, tmp_path: Path) -> None:
-    fastensor.save(STATE, tmp_path / "x", backend="numpy")
+@pytest.mark.parametrize("more", [{}, {"a small one": torch.ones(3)}])
+def test_a_load_that_fails_is_not_measured(selector: Selector, tmp_path: Path, more: dict[str, Any]) -> None:
+    fastensor.save(more | STATE, tmp_path / "x", backend="numpy")
 
     def deny_values(call: Call) -> Any:
         if call.name == "preadv" and memoryview(call.arguments[1][0]).nbytes > 1 << 16:

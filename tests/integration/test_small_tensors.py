@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 import states
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError
+from fastensor.backends import posix
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint import storages, torch_file
 
@@ -106,7 +110,7 @@ def test_what_torch_refuses_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_torch_reads_the_records_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_KNOWN_TORCH", "1.0.")
+    monkeypatch.setattr(storages, "_KNOWN_TORCH", re.compile("1.0"))
     assert not storages.is_known()
     states.assert_equal(fastensor.load(path), torch.load(path))
 
@@ -121,3 +125,86 @@ def test_a_wrapped_load_of_torch_is_called(path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "load", wrapped)
     fastensor.load(path)
     assert calls
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes are read of files, each time."""
+    found: list[int] = []
+    read = posix.read_fully
+
+    def count(fd: int, buffer: memoryview, offset: int) -> int:
+        found.append(buffer.nbytes)
+        return read(fd, buffer, offset)
+
+    monkeypatch.setattr(posix, "read_fully", count)
+    return found
+
+
+@pytest.mark.usefixtures("not_with_torch")
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("numel", [20_000, 80_000, 230_000])
+def test_nothing_is_read_twice(tmp_path: Path, counted: list[int], numel: int, suffix: str) -> None:
+    """Large tensors between small ones are not read with those."""
+    found = {f"{at:03}{i}": torch.ones(numel if i == 0 else 64) for at in range(20) for i in range(6)}
+    path = tmp_path / f"x{suffix}"
+    nbytes = fastensor.save(found, path).nbytes
+    counted.clear()
+    states.assert_equal(fastensor.load(path, backend="numpy"), found)
+    assert sum(counted) < 1.02 * nbytes + 100_000
+    assert max(counted) <= max(4 * numel, 1 << 20)
+
+
+@pytest.mark.usefixtures("not_with_torch")
+def test_space_that_belongs_to_nothing_is_not_read(tmp_path: Path, counted: list[int]) -> None:
+    """One small record, behind which the directory comes much later."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "small.pt")
+    data = (tmp_path / "small.pt").read_bytes()
+    directory = data.index(b"PK\x01\x02")
+    end = data.rindex(b"PK\x05\x06")
+    moved = 64 << 20
+    tail = bytearray(data[directory:])
+    tail[end - directory + 16 : end - directory + 20] = (directory + moved).to_bytes(4, "little")
+    locator = data.find(b"PK\x06\x07")
+    if locator >= 0:
+        at = locator - directory
+        record = int.from_bytes(tail[at + 8 : at + 16], "little")
+        tail[at + 8 : at + 16] = (record + moved).to_bytes(8, "little")
+        at = record - directory
+        tail[at + 48 : at + 56] = (directory + moved).to_bytes(8, "little")
+    with (tmp_path / "x.pt").open("wb") as file:
+        file.write(data[:directory])
+        file.seek(moved, 1)
+        file.write(tail)
+    assert torch.equal(fastensor.load(tmp_path / "x.pt")["a"], torch.ones(3))
+    assert sum(counted) < 200_000
+
+
+def test_packages_that_bring_a_device_are_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = list(torch.serialization._package_registry)
+    monkeypatch.setattr(torch.serialization, "_package_registry", registry)
+    asked: list[str] = []
+    torch.serialization.register_package(1, lambda storage: None, lambda storage, location: asked.append(location))
+    torch.load(path)
+    before = len(asked)
+    asked.clear()
+    fastensor.load(path)
+    assert len(asked) == before > 0
+
+
+@pytest.mark.parametrize("keys", [None, ["a"]])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("backend", available_names())
+def test_memory_goes_with_the_object(tmp_path: Path, backend: str, suffix: str, keys: Any) -> None:
+    """Not when the garbage collector comes: until then a checkpoint would be in memory twice."""
+    path = tmp_path / f"x{suffix}"
+    fastensor.save({"a": torch.ones(100_000), "b": torch.ones(5)}, path)
+    fastensor.load(path, backend=backend, keys=keys)
+    gc.disable()
+    try:
+        found = fastensor.load(path, backend=backend, keys=keys)
+        storage = StorageWeakRef(found["a"].untyped_storage())  # type: ignore[no-untyped-call]
+        del found
+        assert storage.expired()
+    finally:
+        gc.enable()

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import CASES, equal, gradients, large
+from models import CASES, equal, gradients, large, slot_files
 from torch import nn
 
 from fastensor.backends import memory
-from fastensor.offload import ActivationOffload, copying, slots
+from fastensor.offload import ActivationOffload, copying, moving
 
 WAYS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -44,8 +44,8 @@ def test_gradients_are_the_same(make: Any, name: str, way: str) -> None:
     if way != "only dram" and name not in ("tiny_and_empty", "sparse"):
         assert found.written_nbytes > 0
         assert found.misses + found.prefetch_hits + found.prefetch_late > 0
-    gauge = offload.gauge()
-    assert not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd")), gauge
+    usage = offload.memory_usage()
+    assert not any(usage[what] for what in ("pending", "in_dram", "loaded", "on_ssd")), usage
 
 
 @pytest.mark.usefixtures("staged")
@@ -57,12 +57,12 @@ def test_by_way_of_the_host(make: Any, name: str, options: dict[str, Any]) -> No
     offload = make(**{"staging_bytes": 8 << 20} | options)
     for _ in range(3):
         assert equal(gradients(CASES[name], offload), expected)
-    gauge = offload.gauge()
-    assert not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd")), gauge
+    usage = offload.memory_usage()
+    assert not any(usage[what] for what in ("pending", "in_dram", "loaded", "on_ssd")), usage
 
 
 @pytest.mark.parametrize("options", [{}, {"staging_bytes": 1}, {"prefetch_bytes": 0}, {"verify": False}])
-def test_several_folders_share_large_tensors(make: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_several_folders_take_turns(make: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
@@ -70,7 +70,7 @@ def test_several_folders_share_large_tensors(make: Any, tmp_path: Path, options:
     expected = gradients(large, None)
     for _ in range(2):
         assert equal(gradients(large, offload), expected)
-    files = offload._mover._depot.slots.files
+    files = slot_files(offload)
     assert all(file.reserved_nbytes for file in files)
     assert len(files) == 3
 
@@ -127,8 +127,8 @@ def test_host_memory_is_read_ahead_from_as_well(make: Any) -> None:
     assert (found.written_nbytes, found.read_nbytes) == (0, 0)
     assert found.misses - misses == 1, "nothing is read before the first one is wanted"
     assert found.prefetch_hits + found.prefetch_late > 0
-    assert found.peak_resting_nbytes > 30 << 20
-    assert found.waited_to_read > 0
+    assert found.peak_dram_nbytes > 30 << 20
+    assert found.wait_to_read_seconds > 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,9 +238,10 @@ def test_a_part_of_a_graph(make: Any) -> None:
     offload.settle()
     (found,) = torch.autograd.grad(first, x)
     assert torch.equal(found, (x.exp().cos() * x.exp()).detach())
-    assert offload.gauge()["on_ssd"] > 0, "the other part is still wanted"
+    assert offload.memory_usage()["on_ssd"] > 0, "the other part is still wanted"
     del first, second
-    assert offload.gauge()["on_ssd"] == 0
+    offload.settle()
+    assert offload.memory_usage()["on_ssd"] == 0
 
 
 def test_tensors_that_share_memory_are_written_once(make: Any) -> None:
@@ -279,7 +280,7 @@ def test_the_same_memory_with_other_values_is_not_the_same(make: Any) -> None:
 def test_straight_from_where_it_is_saved(make: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What is large is not copied before it is written. (Batch normalization changes small tensors after autograd has
     saved them: those are.)"""
-    monkeypatch.setattr(copying, "STRAIGHT_FROM", 1)
+    monkeypatch.setattr(copying, "ZERO_COPY_NBYTES", 1)
     expected = gradients(CASES[name], None)
     offload = make()
     for _ in range(3):
@@ -297,7 +298,7 @@ def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | No
     part[:] = np.random.default_rng(0).integers(0, 2, nbytes)
     mask = torch.from_numpy(part).view(torch.bool)
     expected = (~mask).float()
-    assert copying.lead_of(mask, range(nbytes)) == lead
+    assert copying.page_offset_of(mask, range(nbytes)) == lead
     weight = torch.randn(nbytes, requires_grad=True)
     offload = make()
     with offload.step():
@@ -314,8 +315,7 @@ def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | No
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "PIECE_NBYTES", 8192)
-    monkeypatch.setattr(slots, "_STRIPE_NBYTES", 16384)
+    monkeypatch.setattr(moving, "PIECE_NBYTES", 8192)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -12,6 +12,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +20,13 @@ from models import in_threads
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError
-from fastensor.offload.crew import THREADS
-from fastensor.offload.mover import Mover
+from fastensor.offload.transfers import THREADS, Transfers
 
 
 def empty(offload: ActivationOffload) -> bool:
     offload.settle()
-    gauge = offload.gauge()
-    return not any(gauge[what] for what in ("pending", "resting", "resident", "on_ssd"))
+    usage = offload.memory_usage()
+    return not any(usage[what] for what in ("pending", "in_dram", "loaded", "on_ssd"))
 
 
 class ChangesWhatItSaved(torch.autograd.Function):
@@ -106,22 +106,17 @@ def test_parameters_and_buffers_are_never_written(make: Any, attached: bool) -> 
     if attached:
         offload.attach(net)
     written: set[int] = set()
-    from fastensor.offload.mover import Mover
+    admit = Transfers.admit
 
-    admit = Mover.admit
+    def watch(self: Transfers, saved: Any) -> None:
+        written.add(saved.source._cdata)
+        admit(self, saved)
 
-    def watch(self: Mover, cell: Any) -> None:
-        written.add(cell.source._cdata)
-        admit(self, cell)
-
-    Mover.admit = watch  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Transfers, "admit", watch):
         for context in (torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False)):
             with offload.step(), context:
                 loss = net(torch.randn(8, 64, requires_grad=True))
             loss.backward()
-    finally:
-        Mover.admit = admit  # type: ignore[method-assign]
     persistent = {one.untyped_storage()._cdata for one in net.parameters()}
     if attached:
         persistent |= {one.untyped_storage()._cdata for one in net.buffers()}
@@ -150,7 +145,7 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
     x = torch.randn(64, 64)
     with ExitStack() as all_at_once:  # memory that is taken when so many threads first copy at once
         for _ in range(2 * THREADS):
-            all_at_once.enter_context(offload.mover()._depot.bounce_block(x.device))
+            all_at_once.enter_context(offload.transfers()._tiers.bounce_block())
     sizes, resident = [], []
     for number in range(1000):
         with offload.step():
@@ -227,17 +222,17 @@ def test_several_threads_at_once(make: Any) -> None:
 
 def test_what_is_saved_while_the_last_that_has_saved_it_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may come in between; here the finalizer does it itself."""
-    offload, take_in = make(), Mover.take_in
+    offload, release = make(), Transfers.release
     x = torch.randn(5000, requires_grad=True)
     held: list[torch.Tensor] = []
     again: list[torch.Tensor] = []
 
-    def saves_again(mover: Mover) -> None:
+    def saves_again(transfers: Transfers, saved: Any) -> None:
         if held:
             again.append(held.pop().sin())
-        take_in(mover)
+        release(transfers, saved)
 
-    monkeypatch.setattr(Mover, "take_in", saves_again)
+    monkeypatch.setattr(Transfers, "release", saves_again)
     with offload.step():
         held.append(x + 1)  # saves nothing
         first = held[0].sin()
@@ -331,7 +326,7 @@ def test_what_others_keep_alive_is_not_offloaded_again(make: Any) -> None:
         offload.settle()
         loss.backward()
     found = offload.statistics()
-    assert found.kept["alive anyway"] == 2 * batch.nbytes
+    assert found.kept["externally referenced"] == 2 * batch.nbytes
     assert found.offloaded == 4
 
 
@@ -363,7 +358,7 @@ def test_after_closing(make: Any) -> None:
 def test_a_copy_of_it_is_a_new_one(make: Any) -> None:
     offload = make(min_bytes=7)
     again = pickle.loads(pickle.dumps(offload))
-    assert (again.config, again.gauge()) == (offload.config, {})
+    assert (again.config, again.memory_usage()) == (offload.config, {})
 
 
 def test_a_forked_child_has_no_share(make: Any, tmp_path: Path) -> None:
@@ -458,7 +453,7 @@ x = torch.randn(1 << 20, requires_grad=True)
 with offload.step():
     loss = x.exp().sin().sum()
 offload.settle()
-print(offload.gauge()["on_ssd"], flush=True)
+print(offload.memory_usage()["on_ssd"], flush=True)
 sys.stdin.read()
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tracemalloc
@@ -13,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor.offload
-from fastensor.backends.threads import NoThreadsError
-from fastensor.offload import ActivationOffload, crew, engine
-from fastensor.offload.cell import Cell
+from fastensor.offload import ActivationOffload, OffloadConfig, hooks
+from fastensor.offload.saved import SavedBytes
+from fastensor.offload.statistics import Counters
+from fastensor.offload.transfers import Transfers
 
 HERE = os.path.dirname(fastensor.offload.__file__)
 Pass = Callable[[], object]
@@ -74,15 +75,10 @@ class Passes:
 KINDS = [name for name in vars(Passes) if not name.startswith("_") and name != "loss"]
 
 
-def no_threads(*arguments: Any) -> Any:
-    raise NoThreadsError("the thread of the training does everything")
-
-
 @pytest.fixture
-def alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Offloads whose work is all done by the thread of the training, and so is the same each time."""
-    monkeypatch.setattr(engine, "_LEAST_TO_TIDY", 8)
-    monkeypatch.setattr(crew, "open_pool", no_threads)
+def tidy(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Offloads that look often for ranges to forget."""
+    monkeypatch.setattr(hooks, "_LEAST_TO_TIDY", 8)
     return make
 
 
@@ -108,8 +104,8 @@ def lines_run(action: Pass) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"staging_bytes": 1}, {}])
-def test_each_pass_is_as_much_work_as_the_first(alone: Any, kind: str, options: dict[str, Any]) -> None:
-    offload: ActivationOffload = alone(**options)
+def test_each_pass_is_as_much_work_as_the_first(tidy: Any, kind: str, options: dict[str, Any]) -> None:
+    offload: ActivationOffload = tidy(**options)
     passes = Passes()
     run: Pass = getattr(passes, kind)
     found = []
@@ -124,8 +120,8 @@ def test_each_pass_is_as_much_work_as_the_first(alone: Any, kind: str, options: 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tensors_that_stay"])
-def test_passes_leave_nothing_behind(alone: Any, kind: str) -> None:
-    offload: ActivationOffload = alone(staging_bytes=1, backend="numpy")  # what is learned of backends is kept for long
+def test_passes_leave_nothing_behind(tidy: Any, kind: str) -> None:
+    offload: ActivationOffload = tidy(staging_bytes=1, backend="numpy")  # what is learned of backends is kept for long
     run: Pass = getattr(Passes(), kind)
 
     def held() -> int:
@@ -157,7 +153,7 @@ def test_passes_of_one_step_are_learned_from(make: Any) -> None:
             loss.backward()
         found = offload.statistics()
     assert found.misses - before.misses <= 1, "the first, which nothing has announced"
-    assert found.kept["alive anyway"] >= 2 * passes.x.nbytes
+    assert found.kept["externally referenced"] >= 2 * passes.x.nbytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,21 +173,21 @@ def test_gradients_of_many_passes_are_the_same(make: Any, kind: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_what_is_passed_over_while_it_is_read_makes_room(alone: Any) -> None:
-    offload: ActivationOffload = alone(prefetch_bytes=50_000)
-    x = torch.randn(10_000, requires_grad=True)
-    with offload.step():
-        loss = x.exp().sin().sum()
-    offload.settle()
-    mover = offload.mover()
-    reader = mover._reader
-    cells = [one for one in gc.get_objects() if type(one) is Cell and one.slot and one.nbytes == x.nbytes]
-    (cell,) = cells
-    reader.begin(cell, urgent=False)
-    mover.drop([cell])
-    offload.settle()
-    assert reader.resident.nbytes == x.nbytes
-    assert reader.find_room(40_000)
-    assert not reader.resident.nbytes
-    loss.backward()
-    assert torch.equal(x.grad, x.exp().cos() * x.exp())  # type: ignore[arg-type]
+def test_what_was_read_ahead_for_nothing_makes_room(tmp_path: Any) -> None:
+    transfers = Transfers(OffloadConfig(directories=(str(tmp_path),), prefetch_bytes=50_000), Counters())
+    ranges = []
+    for value in range(3):
+        storage = torch.full((40_000,), value, dtype=torch.uint8).untyped_storage()
+        ranges.append(SavedBytes(40_000, 0, storage.device, StorageWeakRef(storage), storage))  # type: ignore[no-untyped-call]
+        transfers.admit(ranges[-1])
+        del storage
+    transfers.settle()
+    first, second, third = ranges
+    first.unread = 2
+    transfers.bring(first, upcoming=[second])
+    transfers.bring(first, unexpected=[second])
+    transfers.settle()
+    storage, _ = transfers.bring(third)
+    assert set(storage.tolist()[:40_000]) == {2}
+    assert transfers.memory_usage()["loaded"] == 40_000
+    transfers.close()

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from fastensor.backends.arena import BLOCK_NBYTES, Arena, ArenaClosedError
 from fastensor.backends.memory import Buffer, map_buffers
-from fastensor.checkpoint.asynchronous import budget
-from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
+from fastensor.checkpoint.asynchronous.budget import staging_limit
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue
+from fastensor.files import budgets
+from fastensor.files.budgets import available_memory, local_processes
 
 GIB = 1 << 30
 
@@ -37,7 +38,7 @@ V1 = {**MEMINFO, "proc/self/cgroup": "12:cpu:/x\n5:memory,hugetlb:/jobs/7\n"}
     ("files", "expected"),
     [
         (MEMINFO, 32 * GIB),
-        ({}, BLOCK_NBYTES),
+        ({}, 0),
         ({**V2, "sys/fs/cgroup/jobs/7/memory.max": "max\n", "sys/fs/cgroup/jobs/7/memory.current": "5"}, 32 * GIB),
         (
             {
@@ -103,7 +104,7 @@ def test_available_memory_of_this_machine() -> None:
 def test_launchers_say_how_many_processes_there_are(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
 ) -> None:
-    for name in budget._LAUNCHERS:
+    for name in budgets._LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

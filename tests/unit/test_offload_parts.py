@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.offload import OffloadConfig, slots
+from fastensor.files import budgets
+from fastensor.offload import OffloadConfig, slots, transfers
 from fastensor.offload.extents import Extent, Extents
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory
-from fastensor.offload.order import Course, Orders, complete
-from fastensor.offload.slots import ALIGNMENT, PIECE_NBYTES, SlotFiles
+from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules, complete
+from fastensor.offload.slots import ALIGNMENT, SlotFiles
 from fastensor.offload.statistics import drive_days
 
 
@@ -101,93 +102,90 @@ def test_orders_are_complete(known: list[int], saved: list[int]) -> None:
 
 @given(st.permutations(range(8)), st.permutations(range(8)))
 def test_the_last_order_is_what_is_expected(first: list[int], second: list[int]) -> None:
-    orders = Orders()
-    course = orders.begin(7, range(8))
-    assert list(course.upcoming()) == list(range(7, -1, -1))
+    schedules = PrefetchSchedules()
+    schedule = schedules.begin(7, range(8))
+    assert list(schedule.upcoming()) == list(range(7, -1, -1))
     for position in first:
-        course.take(position)
-    again = orders.begin(7, range(8))
+        schedule.take(position)
+    again = schedules.begin(7, range(8))
     assert list(again.upcoming()) == first
     assert [again.take(position) for position in first] == [True] * 8
-    other = orders.begin(7, range(8))
+    other = schedules.begin(7, range(8))
     for position in second:
         other.take(position)
         assert position not in list(other.upcoming())
-    assert list(orders.begin(8, range(2)).upcoming()) == [1, 0], "another form"
+    assert list(schedules.begin(8, range(2)).upcoming()) == [1, 0], "another form"
 
 
 def test_a_second_look_that_nobody_has_expected_changes_nothing() -> None:
-    course = Course([2, 1, 0])
-    assert [course.take(position) for position in (2, 2, 0, 1, 0)] == [True] * 5
-    assert course.taken == [2, 2, 0, 1, 0]
+    schedule = PrefetchSchedule([2, 1, 0])
+    assert [schedule.take(position) for position in (2, 2, 0, 1, 0)] == [True] * 5
+    assert schedule.taken == [2, 2, 0, 1, 0]
 
 
 def test_what_is_passed_over_is_expected_for_a_while() -> None:
-    course = Course(range(20))
-    assert [course.take(position) for position in range(1, 9)] == [True] * 8
-    assert next(course.upcoming()) == 0
-    assert not course.take(9), "others are wanted by now"
-    assert list(course.upcoming()) == list(range(10, 20))
-    assert not course.take(0), "nobody thought that it would be"
-    assert list(course.upcoming()) == list(range(10, 20))
+    schedule = PrefetchSchedule(range(20))
+    assert [schedule.take(position) for position in range(1, 9)] == [True] * 8
+    assert next(schedule.upcoming()) == 0
+    assert not schedule.take(9), "others are wanted by now"
+    assert list(schedule.upcoming()) == list(range(10, 20))
+    assert not schedule.take(0), "nobody thought that it would be"
+    assert list(schedule.upcoming()) == list(range(10, 20))
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))
 def test_what_is_wanted_several_times_is_expected_as_often(order: list[int]) -> None:
-    course = Course(order)
+    schedule = PrefetchSchedule(order)
     for number, position in enumerate(order):
-        assert list(course.upcoming()) == order[number:]
-        assert course.take(position)
-    assert not list(course.upcoming())
+        assert list(schedule.upcoming()) == order[number:]
+        assert schedule.take(position)
+    assert not list(schedule.upcoming())
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.sets(st.integers(0, 9)))
 def test_what_is_gone_is_not_expected(wanted: list[int], gone: set[int]) -> None:
-    course, left = Course([*range(10), *range(10)]), dict.fromkeys(range(10), 2)
+    schedule, left = PrefetchSchedule([*range(10), *range(10)]), dict.fromkeys(range(10), 2)
     for position in (one for one in wanted if one not in gone):
-        course.take(position)
+        schedule.take(position)
         left[position] -= 1
-        there = list(course.upcoming(lambda one: one not in gone))
+        there = list(schedule.upcoming(lambda one: one not in gone))
         assert not gone.intersection(there)
         assert all(there.count(one) <= max(left[one], 0) for one in range(10))
-        assert there == list(course.upcoming()), "it is not asked about again"
+        assert there == list(schedule.upcoming()), "it is not asked about again"
 
 
 def test_what_is_gone_is_asked_about_once() -> None:
     """A look ahead costs what it finds, however much was saved before."""
-    course = Course(range(100_000))
+    schedule = PrefetchSchedule(range(100_000))
     asked: list[int] = []
 
     def is_there(position: int) -> bool:
         asked.append(position)
         return position in (0, 1, 50_000, 99_999)
 
-    assert list(course.upcoming(is_there)) == [0, 1, 50_000, 99_999]
+    assert list(schedule.upcoming(is_there)) == [0, 1, 50_000, 99_999]
     assert len(asked) == 100_000
     asked.clear()
-    assert course.take(0)
-    assert list(course.upcoming(is_there)) == asked == [1, 50_000, 99_999]
-    assert not course.take(50_000), "that was not expected so soon"
-    assert list(course.upcoming(is_there)) == [99_999]
+    assert schedule.take(0)
+    assert list(schedule.upcoming(is_there)) == asked == [1, 50_000, 99_999]
+    assert not schedule.take(50_000), "that was not expected so soon"
+    assert list(schedule.upcoming(is_there)) == [99_999]
     assert len(asked) == 4
 
 
-@pytest.mark.parametrize("nbytes", [1, 4096, PIECE_NBYTES + 1, 5 * PIECE_NBYTES + 77])
+@pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1, (20 << 20) + 77])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_slots_hold_what_is_put_there(tmp_path: Path, nbytes: int, count: int) -> None:
     folders = [tmp_path / str(number) for number in range(count)]
     for folder in folders:
         folder.mkdir()
     files = SlotFiles(OffloadConfig(directories=tuple(map(str, folders))))
-    found = [files.allocate(nbytes), files.allocate(nbytes)]
+    found = [files.allocate(nbytes) for _ in range(2 * count)]
+    assert len({slot.file.fd for slot in found if slot is not None}) == count, "the files take turns"
     for slot in found:
         assert slot is not None
-        pieces = sorted(slot.pieces(), key=lambda piece: piece[0])
-        assert [position for position, _ in pieces] == list(range(0, nbytes, PIECE_NBYTES))
-        assert all(place.extent.nbytes % ALIGNMENT == 0 for _, place in pieces)
-        assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
-    for slot in found:
-        assert slot is not None
+        assert slot.extent.begin % ALIGNMENT == slot.extent.nbytes % ALIGNMENT == 0
+        assert nbytes <= slot.extent.nbytes < nbytes + ALIGNMENT
         files.free(slot)
     assert files.used_nbytes == 0
     assert not any(list(folder.iterdir()) for folder in folders)
@@ -222,3 +220,21 @@ def test_folders_on_one_filesystem_share_its_space(tmp_path: Path) -> None:
     one, two = (slots._limits([str(tmp_path)] * count, OffloadConfig()) for count in (1, 2))
     assert sum(one) == pytest.approx(sum(two), rel=0.01)
     assert sum(two) <= space.f_bavail * space.f_frsize
+
+
+def test_the_budget_of_host_memory_is_what_a_container_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "available_memory", lambda: 8 << 30)
+    for name in budgets._LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    assert transfers._dram_budget(OffloadConfig(target="dram")) == 4 << 30
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    assert transfers._dram_budget(OffloadConfig(target="dram")) == 1 << 30
+
+
+def test_processes_of_any_launcher_share_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in budgets._LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    (alone,) = slots._limits([str(tmp_path)], OffloadConfig())
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    (shared,) = slots._limits([str(tmp_path)], OffloadConfig())
+    assert shared == pytest.approx(alone / 4, rel=0.01)

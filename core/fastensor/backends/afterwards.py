@@ -23,14 +23,18 @@ class _Worker:
         self._started = False
 
     def give(self, job: Job) -> bool:
-        """Returns False if there is no thread and none can be started: the interpreter exits, or there are too many."""
-        with self._starting:
-            if not self._started:
-                try:
-                    threading.Thread(target=self._work, name="fastensor-afterwards", daemon=True).start()
-                except RuntimeError:
-                    return False
+        """Returns False if there is no thread and none can be started: the interpreter exits, or there are too many.
+
+        May be called by a signal handler at any time, also while this thread is in here: waits for nothing.
+        """
+        if not self._started and self._starting.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._work, name="fastensor-afterwards", daemon=True).start()
                 self._started = True
+            except RuntimeError:
+                return False
+            finally:
+                self._starting.release()
         self._jobs.put(job)
         return True
 

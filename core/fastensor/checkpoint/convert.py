@@ -277,7 +277,7 @@ class _Source:
         assert self._reader is not None
         if one.info.nbytes < one.part.nbytes:
             self._reader.check(one.part)
-        crc32 = self._reader.read_range(one.part, one.span[0] + begin, buffer, buffer.nbytes)
+        crc32 = self._reader.read_range(one.part, one.span[0] + begin, buffer)
         self._done += buffer.nbytes
         self._progress(self._done, self._total)
         return crc32

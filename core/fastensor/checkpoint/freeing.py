@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ _BLOCK_NBYTES = 512
 """Of ``st_blocks`` (stat(2))."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Freeing:
     """The space of a file that lost its name, on its way back to the filesystem."""
 
@@ -37,6 +36,8 @@ class _Job:
     """Closes a descriptor, once: in whichever thread comes first."""
 
     fd: int
+    inode: tuple[int, int]
+    """Of the file: its device, and its number there."""
     freeing: Freeing
     _claimed: threading.Lock = field(default_factory=threading.Lock)
     _done: threading.Event = field(default_factory=threading.Event)
@@ -46,9 +47,13 @@ class _Job:
         if not self._claimed.acquire(blocking=False):
             return
         started = time.perf_counter()
-        posix.close_read_only(self.fd)
-        self.freeing.seconds = time.perf_counter() - started
-        self._done.set()
+        try:
+            posix.close_read_only(self.fd)
+        finally:  # or others would wait for ever
+            self.freeing.seconds = time.perf_counter() - started
+            with contextlib.suppress(ValueError):  # in a forked child, none is pending
+                _pending.remove(self)
+            self._done.set()
 
     def finish(self) -> None:
         """Close it, or return when the thread that does is done."""
@@ -56,7 +61,9 @@ class _Job:
         self._done.wait()
 
 
-_pending: deque[_Job] = deque()
+_pending: list[_Job] = []
+"""Those that are not done. Single calls change it, so it needs no lock, which a fork or a signal handler might find
+held."""
 
 
 @contextmanager
@@ -77,24 +84,27 @@ def freeing_afterwards(path: str) -> Iterator[Freeing]:
     finally:
         found = os.fstat(fd)
         freeing.nbytes = 0 if found.st_nlink else found.st_blocks * _BLOCK_NBYTES
-        job = _Job(fd, freeing)
+        job = _Job(fd, (found.st_dev, found.st_ino), freeing)
+        _pending.append(job)
         if found.st_nlink or not do_afterwards(job.run):
             job.run()
-        while _pending and _pending[0].freeing.seconds is not None:
-            _pending.popleft()
-        _pending.append(job)
 
 
 def wait_for_space() -> None:
     """Return when the space of all files replaced or removed so far in this process has been freed."""
-    with contextlib.suppress(IndexError):  # empty, or emptied by another thread
-        while True:
-            _pending.popleft().finish()
+    for job in list(_pending):
+        job.finish()
 
 
 def _forget() -> None:
-    """In a forked child: its parent frees it."""
+    """In a forked child: its parent frees the space, which the child must not keep by descriptors of its own."""
+    jobs = list(_pending)
     _pending.clear()
+    for job in jobs:
+        with contextlib.suppress(OSError):  # closed just before
+            found = os.fstat(job.fd)
+            if (found.st_dev, found.st_ino) == job.inode:  # or another file has its number
+                os.close(job.fd)
 
 
 os.register_at_fork(after_in_child=_forget)

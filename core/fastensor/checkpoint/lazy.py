@@ -210,7 +210,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
             if nbytes == part.nbytes:
                 reader.read(part, storage)
             else:
-                reader.read_range(part, offset, storage, nbytes, checksum=False)
+                reader.read_range(part, offset, storage, checksum=False)
 
     @contextmanager
     def _reader_for(self, extent: Extent) -> Iterator[PartReader]:

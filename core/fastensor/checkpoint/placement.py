@@ -86,8 +86,6 @@ def place(storage: torch.UntypedStorage, location: str, map_location: MapLocatio
         map_location: as for ``torch.load``.
     """
     restore: Callable[[torch.UntypedStorage, str], torch.UntypedStorage] = torch.serialization.default_restore_location
-    if location == _HOST.type and map_location in (None, _HOST.type):
-        return storage
     if _is_users(map_location):
         placed: torch.UntypedStorage | None = map_location(storage, location)
         return restore(storage, location) if placed is None else placed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Self, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from isal import isal_zlib
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback
 from fastensor.backends.to_device import Filler
-from fastensor.backends.window import Window, joined
+from fastensor.backends.window import SMALL_NBYTES, Window, joined
 from fastensor.checkpoint.opened import OpenedFile, explained
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
@@ -27,13 +28,84 @@ from fastensor.stitch.torch_records import find_data
 from fastensor.stitch.zip_directory import LOCAL_HEADER
 
 _BLOCK_NBYTES = 4 << 20
+_PAD_NBYTES = 512
+"""What a local header, alignment to 64 bytes and a data descriptor take at most, with an ordinary name."""
 Memory: TypeAlias = memoryview | torch.UntypedStorage
 """Memory that is filled: of the host, or a storage on any device."""
 
 
+def is_joined(part: Part) -> bool:
+    """Whether a part is read together with its neighbours: its space is small, and most of that is data."""
+    return part.nbytes <= SMALL_NBYTES and part.end - part.begin <= 2 * part.nbytes + _PAD_NBYTES
+
+
 def extents_of(parts: Iterable[Part]) -> list[Extent]:
-    """What a :class:`PartReader` is told that it will read: the parts in this order."""
-    return joined((part.begin, part.end) for part in parts)
+    """The order of reading for a :class:`PartReader` that reads these parts in this order."""
+    return joined((part.begin, part.end, is_joined(part)) for part in parts)
+
+
+class MeasuredReader:
+    """A backend reader whose time is reported to the selector, and whose errors are ours. Used by one thread.
+
+    Args:
+        file: the checkpoint.
+        order: what will be read, in this order, as far as it is known.
+        options: how it is read.
+        fallbacks: backends that could not be used are added here.
+    """
+
+    def __init__(
+        self, file: OpenedFile, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]
+    ) -> None:
+        self.where = file.where
+        with explained(file.where):
+            self.backend, self.reason, self._reader, self._transfer = file.open_reader(order, options, fallbacks)
+        self._filler = Filler(self._reader)
+        self._last = order[-1].begin if order else 0
+        self._seconds = time.perf_counter() - self._transfer.started if self._transfer else 0.0
+        self._reached_last = self._compared = self._failed = False
+
+    def read(self, offset: int, target: Memory, *, checksum: bool) -> int:
+        """Fill ``target`` from an offset of the file. Returns the CRC32 of its bytes, or 0 without ``checksum``.
+
+        Raises:
+            CorruptCheckpointError: the file ends before.
+            CheckpointReadError: the operating system, or the backend, fails.
+        """
+        started = time.perf_counter()
+        try:
+            if isinstance(target, memoryview):
+                nbytes, found = target.nbytes, self._reader.readinto(offset, target, checksum=checksum)
+            else:
+                nbytes, found = target.nbytes(), self._filler.fill(target, offset, checksum=checksum)
+        except BaseException as error:
+            self._failed = True  # so that a read that ended early does not count as a fast one
+            if isinstance(error, Exception):
+                self._explain(error)
+            raise
+        self._seconds += time.perf_counter() - started
+        self._compared |= checksum
+        self._reached_last |= offset + nbytes > self._last
+        return found
+
+    def close(self) -> None:
+        """Stop reading ahead and give back memory. If everything was read and verified, report the time to the
+        selector. Calling this again does nothing."""
+        self._reader.close()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None and self._reached_last and self._compared and not self._failed:
+            transfer.done(self._seconds)
+
+    def _explain(self, error: Exception) -> None:
+        """Raise an error of the operating system or of the backend as ours. Return if it is to be passed on."""
+        if self._transfer is not None and is_to_blame(error):
+            self._transfer.failed(f"it raised {error!r}")
+        if isinstance(error, OSError):
+            with explained(self.where):
+                raise error
+        if not isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError) and self._transfer is not None:
+            reason = f"the backend {self.backend} has raised {error!r}; backend='numpy' always works"
+            raise CheckpointReadError(errno.EIO, reason, self.where) from error
 
 
 class PartReader:
@@ -64,18 +136,24 @@ class PartReader:
     ) -> None:
         self.where = file.where
         self.verify = verify
-        with explained(file.where):
-            opened = file.open_reader(order, options, [] if fallbacks is None else fallbacks)
-        self.backend, self.reason, self._reader, self._transfer = opened
-        self._filler = Filler(self._reader)
-        self.window = Window(self._read_into_window, file.nbytes, kept=keep)
+        self._reader = MeasuredReader(file, order, options, [] if fallbacks is None else fallbacks)
+        # The CRC32 is asked for so that the time of this load can be compared with that of others. It is not looked at.
+        # No method of this object is called: with a reference cycle, memory would wait for the garbage collector.
+        self.window = Window(partial(self._reader.read, checksum=verify), order, kept=keep)
         self._data: dict[int, int] = {}
         """Where the data of records begins, by where their local headers do."""
         self._sound: set[str] = set()
         """Names of parts whose CRC32 has been compared by :meth:`check`."""
-        self._last = order[-1].begin if order else 0
-        self._seconds = time.perf_counter() - self._transfer.started if self._transfer else 0.0
-        self._reached_last = self._compared = False
+
+    @property
+    def backend(self) -> str:
+        """The backend that reads."""
+        return self._reader.backend
+
+    @property
+    def reason(self) -> str:
+        """Why that backend."""
+        return self._reader.reason
 
     def __enter__(self) -> Self:
         return self
@@ -84,12 +162,8 @@ class PartReader:
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead and give back memory. If everything was read and verified, the selector is told how long
-        reading took. Calling this again does nothing."""
+        """Stop reading ahead and give back memory. Calling this again does nothing."""
         self._reader.close()
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None and self._reached_last and self._compared:
-            transfer.done(self._seconds)
 
     def data_begin(self, part: Part, header: memoryview | None = None) -> int:
         """Where the data of a part begins in the file: behind its local header, if it has one.
@@ -112,8 +186,7 @@ class PartReader:
         """Read all data of a part into memory of its size, and compare it."""
         begin = self.data_begin(part)
         compare = self.verify and part.crc32 is not None
-        found = self._read(begin, target, part.nbytes, checksum=compare)
-        self.window.next = part.end
+        found = self._reader.read(begin, target, checksum=compare)
         if compare:
             check_crc32(part, begin, found, self.where)
 
@@ -132,15 +205,14 @@ class PartReader:
             check_crc32(part, begin, crc32, self.where)
         return begin
 
-    def read_range(self, part: Part, offset: int, target: Memory, nbytes: int, *, checksum: bool = True) -> int:
-        """Fill ``target``, of ``nbytes`` bytes, from an offset in the data of a part. The part is not compared: use
-        :meth:`check` before, or :meth:`check_read` afterwards. Returns the CRC32 of the range, 0 without ``checksum``.
-        """
-        return self._read(self.data_begin(part) + offset, target, nbytes, checksum=checksum)
+    def read_range(self, part: Part, offset: int, target: Memory, *, checksum: bool = True) -> int:
+        """Fill ``target`` from an offset in the data of a part. The part is not compared: use :meth:`check` before, or
+        :meth:`check_read` afterwards. Returns the CRC32 of the range, or 0 without ``checksum``."""
+        return self._reader.read(self.data_begin(part) + offset, target, checksum=checksum)
 
     def read_raw(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from an offset in the file. Nothing is compared."""
-        self._read(offset, buffer, buffer.nbytes, checksum=False)
+        self._reader.read(offset, buffer, checksum=False)
 
     def check(self, part: Part) -> None:
         """Read all of a part in bounded memory and compare it, once in the life of this reader."""
@@ -167,37 +239,6 @@ class PartReader:
         crc32 = 0
         for at in range(0, part.nbytes, _BLOCK_NBYTES):
             piece = block[: part.nbytes - at]
-            crc32 = isal_zlib.crc32_combine(crc32, self.read_range(part, at, piece, piece.nbytes), piece.nbytes)
+            crc32 = isal_zlib.crc32_combine(crc32, self.read_range(part, at, piece), piece.nbytes)
             progress(at + piece.nbytes)
         return crc32
-
-    def _read_into_window(self, begin: int, buffer: memoryview) -> None:
-        # The CRC32 is asked for so that the time of this load can be compared with that of others. It is not looked at.
-        self._read(begin, buffer, buffer.nbytes, checksum=self.verify)
-
-    def _read(self, offset: int, target: Memory, nbytes: int, *, checksum: bool) -> int:
-        """Have the backend fill ``target``. Returns the CRC32, or 0 without ``checksum``."""
-        started = time.perf_counter()
-        try:
-            if isinstance(target, memoryview):
-                found = self._reader.readinto(offset, target, checksum=checksum)
-            else:
-                found = self._filler.fill(target, offset, checksum=checksum)
-        except Exception as error:
-            self._explain(error)
-            raise
-        self._seconds += time.perf_counter() - started
-        self._compared |= checksum
-        self._reached_last |= offset + nbytes > self._last
-        return found
-
-    def _explain(self, error: Exception) -> None:
-        """Raise an error of the operating system or of the backend as ours. Return if it is to be passed on."""
-        if self._transfer is not None and is_to_blame(error):
-            self._transfer.failed(f"it raised {error!r}")
-        if isinstance(error, OSError):
-            with explained(self.where):
-                raise error
-        if not isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError) and self._transfer is not None:
-            reason = f"the backend {self.backend} has raised {error!r}; backend='numpy' always works"
-            raise CheckpointReadError(errno.EIO, reason, self.where) from error

@@ -43,7 +43,7 @@ class SaveReport:
     """Ways that were not possible, in the order in which they were given up."""
     wait_seconds: float = 0.0
     """How much of ``write_seconds`` it waited until the space of files that earlier saves had replaced was free."""
-    freeing: Freeing = field(default_factory=Freeing)
+    freeing: Freeing = field(default_factory=Freeing, compare=False)
     """What was left to be done when this was true: the space of the file that it has replaced is freed by a thread.
     That keeps the disk busy, and the next save waits for it."""
 

@@ -9,11 +9,10 @@ from operator import attrgetter
 import torch
 
 from fastensor.backends.memory import copy_memory
-from fastensor.backends.window import SMALL_NBYTES
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
-from fastensor.checkpoint.reader import PartReader, extents_of
+from fastensor.checkpoint.reader import PartReader, extents_of, is_joined
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.parts import Part
@@ -69,7 +68,7 @@ def _read(reader: PartReader, part: Part, map_location: MapLocation) -> torch.Un
     """The bytes of a tensor, verified, where ``map_location`` says."""
 
     def fill(storage: torch.UntypedStorage) -> None:
-        if part.nbytes <= SMALL_NBYTES and storage.device.type == "cpu":
+        if is_joined(part) and storage.device.type == "cpu":
             begin = reader.read_small(part)
             copy_memory(storage.data_ptr(), reader.window.address_of(begin), part.nbytes)
         else:

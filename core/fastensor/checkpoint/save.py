@@ -64,9 +64,9 @@ def save(
         checksums: whether a safetensors file carries CRC32s, in one more entry of ``__metadata__`` that other readers
             ignore. Without it is the very file of ``safetensors``. torch's files always carry them.
         container: ``"torch"`` or ``"safetensors"``; None goes by the name.
-        backend: ``"auto"`` for the one that was fastest for such files on this machine (the first saves of a size find
-            that out), the name of a backend, or a :class:`~fastensor.Selector` that chooses. One that cannot, on this
-            file or machine, is replaced by another; the report says so and why.
+        backend: ``"auto"`` for the one that size and circumstances recommend, until another was measured to be faster
+            for such files on this machine; the name of a backend; or a :class:`~fastensor.Selector` that chooses. One
+            that cannot, on this file or machine, is replaced by another; the report says so and why.
         durable: sync file and directory, so that a power failure after the return does not undo the save. Without
             it the replacement is still atomic for every process on this machine. What is not a local file is as durable
             as its keeper makes it, and what is in memory (tmpfs) is lost: then the report says False.

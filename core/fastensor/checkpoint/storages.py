@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import re
 import sys
 from typing import Any
 
@@ -18,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastensor.backends.window import ALIGNMENT, SMALL_NBYTES
+from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
-from fastensor.checkpoint.reader import PartReader
+from fastensor.checkpoint.reader import PartReader, is_joined
 from fastensor.stitch.source import skips_values
 from fastensor.stitch.torch_records import TorchArchive
 
-_KNOWN_TORCH = "2.13."
+_KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
 """Releases of torch whose unpickler, and what ``torch.load`` does around it, have been read."""
 _ENCODING = "utf-8"
 """Of texts in pickles of Python 2, as ``torch.load`` has it."""
@@ -43,7 +44,7 @@ def is_known() -> bool:
     """Whether ``torch.load`` is torch's own, and its restricted unpickler as this module expects."""
     unpickler = getattr(getattr(torch, "_weights_only_unpickler", None), "Unpickler", None)
     return (
-        torch.__version__.startswith(_KNOWN_TORCH)
+        _KNOWN_TORCH.fullmatch(torch.__version__) is not None
         and getattr(torch.load, "__globals__", None) is vars(torch.serialization)
         and unpickler is not None
         and list(inspect.signature(unpickler).parameters) == ["file", "encoding"]
@@ -84,8 +85,10 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
     )
     unpickler.persistent_load = storages.load
     private.serialization._serialization_tls.map_location = storages.map_location
-    result = unpickler.load()
-    private.serialization._serialization_tls.map_location = None
+    try:
+        result = unpickler.load()
+    finally:
+        private.serialization._serialization_tls.map_location = None
     private._utils._validate_loaded_sparse_tensors()
     return result
 
@@ -131,7 +134,7 @@ class Storages:
         record = self._records.get(key)
         if record is None or record.nbytes != nbytes:
             raise NotOrdinaryError(f"storage {key!r} of {nbytes} bytes, whose record is {record}")
-        if 0 < nbytes <= SMALL_NBYTES:
+        if nbytes and is_joined(record):
             begin = self._reader.read_small(record)
             data = self._reader.window.array(begin, nbytes)
             return torch.from_numpy(data if begin % ALIGNMENT == 0 else _aligned_copy(data)).untyped_storage()

@@ -1,4 +1,4 @@
-"""What an offload is told: one record, checked when it is made."""
+"""The settings of an offload: one record, checked when it is made."""
 
 from __future__ import annotations
 
@@ -26,52 +26,53 @@ class OffloadConfig:
     """
 
     directories: tuple[str, ...] = ()
-    """Folders on SSDs; several share the bytes, to be as fast as all of them. Without any, the system's temporary
-    folder, or ``/var/tmp`` if that one is in memory."""
+    """Folders on SSDs. Several folders take turns, to be as fast together as all of them. Without any, the system's
+    temporary folder, or ``/var/tmp`` if the temporary folder is in memory."""
     target: Target = "ssd"
-    """``"dram"`` moves tensors of a GPU to host memory and no further (the FlashNeuron paper's FlashNeuron-Memory)."""
+    """``"dram"`` moves tensors of a GPU to host memory only (the FlashNeuron paper's FlashNeuron-Memory)."""
     min_bytes: int = 256 << 10
-    """Saved tensors that hold less memory stay where they are."""
+    """Saved tensors of fewer bytes stay in memory."""
     staging_bytes: int = 128 << 20
-    """The most that is saved and not on the SSD yet: a forward pass that is faster than the SSD waits. A tensor that is
-    larger by itself is moved when nothing else is."""
+    """The most bytes that are saved and not on the SSD yet. A forward pass that is faster than the SSD waits. A larger
+    tensor is moved when nothing else is."""
     prefetch_bytes: int = 128 << 20
-    """The most that is read before it is needed, or kept because it may be needed again. What is needed at once comes
-    on top of that; so does memory of host tensors that is kept for the next ones, up to as much, and 32 MiB by which
-    pieces are moved."""
+    """The most bytes that are read before they are needed, or kept because they may be needed again. On top of that
+    come the tensor that is needed at once, as many bytes of host memory that is reused for the next tensors, and 32 MiB
+    of staging blocks."""
     dram_bytes: int | None = None
-    """What stays in host memory, the latest tensors of a forward pass, before older ones go to the SSD. None means
-    nothing, or, with ``target="dram"``, half of the memory that is free when it begins,
-    divided likewise."""
+    """The most bytes that stay in host memory: the latest tensors of a forward pass, before older tensors go to the
+    SSD. None means 0, or, with ``target="dram"``, half of the memory that is free when the first tensor is offloaded,
+    divided by the processes of the job on this machine."""
     ssd_bytes: int | None = None
-    """The most that is on the SSDs at a time. None means nine tenths of what is free there when it begins,
-    divided by the processes of the job on this machine (``LOCAL_WORLD_SIZE``)."""
+    """The most bytes that are on the SSDs at a time. None means nine tenths of what is free there when the first tensor
+    is offloaded, divided by the processes of the job on this machine."""
     include: tuple[str, ...] = ()
-    """Patterns (``fnmatch``) of names of modules whose saved tensors are offloaded, with those of modules inside;
-    without any, all. Needs :meth:`ActivationOffload.attach`."""
+    """Patterns (``fnmatch``) of names of modules whose saved tensors are offloaded, those of modules inside included.
+    Without any pattern, all modules. Needs :meth:`ActivationOffload.attach`."""
     exclude: tuple[str, ...] = ()
-    """Patterns of names of modules whose saved tensors are not. The innermost module that a pattern fits decides.
+    """Patterns of names of modules whose saved tensors stay in memory. The innermost module that a pattern fits
+    decides.
 
     Where ``torch.compile`` meets a module that a pattern of ``include`` or ``exclude`` fits, it breaks the graph before
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
     backend: str = registry.AUTO
-    """What moves the bytes: ``direct``, ``numpy``, ``gds``, or by default what was the fastest for a size on this
-    machine (the Fastensor paper's WRDic)."""
+    """The backend that moves the bytes: ``direct``, ``numpy``, ``gds``, or by default the one that was the fastest for
+    tensors of the size on this machine (the Fastensor paper's WRDic)."""
     verify: bool = True
-    """Compare what is read with the CRC32 of what was written."""
+    """Compare the CRC32 of the bytes that are read with that of the bytes that were written."""
     return_freed_memory: bool = True
-    """Where tensors are in host memory: have the C library give what large ones leave behind back to the system at
-    once (``mallopt``, glibc), for the whole process and for good. Otherwise much of what is offloaded remains in its
-    heap, as gaps. Memory that is new each time costs time, too: much less of it if torch uses huge pages for large
-    tensors, as it does with ``THP_MEM_ALLOC_ENABLE=1`` in the environment that the process begins with."""
+    """For tensors in host memory: have the C library return freed memory of large tensors to the system at once
+    (``mallopt``, glibc), for the whole process and for good. Otherwise gaps in its heap keep much of the memory.
+    Memory that is new each time costs time, much less of it if torch uses huge pages for large tensors: set
+    ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins."""
     when_full: WhenFull = "keep"
-    """What happens to a tensor for which there is no space left, or whose write fails: it stays in memory, which is
-    logged, or the next saved tensor, or step, raises the failure."""
+    """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
+    warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""
     drive_tbw: float | None = None
-    """How many terabytes (10¹² bytes) the drives together are guaranteed to take in their lives."""
+    """Terabytes (10¹² bytes) that the drives together are guaranteed to endure (TBW)."""
     drive_days: float = 365.0
-    """Warn if at this pace they are worn out sooner."""
+    """Warn if at the present pace the drives are worn out in fewer days."""
 
     def __post_init__(self) -> None:
         for name, choices in (("target", get_args(Target)), ("when_full", get_args(WhenFull))):
@@ -91,16 +92,10 @@ class OffloadConfig:
             raise ValueError(f"backend is auto or one of {', '.join(TRANSPORTS)}, found {self.backend!r}")
 
 
-def processes_here() -> int:
-    """How many processes of a job share this machine, as launchers say it (``LOCAL_WORLD_SIZE``)."""
-    found = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(found), 1) if found.isdecimal() else 1
-
-
 TRANSPORTS = ("direct", "gds", "numpy")
-"""The backends that can write to a part of a file."""
+"""The backends that can write parts of a file."""
 
 
 def folders_to_try(config: OffloadConfig) -> Sequence[str]:
-    """Where slots may be if the user has not said it, the best first; or what the user has said."""
+    """The user's folders, or else those that the slots may be in, the best first."""
     return config.directories or tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp")))

@@ -1,6 +1,6 @@
-"""Bytes of storages, wherever those are, and how they get to host memory and back.
+"""Copies between storages on any device and host memory.
 
-On a GPU, copies go on a stream of the calling thread's own, behind what is known to be needed first.
+On a GPU, each thread copies on a stream of its own, after the events that it is given.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from fastensor.errors import OffloadError
 from fastensor.offload.geometry import ALIGNMENT
 
 STAGED_FIRST = {"cuda"}
-"""Kinds of devices whose memory is to be free as soon as the bytes are in the host's."""
+"""Device types whose tensors are copied to host memory first, so that the device memory is free early."""
 READ_IN_PLACE = {"cpu"}
-"""Kinds of devices whose memory any backend reads into; for others there are pieces of host memory between."""
+"""Device types whose memory every backend reads into. For others there are staging blocks between."""
 PAGE_NBYTES = 4096
-STRAIGHT_FROM = 1 << 20
-"""Storages that are smaller are copied before they are written: kernels change some small ones after autograd has saved
-them, unseen by it (running statistics of batch normalization), so that a checksum would be one of other bytes."""
+ZERO_COPY_NBYTES = 1 << 20
+"""Smaller storages are copied before they are written. Kernels change some small storages after autograd has saved
+them, without its knowledge (running statistics of batch normalization), so that the checksum would be that of other
+bytes."""
 _streams = threading.local()
 
 
@@ -35,21 +36,22 @@ def is_read_in_place(device: torch.device) -> bool:
     return device.type in READ_IN_PLACE
 
 
-def lead_of(tensor: torch.Tensor, span: range) -> int | None:
-    """How many bytes lie between the start of a page and what is moved for a tensor, if that is written straight from
-    there. None if it is copied first: what is a part of a storage is, because others may change the rest meanwhile (as
-    the cells of recurrent networks do), and what is in the same pages."""
+def page_offset_of(tensor: torch.Tensor, span: range) -> int | None:
+    """Bytes between the start of a memory page and the range that is moved for a tensor, if the range is written
+    without a copy. None if the range is copied first. A part of a storage is copied, because others may change the
+    rest of the storage meanwhile, as the cells of recurrent networks do; so is a range that begins in the middle of a
+    unit of alignment."""
     storage = tensor.untyped_storage()
-    if is_staged_first(storage.device) or len(span) < STRAIGHT_FROM:
+    if is_staged_first(storage.device) or len(span) < ZERO_COPY_NBYTES:
         return None
     fills = tensor.nbytes == storage.nbytes() and not torch._debug_has_internal_overlap(tensor)
-    lead = storage.data_ptr() % PAGE_NBYTES
-    return lead if fills and lead % ALIGNMENT == 0 else None
+    offset = storage.data_ptr() % PAGE_NBYTES
+    return offset if fills and offset % ALIGNMENT == 0 else None
 
 
 def pages_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> memoryview:
-    """Memory of the host from the start of a page on, which may begin before the storage and end behind it: what is
-    there as well is in the same pages. To be read from, while the storage is alive.
+    """Whole pages of host memory that hold a range of a storage. The first page may begin before the storage, the last
+    may end behind it. Read them only, and only while the storage is alive.
 
     Raises:
         OffloadError: the storage has been resized.
@@ -62,7 +64,7 @@ def pages_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> memoryvi
 
 
 def event_now(device: torch.device) -> torch.cuda.Event | None:
-    """Comes when all is done that was queued on the device's current stream so far."""
+    """An event that is reached when the work queued on the device's current stream so far is done. None on the host."""
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -71,7 +73,7 @@ def event_now(device: torch.device) -> torch.cuda.Event | None:
 
 
 def bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Tensor:
-    """A part of a storage as a tensor of uint8 that shares its memory.
+    """A part of a storage as a uint8 tensor that shares its memory.
 
     Raises:
         OffloadError: the storage has become shorter than that.
@@ -81,7 +83,7 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Te
 
 
 def crc32_of(values: torch.Tensor) -> int:
-    """The CRC32 of bytes that are there, computed where they are; the thread waits for it."""
+    """The CRC32 of a uint8 tensor, computed on its device. The calling thread waits."""
     stream = _stream_of(values.device) if values.is_cuda else None
     return DeviceTarget(values, stream).checksum()
 
@@ -92,11 +94,11 @@ def copy_out(
     """Copy a part of a storage to the start of a block.
 
     Args:
-        source: where the bytes are; nobody changes them.
-        begin: of them, in the storage.
-        nbytes: how many.
-        block: where to; prepared.
-        after: comes when they are there.
+        source: the storage, which nobody changes meanwhile.
+        begin: offset in the storage.
+        nbytes: number of bytes.
+        block: the target, prepared.
+        after: reached when the bytes are there.
     """
     check_bounds(source, begin + nbytes)
     if source.device.type == "cpu":
@@ -108,7 +110,7 @@ def copy_out(
 def copy_in(
     target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: torch.cuda.Event | None
 ) -> None:
-    """Copy the start of a block to a part of a storage, whose memory is free once ``after`` has come."""
+    """Copy the start of a block to a part of a storage, whose memory is free once ``after`` is reached."""
     if target.device.type == "cpu":
         copy_memory(target.data_ptr() + begin, block.address, nbytes)
         return
@@ -118,14 +120,14 @@ def copy_in(
 def check_bounds(storage: torch.UntypedStorage, end: int) -> None:
     """
     Raises:
-        OffloadError: the storage has become shorter than that.
+        OffloadError: the storage has fewer than ``end`` bytes.
     """
     if storage.nbytes() < end:
         raise resized(storage, end)
 
 
 def resized(storage: torch.UntypedStorage, end: int) -> OffloadError:
-    """To be raised."""
+    """The error to raise if a storage was resized."""
     return OffloadError(
         f"a storage of which {end} bytes were saved for the backward pass has {storage.nbytes()} now: it was "
         "resized (FSDP does so with parameters; it cannot be used with activation offload)"
@@ -133,7 +135,7 @@ def resized(storage: torch.UntypedStorage, end: int) -> OffloadError:
 
 
 def prepare(block: Buffer, device: torch.device) -> None:
-    """Have a block touched, and pinned for a device, before anything is in it."""
+    """Touch a block, and pin it for a GPU, before it is used."""
     block.prepare(device if device.type == "cuda" else None)
 
 

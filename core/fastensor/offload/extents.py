@@ -1,4 +1,4 @@
-"""Which parts of a slot file are in use. Pure: counts, and moves nothing."""
+"""Allocation of parts of a file. Pure: moves nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Hands out parts of a file, from its start, lowest first: what is allocated in turn lies in turn, and once all
-    is free the same parts are used again, so that the file grows no larger than the most that was in use at a time
-    (but for gaps).
+    """Allocates parts of a file, the lowest free part first. Parts that are allocated one after the other lie one after
+    the other, and once all are free the same parts are used again. So the file grows no larger than the most bytes that
+    were in use at a time, but for gaps.
 
     Args:
-        alignment: what begin and length of parts are multiples of.
-        limit: where the file may end at most.
+        alignment: begin and length of parts are multiples of this.
+        limit: the most bytes that the file may have.
 
     >>> extents = Extents(4096, limit=16384)
     >>> first, second = extents.allocate(5000), extents.allocate(1)
@@ -38,17 +38,17 @@ class Extents:
         self._alignment = alignment
         self._limit = limit // alignment * alignment
         self._free: list[Extent] = []
-        """In order, none next to another, none at the end."""
+        """Free parts, sorted by offset. No two are adjacent, and none is at the end of the file."""
         self._end = 0
         self.used_nbytes = 0
 
     @property
     def end(self) -> int:
-        """Behind the last part that is in use."""
+        """The end of the last part that is in use."""
         return self._end
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """A part that holds so many bytes; None if none is left."""
+        """A part for ``nbytes``; None if there is no room."""
         needed = -(-nbytes // self._alignment) * self._alignment
         for index, gap in enumerate(self._free):
             if gap.nbytes >= needed:
@@ -63,7 +63,7 @@ class Extents:
         return Extent(self._end - needed, needed)
 
     def free(self, extent: Extent) -> None:
-        """A part is not used any more."""
+        """Give a part back."""
         self.used_nbytes -= extent.nbytes
         at = bisect_left(self._free, extent)
         before = self._free[at - 1] if at else None

@@ -1,4 +1,4 @@
-"""One forward pass: what it saves, what is different from one to the next, and what its backward pass will want."""
+"""One forward pass: the ranges that it has saved, and in which order its backward pass will need them."""
 
 from __future__ import annotations
 
@@ -10,85 +10,89 @@ from typing import TypeAlias
 
 import torch
 
-from fastensor.offload.cell import Cell
-from fastensor.offload.mover import Mover
-from fastensor.offload.order import Course
+from fastensor.offload.saved import SavedBytes
+from fastensor.offload.schedule import PrefetchSchedule
+from fastensor.offload.transfers import Transfers
 
 _MOST_AHEAD = 64
-"""Activations that are read ahead, at most."""
-BeginCourse: TypeAlias = Callable[[int, Sequence[int]], Course]
-"""See :meth:`fastensor.offload.order.Orders.begin`. Called by several threads."""
+"""The most ranges that are read ahead."""
+BeginSchedule: TypeAlias = Callable[[int, Sequence[int]], PrefetchSchedule]
+"""See :meth:`fastensor.offload.schedule.PrefetchSchedules.begin`. Called by several threads."""
 
 
 class ForwardPass:
-    """What is saved in a row, before any of it is wanted back. Cells are noted by one thread, and wanted by any.
+    """The ranges that were saved in a row, before any of them was needed again.
 
-    It lives as long as the graph needs anything of it, and holds no cells.
+    One thread adds ranges; any thread asks for them. The graph keeps the object alive; the object keeps no range alive.
 
     Args:
-        mover: of the cells.
-        begin_course: knows the order from the last forward pass of the same form.
+        transfers: what moves the ranges.
+        begin_schedule: looks up the order of the last backward pass of the same form.
     """
 
-    def __init__(self, mover: Mover, begin_course: BeginCourse) -> None:
-        self.mover = mover
-        self._begin_course = begin_course
+    def __init__(self, transfers: Transfers, begin_schedule: BeginSchedule) -> None:
+        self.transfers = transfers
+        self._begin_schedule = begin_schedule
         self._lock = threading.Lock()
-        self._cells: list[Callable[[], Cell | None]] = []
+        self._ranges: list[Callable[[], SavedBytes | None]] = []
         """By position."""
         self._saved: list[int] = []
         """Positions, in the order in which nodes have saved them."""
         self._form = 0
-        self._course: Course | None = None
-        self._ahead: list[int] = []
-        """Positions that were expected next when a cell was wanted last."""
+        self._schedule: PrefetchSchedule | None = None
+        self._upcoming: list[int] = []
+        """Positions that were expected next when a range was needed last."""
 
     @property
     def next_position(self) -> int:
-        return len(self._cells)
+        return len(self._ranges)
 
     def mark(self, nbytes: int, dtype: torch.dtype) -> int:
-        """A number for a tensor that is saved now: the same in other forward passes that have saved the same before."""
+        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so
+        far."""
         self._form = hash((self._form, nbytes, dtype))
         return self._form
 
-    def add(self, cell: Cell | None) -> None:
-        """A tensor is saved. None if it stays in memory: positions are the same in passes in which it does not."""
+    def add(self, saved: SavedBytes | None) -> None:
+        """Note a saved tensor. None stands for a tensor that stays in memory, so that positions are the same in each
+        pass."""
         with self._lock:
-            self._saved.append(len(self._cells))
-            self._cells.append(_no_cell if cell is None else weakref.ref(cell))
+            self._saved.append(len(self._ranges))
+            self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
-    def add_again(self, cell: Cell) -> int:
-        """Another node saves what a cell holds, which may be of an earlier forward pass. Returns its position here."""
-        position = cell.position
-        if not (position < len(self._cells) and self._cells[position]() is cell):
-            position = len(self._cells)
-            self.add(cell)
-        else:
+    def add_again(self, saved: SavedBytes) -> int:
+        """Note that another node saves a range, which may be of an earlier forward pass. Returns its position here."""
+        position = saved.position
+        if position < len(self._ranges) and self._ranges[position]() is saved:
             self._saved.append(position)
+        else:
+            position = len(self._ranges)
+            self.add(saved)
         self._form = hash((self._form, position))
         return position
 
-    def look_ahead(self, wanted: Cell, position: int) -> None:
-        """A cell is wanted: have those read that will be next, and let go of those that will not be after all."""
+    def look_ahead(self, needed: SavedBytes, position: int) -> tuple[list[SavedBytes], list[SavedBytes]]:
+        """Note that a range is needed now.
+
+        Returns:
+            The ranges that will be needed next, in order; and those that were expected next before, and are no more.
+        """
         with self._lock:
-            if self._course is None:
-                self._course = self._begin_course(self._form, self._saved)
-            course = self._course
-            expected = not wanted.unread or course.take(position)  # backward passes may be repeated
-            before, self._ahead = self._ahead, list(islice(course.upcoming(self._is_there), _MOST_AHEAD))
-            ahead = self._ahead
-        if not expected:
-            self.mover.drop(self._there(set(before).difference(ahead)))
-        self.mover.prefetch(self._there(ahead), wanted)
+            if self._schedule is None:
+                self._schedule = self._begin_schedule(self._form, self._saved)
+            schedule = self._schedule
+            expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
+            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), _MOST_AHEAD))
+            unexpected = set() if expected else set(before).difference(self._upcoming, [position])
+            return self._there(self._upcoming), self._there(unexpected)
 
     def _is_there(self, position: int) -> bool:
-        return self._cells[position]() is not None
+        return self._ranges[position]() is not None
 
-    def _there(self, positions: Iterable[int]) -> list[Cell]:
-        """The cells at these positions that a graph still holds."""
-        return [cell for cell in (self._cells[position]() for position in positions) if cell is not None]
+    def _there(self, positions: Iterable[int]) -> list[SavedBytes]:
+        """The ranges at these positions that a graph still holds."""
+        return [saved for saved in (self._ranges[position]() for position in positions) if saved is not None]
 
 
-def _no_cell() -> None:
-    """Stands for the cell of a tensor that is kept in memory, which has none."""
+def _no_range() -> None:
+    """Stands for the weak reference of a tensor that stays in memory."""

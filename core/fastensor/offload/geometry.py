@@ -1,4 +1,4 @@
-"""How saved tensors lie in memory: which bytes of a storage are moved, and how a tensor is made of them again."""
+"""Which bytes of a storage are moved for a saved tensor, and how the tensor is made of these bytes again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 ALIGNMENT = 64
-"""Of torch's own memory, so that kernels find the bytes aligned as they were."""
+"""Alignment of memory that torch allocates. Kernels find the bytes aligned as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class View:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """In the storage that it was saved from, in bytes."""
+    """Bytes from the start of the storage that was saved."""
     conjugated: bool
 
     @classmethod
@@ -27,7 +27,7 @@ class View:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(offset), tensor.is_conj())
 
     def on(self, storage: torch.UntypedStorage, origin: int) -> torch.Tensor:
-        """The tensor, of a storage that begins with byte ``origin`` of the one that it was saved from."""
+        """The tensor on a storage whose first byte is byte ``origin`` of the storage that was saved."""
         offset = (self.offset - origin) // self.dtype.itemsize
         with torch.inference_mode(False):
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -36,7 +36,7 @@ class View:
 
 
 def spanned(tensor: torch.Tensor) -> range:
-    """The bytes of its storage between a tensor's first and last element."""
+    """The bytes of the storage from the tensor's first to its last element."""
     itemsize = tensor.dtype.itemsize
     begin = int(tensor.storage_offset()) * itemsize
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -44,7 +44,8 @@ def spanned(tensor: torch.Tensor) -> range:
 
 
 def bytes_to_move(span: range, storage_nbytes: int) -> range:
-    """What is moved for a tensor: all of its storage, which others may share, unless it spans less than half of that.
+    """The bytes that are moved for a tensor: its whole storage, which other tensors may share, unless the tensor spans
+    less than half of the storage.
 
     >>> bytes_to_move(range(1000, 1100), 10_000), bytes_to_move(range(1000, 9000), 10_000)
     (range(960, 1100), range(0, 10000))

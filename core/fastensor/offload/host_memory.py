@@ -1,6 +1,7 @@
-"""Host memory that activations are read into, straight from the disk, and that goes from one tensor to the next.
+"""Host memory that activations are read into, straight from the disk, and that is reused.
 
-First touches of memory cost more than reading into it, so what a tensor leaves behind is kept for another of its size.
+The first touch of memory costs more than reading into it. So the memory of a freed tensor is kept for the next tensor
+of its size.
 """
 
 from __future__ import annotations
@@ -30,45 +31,44 @@ _logger = logging.getLogger("fastensor")
 
 @cache
 def return_freed_memory() -> None:
-    """Have the C library map what is large, so that freeing it gives it back. Its own way of guessing what is large is
-    switched off by that."""
+    """Have the C library map large allocations one by one, so that freeing them returns memory to the system. This
+    switches off the C library's own choice of what is large."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM):
         _logger.warning("this C library has no mallopt: memory of offloaded tensors may stay with the process")
 
 
 def keep_on_fork(memory: memoryview) -> None:
-    """Memory of :class:`HostMemory` has been filled: children that are forked from now on find there what this process
-    does."""
+    """Let children that are forked from now on see the contents of memory that :class:`HostMemory` gave out, and that
+    is filled by now."""
     assert isinstance(memory.obj, mmap.mmap)
     _advise(memory.obj, _MADV_KEEPONFORK)
 
 
 class HostMemory:
-    """Gives out page-aligned storages, and keeps what is left of them. Used by one thread at a time.
-
-    Storages may be freed by any thread at any time.
+    """Gives out page-aligned storages, and reuses their memory. Use it in one thread at a time. Storages may be freed
+    in any thread at any time.
 
     Args:
-        budget: how many bytes are kept for later at most.
+        budget: the most bytes that are kept for later.
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._closed = False
         self._returned: deque[mmap.mmap] = deque()
-        """Appended to by finalizers, which may wait for nothing."""
+        """Memory of freed storages, appended by finalizers, which must not wait."""
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._idle_nbytes = 0
 
     @property
     def idle_nbytes(self) -> int:
-        """How much is kept for later."""
+        """Bytes that are kept for later."""
         self.trim()
         return self._idle_nbytes
 
     def storage(self, nbytes: int) -> tuple[torch.UntypedStorage, memoryview]:
-        """A storage of at least so many bytes, rounded up to whole pages, and its memory, for filling it."""
+        """A storage of ``nbytes``, rounded up to whole pages, and its memory, to be filled by the caller."""
         rounded = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self.trim()
         memory = self._take(rounded)
@@ -79,12 +79,12 @@ class HostMemory:
         return storage, memoryview(memory)
 
     def clear(self) -> None:
-        """Keep nothing of what has been given back, nor of what will be."""
+        """Return all kept memory to the system, and keep none from now on."""
         self._closed, self._budget = True, 0
         self.trim()
 
     def trim(self) -> None:
-        """Take in what has been given back, and keep no more of it than may be."""
+        """Collect the memory of freed storages, and return to the system what exceeds the budget."""
         while self._returned:
             memory = self._returned.popleft()
             self._idle.setdefault(len(memory), []).append(memory)
@@ -107,7 +107,7 @@ class HostMemory:
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        """Called by finalizers, which may wait for nothing."""
+        """Called by finalizers, which must not wait."""
         if not self._closed:
             self._returned.append(memory)
 

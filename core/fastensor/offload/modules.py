@@ -1,4 +1,4 @@
-"""Which module's forward runs, and whether what it saves is offloaded; and what of a model is alive anyway."""
+"""An attached model: which of its modules runs now, and which storages are its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from fastensor.errors import OffloadError
 
 _RESHARDED = {"FSDPModule", "FullyShardedDataParallel"}
-"""Classes whose parameters' memory comes and goes."""
+"""Names of classes that free and refill the memory of parameters."""
 
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
-    """Whether a module's name says something about what it saves; None if that is up to the module around it.
+    """Whether the tensors that a module saves are offloaded, by its name; None if the module around it decides.
 
     >>> decision("layers.0", ["layers.*"], []), decision("head", ["layers.*"], []), decision("layers.0", [], ["*.0"])
     (True, None, False)
@@ -35,11 +35,11 @@ def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool 
 class _Hook:
     """A hook of one module.
 
-    Copies of the module, pickled ones as well, have in its place a function of the standard library that takes anything
-    and does nothing: they are not attached, and can be loaded where Fastensor is not installed.
+    Copies of the module, pickled ones as well, have in the hook's place a function of the standard library that takes
+    any arguments and does nothing. So copies are not attached, and can be loaded where Fastensor is not installed.
 
-    In a compiled region it breaks the graph, wherever gradients are computed: compiled code saves its tensors when it
-    ends, and what runs before and after the module must not be in the same piece of it.
+    In a compiled region the hook breaks the graph, if gradients are computed: compiled code saves its tensors when it
+    ends, so code before and after the module must not be compiled together with the module.
     """
 
     call: Callable[..., None]
@@ -56,12 +56,13 @@ class _Hook:
 
 
 class AttachedModel:
-    """Hooks in a model, until they are removed. Forwards may run in several threads. Copies of the model have none.
+    """Hooks in a model, until they are removed. Forward passes may run in several threads. Copies of the model have no
+    hooks.
 
     Args:
-        model: whose parameters and buffers are not offloaded. They are looked up at each step: they may be replaced.
-        include: patterns of modules.
-        exclude: patterns of modules.
+        model: the model. Its parameters and buffers are looked up at each step, because they may be replaced.
+        include: patterns of names of modules.
+        exclude: patterns of names of modules.
 
     Raises:
         ValueError: a pattern fits no module.
@@ -90,12 +91,12 @@ class AttachedModel:
 
     @property
     def wants(self) -> bool:
-        """Whether what is saved now, in this thread, is to be offloaded."""
+        """Whether tensors that are saved now, in this thread, are offloaded."""
         stack = self._stack()
         return stack[-1][1] if stack else self._default
 
     def storages(self) -> set[int]:
-        """The identities of the storages of parameters and buffers, as they are now."""
+        """The identities of the present storages of parameters and buffers."""
         found = set()
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided:
@@ -108,7 +109,7 @@ class AttachedModel:
             self._handles.pop().remove()
 
     def _stack(self) -> list[tuple[nn.Module, bool]]:
-        """Of this thread: the modules that run, and what is decided about each."""
+        """The modules that run in this thread, outermost first, and whether their tensors are offloaded."""
         stack: list[tuple[nn.Module, bool]] = self._running.__dict__.setdefault("stack", [])
         return stack
 
@@ -116,7 +117,7 @@ class AttachedModel:
         self._stack().append((module, wanted))
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Also called if another hook has raised before the module was entered, or one inside of it was left."""
+        """Also called if another hook has raised before the module was entered, or before an inner module was left."""
         stack = self._stack()
         at = next((at for at in reversed(range(len(stack))) if stack[at][0] is module), len(stack))
         del stack[at:]
@@ -125,7 +126,7 @@ class AttachedModel:
 def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
     """
     Raises:
-        OffloadError: one of these modules calls no hooks.
+        OffloadError: a module calls no hooks.
     """
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -138,7 +139,7 @@ def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
 def _refuse(model: nn.Module) -> None:
     """
     Raises:
-        OffloadError: what autograd saves of this model may be freed by somebody else.
+        OffloadError: the model's strategy frees memory that autograd has saved.
     """
     reason = ""
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Which saved tensors are never offloaded: their memory would not be freed, or they are more than their bytes."""
+"""Saved tensors that are never offloaded: their memory would not be freed, or their bytes are not all that they are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SAME_VALUES = frozenset((
     "SplitWithSizes", "Unbind", "Squeeze", "Unsqueeze", "AsStrided", "Clone", "Detach", "ToCopy", "Unfold", "Diagonal",
     "Movedim", "Flatten",
 ))  # fmt: skip
-"""Operations that only move, cast or look at what they get; their nodes are called so, with ``Backward0`` behind."""
+"""Operations that only move, cast or view their input. The names of their autograd nodes add ``Backward0``."""
 _SPARSE_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 def reason_to_keep(tensor: torch.Tensor) -> str:
-    """Why a saved tensor is not to be offloaded whatever its size; empty if there is no reason.
+    """Why a saved tensor of any size stays in memory; an empty string if there is no reason.
 
-    A leaf that requires gradients is kept alive by the graph itself; so is what shares its memory.
+    The graph itself keeps leaves that require gradients alive, and with them all tensors that share their memory.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # compilers pass fake ones, too
         return "subclass"
@@ -32,7 +32,7 @@ def reason_to_keep(tensor: torch.Tensor) -> str:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's values, whatever its layout and its class; 0 of what has symbols in the place of sizes.
+    """The bytes of a tensor's values, for every layout and class; 0 if its sizes are symbols.
 
     >>> nbytes_of(torch.zeros(8)), nbytes_of(torch.eye(8).to_sparse()), nbytes_of(torch.eye(8).to_sparse_csr())
     (32, 32, 32)
@@ -47,8 +47,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or what it is a view of, is a copy of a parameter, such as autocast makes in each step. It is
-    found by walking back from it to the parameter."""
+    """Whether a tensor, or its base, is a copy of a parameter, such as autocast makes in each step. Found by walking
+    the graph back to the parameter."""
     base = tensor if tensor._base is None else tensor._base
     return _is_made_of_parameter(tensor) or (base is not tensor and _is_made_of_parameter(base))
 

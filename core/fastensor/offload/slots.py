@@ -1,6 +1,6 @@
-"""Where activations are on SSDs: one nameless file in each folder, whose parts are used again and again.
+"""Slots on SSDs: parts of one nameless file in each folder, used again and again.
 
-Nothing of it is left when the process ends, however it ends.
+Nothing is left on the disk when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -20,83 +20,51 @@ from fastensor.backends import posix, registry
 from fastensor.backends.base import DeviceSlots, SlotBackend, Slots
 from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
-from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try, processes_here
+from fastensor.files.budgets import local_processes
+from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try
 from fastensor.offload.extents import Extent, Extents
 from fastensor.select.machine import Keeper, identity, keeper
 
-PIECE_NBYTES = 4 << 20
-"""Moved at a time; parts of the files but the last one of a slot are multiples of this."""
 ALIGNMENT = 4096
-"""Of parts of the files: what any disk asks for."""
-_STRIPE_NBYTES = 8 << 20
-"""What is smaller lies in one file."""
+"""Offsets and lengths of slots are multiples of this, as any disk accepts for direct I/O."""
 _GROWTH_NBYTES = 64 << 20
-"""Space is reserved in steps of so much."""
+"""Bytes by which a file grows."""
 _SHARE_OF_FREE_SPACE = 0.9
 _logger = logging.getLogger("fastensor")
 
 
 _of_parents: list[ExitStack] = []
-"""In forked children: what is not to be closed, not even when it is collected."""
+"""In forked children: files of the parent, which must not be closed, not even by the garbage collector."""
 
 
 @dataclass(slots=True)
 class SlotFile:
-    """One of the files, and how it is used."""
+    """One nameless file, and which of its parts are in use."""
 
     folder: str
     fd: int
     extents: Extents
     opened: dict[str, Slots] = field(default_factory=dict)
-    """By backend."""
+    """The file opened by each backend that can."""
     reserved_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a piece is."""
+class Slot:
+    """A part of one of the files, which holds one range of bytes."""
 
     file: SlotFile
     extent: Extent
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a tensor's bytes are: one part of each of one or several files, one behind the other."""
-
-    parts: tuple[Place, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.extent.nbytes for part in self.parts)
-
-    def pieces(self) -> Iterator[tuple[int, Place]]:
-        """Cut into what is moved at a time: the position in the bytes, and where they are; the files in turn."""
-        begin, columns = 0, []
-        for part in self.parts:
-            columns.append(
-                [
-                    (
-                        begin + at,
-                        Place(part.file, Extent(part.extent.begin + at, min(PIECE_NBYTES, part.extent.nbytes - at))),
-                    )
-                    for at in range(0, part.extent.nbytes, PIECE_NBYTES)
-                ]
-            )
-            begin += part.extent.nbytes
-        for row in range(max(map(len, columns))):
-            for column in columns:
-                yield from column[row : row + 1]
-
-
 class SlotFiles:
-    """The files of one process. Used by one thread at a time, but for what moves pieces.
+    """The files of one process. Use it in one thread at a time; open slots of a file may be used in any thread.
 
     Args:
-        config: where, and how much.
+        config: the folders, and the most bytes.
 
     Raises:
-        OffloadError: no file can be made there.
+        OffloadError: no file can be made in a folder.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -108,9 +76,9 @@ class SlotFiles:
             self._resources.close()
             raise
         weakref.finalize(self, self._resources.close).atexit = False
-        self.transports = self._transports(config)
-        """Backends that can write to all of the files."""
-        self._device_types = {name: self._moved_by(name) for name in self.transports}
+        self.backends = self._usable_backends(config)
+        """The names of the backends that can write to every file, the preferred one first."""
+        self._device_types = {name: self._moved_by(name) for name in self.backends}
         self._turn = 0
 
     @property
@@ -119,86 +87,49 @@ class SlotFiles:
 
     @property
     def reserved_nbytes(self) -> int:
-        """What the files take of the disks."""
+        """Bytes that the files take on the disks."""
         return sum(file.reserved_nbytes for file in self.files)
 
     def allocate(self, nbytes: int) -> Slot | None:
-        """A place for so many bytes; None if there is none left.
+        """A place for ``nbytes``, in the files in turn; None if no file has room.
 
         Raises:
-            OSError: the space cannot be reserved: ENOSPC, EDQUOT, EFBIG or what the disk is up to.
+            OSError: the space cannot be reserved: ENOSPC, EDQUOT, EFBIG, or an error of the disk.
         """
-        striped = [self.files] if nbytes >= _STRIPE_NBYTES and len(self.files) > 1 else []
         self._turn += 1
         first = self._turn % len(self.files)
         failure: OSError | None = None
-        for files in (*striped, *([file] for file in (*self.files[first:], *self.files[:first]))):
+        for file in (*self.files[first:], *self.files[:first]):
+            extent = file.extents.allocate(nbytes)
+            if extent is None:
+                continue
             try:
-                if (slot := self._place(nbytes, files)) is not None:
-                    return slot
+                _reserve(file)
             except OSError as error:
-                failure = error
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # it holds this frame
+                file.extents.free(extent)
+                failure = error.with_traceback(None)
+                continue
+            return Slot(file, extent)
+        if failure is not None:
+            raise failure
         return None
 
-    def _place(self, nbytes: int, files: Sequence[SlotFile]) -> Slot | None:
-        """A place in these files."""
-        share = -(-nbytes // len(files) // PIECE_NBYTES) * PIECE_NBYTES
-        places: list[Place] = []
-        try:
-            for file, begin in zip(files, range(0, nbytes, share), strict=False):
-                extent = file.extents.allocate(min(share, nbytes - begin))
-                if extent is None:
-                    self.free(Slot(tuple(places)))
-                    return None
-                places.append(Place(file, extent))
-                _reserve(file)
-        except BaseException:
-            self.free(Slot(tuple(places)))
-            raise
-        return Slot(tuple(places))
-
     def free(self, slot: Slot) -> None:
-        """A place is not used any more: nothing reads or writes it."""
-        for place in slot.parts:
-            place.file.extents.free(place.extent)
+        """Give a place back. Nothing reads or writes it any more."""
+        slot.file.extents.free(slot.extent)
 
-    def write(self, transport: str, place: Place, data: memoryview) -> None:
-        """Fill a piece. Any thread may. See :meth:`fastensor.backends.base.Slots.write`."""
-        place.file.opened[transport].write(data, place.extent.begin)
+    def moves(self, backend: str, device: torch.device) -> bool:
+        """Whether a backend moves bytes between the device and the files by itself."""
+        return device.type in self._device_types[backend]
 
-    def read(self, transport: str, place: Place, buffer: memoryview) -> None:
-        """Read a piece. Any thread may. See :meth:`fastensor.backends.base.Slots.read`."""
-        place.file.opened[transport].read(buffer, place.extent.begin)
-
-    def moves(self, transport: str, device: torch.device) -> bool:
-        """Whether a backend moves bytes between such a device and the files by itself."""
-        return device.type in self._device_types[transport]
-
-    def write_from_device(self, transport: str, place: Place, values: torch.Tensor) -> None:
-        """As :meth:`write`, by a backend that can. See :class:`fastensor.backends.base.DeviceSlots`."""
-        slots = place.file.opened[transport]
-        assert isinstance(slots, DeviceSlots)
-        slots.write_from_device(values, place.extent.begin)
-
-    def read_to_device(self, transport: str, place: Place, values: torch.Tensor) -> None:
-        """As :meth:`read`, likewise."""
-        slots = place.file.opened[transport]
-        assert isinstance(slots, DeviceSlots)
-        slots.read_to_device(values, place.extent.begin)
-
-    def give_up(self, transport: str, reason: str) -> None:
-        """A backend has turned out not to work here."""
-        announce(transport, reason)
-        self.transports = tuple(name for name in self.transports if name != transport)
+    def record_fallback(self, backend: str, reason: str) -> None:
+        """Stop using a backend that has turned out not to work here."""
+        announce(backend, reason)
+        self.backends = tuple(name for name in self.backends if name != backend)
 
     def forget(self) -> None:
-        """In a forked child: let go of the files, which are its parent's, but of those that a library has opened, which
-        may wait for threads that the child lacks."""
+        """In a forked child: close the child's descriptors of the parent's files. A file that kvikio has opened stays
+        open: closing it may wait for threads that the child lacks."""
         _of_parents.append(self._resources.pop_all())
         for file in self.files:
             for name, slots in file.opened.items():
@@ -207,7 +138,7 @@ class SlotFiles:
             posix.close_read_only(file.fd)
 
     def close(self) -> None:
-        """Give the space back. Nothing is moved any more."""
+        """Give the space back. No thread uses a slot any more."""
         self._resources.close()
 
     def _open(self, folder: str, limit: int) -> SlotFile:
@@ -218,7 +149,7 @@ class SlotFiles:
         self._resources.callback(posix.close_read_only, fd)
         return SlotFile(folder, fd, Extents(ALIGNMENT, limit))
 
-    def _transports(self, config: OffloadConfig) -> tuple[str, ...]:
+    def _usable_backends(self, config: OffloadConfig) -> tuple[str, ...]:
         usable = []
         for name in TRANSPORTS if config.backend == registry.AUTO else (config.backend, "numpy"):
             if name in usable:
@@ -240,15 +171,15 @@ class SlotFiles:
             usable.append(name)
         return tuple(usable)
 
-    def _moved_by(self, transport: str) -> Set[str]:
-        """Kinds of devices whose bytes a backend moves by itself, to and from all of the files."""
-        slots = [file.opened[transport] for file in self.files]
+    def _moved_by(self, backend: str) -> Set[str]:
+        """Device types whose bytes a backend moves by itself, to and from every file."""
+        slots = [file.opened[backend] for file in self.files]
         kinds = [one.device_types if isinstance(one, DeviceSlots) else frozenset[str]() for one in slots]
         return frozenset.intersection(*map(frozenset, kinds))
 
 
 def wrong_disk(folder: str, kept_by: Keeper, kind: str) -> str:
-    """What is to be said about a folder that is not on a disk of this machine; empty if it is.
+    """A warning about a folder that is not on a disk of this machine; an empty string if it is.
 
     >>> wrong_disk("/tmp", "memory", "tmpfs")
     '/tmp is on tmpfs, which is in memory: what is offloaded there still takes memory'
@@ -261,7 +192,7 @@ def wrong_disk(folder: str, kept_by: Keeper, kind: str) -> str:
 
 
 def _folders(config: OffloadConfig) -> Sequence[str]:
-    """Where files are to be. Says so if that is no disk."""
+    """The folders for the files. Logs a warning for a folder that is not on a disk."""
     folders = folders_to_try(config)
     kinds = [identity(folder).get("filesystem", "") for folder in folders]
     if not config.directories:
@@ -275,10 +206,10 @@ def _folders(config: OffloadConfig) -> Sequence[str]:
 
 
 def _limits(folders: Sequence[str], config: OffloadConfig) -> Sequence[int]:
-    """How large each file may become. Folders on one filesystem share what is free there.
+    """The most bytes of each file. Folders on one filesystem share its free space.
 
     Raises:
-        OffloadError: there is no such folder.
+        OffloadError: a folder is missing.
     """
     if config.ssd_bytes is not None:
         return [config.ssd_bytes // len(folders)] * len(folders)
@@ -289,13 +220,13 @@ def _limits(folders: Sequence[str], config: OffloadConfig) -> Sequence[int]:
         raise OffloadError(f"no file for activations can be made in {error.filename} ({error.strerror})") from error
     sharing = Counter(devices)
     return [
-        int(space.f_bavail * space.f_frsize * _SHARE_OF_FREE_SPACE) // sharing[device] // processes_here()
+        int(space.f_bavail * space.f_frsize * _SHARE_OF_FREE_SPACE) // sharing[device] // local_processes()
         for space, device in zip(spaces, devices, strict=True)
     ]
 
 
 def _reserve(file: SlotFile) -> None:
-    """Let the file hold all that is allocated, and more where there is room."""
+    """Reserve space on the disk for all parts that are in use, and for more if there is room."""
     if file.extents.end <= file.reserved_nbytes:
         return
     for end in (-(-file.extents.end // _GROWTH_NBYTES) * _GROWTH_NBYTES, file.extents.end):

@@ -15,19 +15,19 @@ WRITE_AMPLIFICATION = 1.0
 
 
 WRITTEN_BY = "written by "
-"""What counts by backend begin with."""
+"""Prefix of the counts of bytes by backend."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """What is counted on the way, with the mover's lock held."""
+class Counters:
+    """Running totals. Change them with the lock of :class:`fastensor.offload.transfers.Transfers` held."""
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """That threads of the training have waited."""
+    """Time that training threads have waited."""
 
-    def note_peak(self, what: str, nbytes: int) -> None:
-        self.counts[what] = max(self.counts[what], nbytes)
+    def note_peak(self, name: str, nbytes: int) -> None:
+        self.counts[name] = max(self.counts[name], nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,57 +35,57 @@ class OffloadStatistics:
     """What an :class:`ActivationOffload` has done. Sizes are in bytes, times in seconds."""
 
     steps: int
-    """How many ``step()`` blocks were entered."""
+    """``step()`` blocks that were entered."""
     packed: int
-    """Tensors that autograd has saved in them."""
+    """Tensors that autograd has saved in these blocks."""
     offloaded: int
     """Ranges of memory that were taken over, each for one or several saved tensors."""
     offloaded_nbytes: int
-    """Of these."""
+    """Bytes of these ranges."""
     shared_nbytes: int
-    """Of saved tensors whose memory was offloaded already for another one."""
+    """Bytes of saved tensors whose memory had been offloaded already for another saved tensor."""
     written_nbytes: int
-    """What has gone to SSDs."""
+    """Bytes written to SSDs."""
     read_nbytes: int
-    """What has come back from there."""
+    """Bytes read from SSDs."""
     taken_back_nbytes: int
-    """What was needed before its write had begun, so that it was not written."""
+    """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
     """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``alive anyway``, or ``not moved``
     because a disk is full or fails, and others."""
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
     prefetch_hits: int
-    """Ranges that were there when they were needed first, having been moved out."""
+    """Ranges that had been read ahead when they were needed first."""
     prefetch_late: int
-    """Those that were still being read."""
+    """Ranges that were being read when they were needed first."""
     misses: int
-    """Those that nobody had begun to read."""
-    waited_to_write: float
-    """That forward passes have waited for the SSD."""
-    waited_to_read: float
-    """That backward passes have."""
+    """Ranges whose read had not begun when they were needed first."""
+    wait_to_write_seconds: float
+    """Time that forward passes have waited for the SSD."""
+    wait_to_read_seconds: float
+    """Time that backward passes have waited for the SSD."""
     hook_seconds: float
-    """That threads of the training have spent here, waiting included."""
+    """Time that training threads have spent in the hooks, waiting included."""
     peak_pending_nbytes: int
-    """The most that was saved and not on an SSD yet."""
-    peak_resident_nbytes: int
-    """The most that was read, or being read, and not let go of yet."""
-    peak_resting_nbytes: int
-    """The most that was left in host memory because ``dram_bytes`` allow it."""
+    """The most bytes that were saved and not on an SSD yet, at any time."""
+    peak_loaded_nbytes: int
+    """The most bytes that were read, or being read, and not evicted yet, at any time."""
+    peak_dram_nbytes: int
+    """The most bytes that stayed in host memory within ``dram_bytes``, at any time."""
     peak_ssd_nbytes: int
-    """The most that was in use of the SSDs."""
+    """The most bytes that were in use of the SSDs, at any time."""
     reserved_ssd_nbytes: int
-    """What the files take there now."""
+    """Bytes that the files take on the SSDs now."""
     written_by: Mapping[str, int]
-    """Bytes by backend."""
+    """Bytes written, by backend."""
     drive_days: float
-    """How long the drives last at this pace; infinity if nothing is written, or their ``drive_tbw`` is not known."""
+    """Days that the drives last at this pace; infinity if nothing is written, or ``drive_tbw`` is None."""
 
     @property
     def stall_seconds(self) -> float:
-        """That the training has waited for SSDs."""
-        return self.waited_to_write + self.waited_to_read
+        """Time that training threads have waited for SSDs."""
+        return self.wait_to_write_seconds + self.wait_to_read_seconds
 
     def __str__(self) -> str:
         moved = f"{_human(self.offloaded_nbytes)} offloaded ({_human(self.written_nbytes)} written, "
@@ -95,7 +95,7 @@ class OffloadStatistics:
             f"{self.steps} steps: {moved}, {_human(self.shared_nbytes)} shared",
             f"stalled {self.stall_seconds:.2f} s, in hooks {self.hook_seconds:.2f} s; "
             f"{self.prefetch_hits} of {wanted} were there in time",
-            f"at most {_human(self.peak_pending_nbytes)} on the way out, {_human(self.peak_resident_nbytes)} on the "
+            f"at most {_human(self.peak_pending_nbytes)} on the way out, {_human(self.peak_loaded_nbytes)} on the "
             f"way in, {_human(self.peak_ssd_nbytes)} on SSDs",
             "kept: " + (", ".join(f"{why} {_human(count)}" for why, count in self.kept.items()) or "nothing"),
         ]

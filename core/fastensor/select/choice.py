@@ -39,6 +39,8 @@ class Choice(NamedTuple):
     """What a try may take without having cost anything: as long as the best backend is expected to take."""
     prior_seconds: float | None = None
     """What it may take without having lost to the backend that the size recommends; None if that was chosen."""
+    risk_seconds: float = 0.0
+    """What a try is expected to take longer than the best backend."""
 
 
 @dataclass(frozen=True, slots=True)

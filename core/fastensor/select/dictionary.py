@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from operator import itemgetter
 from statistics import median_low
 from typing import Any, NamedTuple, Self
@@ -28,6 +27,8 @@ MOST_SIZE = 1 << 63
 """No file is larger."""
 VERSION = 2
 _MOST_SERIAL = 1 << 53
+_MOST_SECONDS = 1e9
+"""More than a transfer, or all that were measured, can have taken: 30 years."""
 _LEAST_SECONDS = 1e-9
 """Clocks may be so coarse that something takes no time."""
 _FORMAT = "fastensor dictionary"
@@ -117,6 +118,8 @@ class Change(NamedTuple):
     """How much longer that was than the best would have taken, because something was tried."""
     counts: bool = True
     """Whether it was a transfer that somebody wanted. What was measured by itself pays for no tries."""
+    failed: bool = False
+    """Whether the backend could not do it after all: the seconds are lost, and say nothing about how long it takes."""
 
 
 class Dictionary:
@@ -169,14 +172,16 @@ class Dictionary:
 
     def apply(self, change: Change) -> None:
         """Learn something."""
+        if change.seconds is not None and change.counts:
+            self.seconds += change.seconds
+            self.extra_seconds += change.extra_seconds
+        if change.failed:
+            return
         bucket = bucket_of(change.nbytes)
         sizes = self._entries.setdefault(change.context, {})
         entry = sizes.setdefault(bucket, Entry())
         self._serial = entry.serial = self._serial + 1
         if change.seconds is not None:
-            if change.counts:
-                self.seconds += change.seconds
-                self.extra_seconds += change.extra_seconds
             sample = max(_rounded(scaled(change.seconds, change.nbytes)), _LEAST_SECONDS)
             entry.learn(change.backend, sample)
             self._add_to_line(Key(change.context, bucket), change.backend, sample)
@@ -335,7 +340,7 @@ def _parse_entry(found: Mapping[str, Any]) -> Entry:
             raise DictionaryError(
                 f"damaged: {count} measurements, the last at {measured_at}, of which {samples} s are kept"
             )
-        if not all(isfinite(one) and one >= 0 for one in samples):
+        if not all(0 <= one <= _MOST_SECONDS for one in samples):
             raise DictionaryError(f"damaged: measurements of {samples} s")
         entry.timings[str(name)] = Timing(count, samples, measured_at)
     return entry
@@ -343,6 +348,6 @@ def _parse_entry(found: Mapping[str, Any]) -> Entry:
 
 def _parse_totals(seconds: float, extra_seconds: float) -> tuple[float, float]:
     found = float(seconds), float(extra_seconds)
-    if not all(isfinite(one) and one >= 0 for one in found):
+    if not all(0 <= one <= _MOST_SECONDS for one in found):
         raise DictionaryError(f"damaged: transfers of {seconds} s, of which exploring has cost {extra_seconds} s")
     return found

@@ -57,6 +57,8 @@ class _Course:
     be faster; negative if they were."""
     disappointing: set[str] = field(default_factory=set)
     """Those that were not, in the end: not used until a try shows again that they are."""
+    risk_seconds: float = 0.0
+    """What the latest try is expected to cost, until that is known."""
 
 
 class _Expected(NamedTuple):
@@ -78,12 +80,13 @@ class Selector:
     **Exploring may never have cost more than 5 % of the time that transfers have taken so far**, here and in the
     dictionary, plus a credit of 50 ms or 5 % of the transfer at hand, whichever is less. A try costs what it takes
     longer than the best backend is expected to. It is made when what it is expected to cost at least fits into what is
-    left; expectations come from the backend's own timings, from those of other sizes (a latency and a bandwidth), or
-    else are twice the best one's time. One that turns out to cost more is paid for by not trying for long. A backend
-    that was measured to be faster than the prior, by more than the prior's own timings vary, is used as long as it does
-    not take longer in total than the prior was expected to; what it loses then is charged, too. So a size takes about
-    1.05 × the prior's time at most, the credit, and one try that disappoints, or, where the machine has just changed
-    for good, two.
+    left, tries of other sizes that are under way counted; expectations come from the backend's own timings, from those
+    of other sizes (a latency and a bandwidth), or else are twice the best one's time. One that turns out to cost more
+    is paid for by not trying for long. A backend that was measured to be faster than the prior, by more than the
+    prior's own timings vary, is used as long as it does not take longer in total than the prior was expected to; what
+    it loses then is charged, too. So a size takes about 1.05 × the prior's time at most, the credit, and one try that
+    disappoints, or, where the machine has just changed for good, two. Processes that begin at once each spend the
+    budget that they have found.
 
     Args:
         dictionary: what is known already; what is learned is added to it.
@@ -172,6 +175,7 @@ class Selector:
                 course.uses += 1
                 if choice.exploring:
                     course.tried_at[choice.backend] = course.uses
+                    course.risk_seconds = choice.risk_seconds
             return choice
 
     def record(self, nbytes: int, context: Context, backend: str, seconds: float, choice: Choice | None = None) -> None:
@@ -191,6 +195,7 @@ class Selector:
             if not self.explore:
                 return
             course = self._courses.setdefault(key, _Course())
+            course.risk_seconds = 0.0
             extra = self._cost(course, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
             if extra > _NOTICED_SECONDS:
                 _logger.warning(
@@ -199,11 +204,30 @@ class Selector:
                 )  # fmt: skip
             self._learn(Change(context, nbytes, backend, seconds, extra))
 
-    def failed(self, nbytes: int, context: Context, backend: str, reason: str) -> None:
-        """A backend could not do it: it is not used again for that in this process."""
+    def failed(
+        self,
+        nbytes: int,
+        context: Context,
+        backend: str,
+        reason: str,
+        seconds: float = 0.0,
+        choice: Choice | None = None,
+    ) -> None:
+        """A backend could not do it: it is not used again for that in this process.
+
+        Args:
+            nbytes, context, backend: as for :meth:`record`.
+            reason: why not.
+            seconds: what was lost until that was known.
+            choice: that this was done by. If it was a try, what was lost is counted as its cost.
+        """
         with self._lock:
             self._counts["failed"] += 1
-            self._courses.setdefault(Key(context, bucket_of(nbytes)), _Course()).failed[backend] = reason
+            course = self._courses.setdefault(Key(context, bucket_of(nbytes)), _Course())
+            course.failed[backend] = reason
+            course.risk_seconds = 0.0
+            if self.explore and choice is not None and choice.exploring:
+                self._learn(Change(context, nbytes, backend, seconds, seconds, failed=True))
 
     def explain(
         self,
@@ -281,7 +305,8 @@ class Selector:
             if unknown is not None:
                 return Choice(unknown, f"tried once for {up_to(key.bucket)}, as the paper does", exploring=True)
         if not expected.of or (explore and not self.paper and prior not in expected.of):
-            return Choice(prior, f"by size: nothing was measured for {up_to(key.bucket)}")
+            missing = "nothing was measured" if prior not in expected.to_write else "nothing that it wrote was read"
+            return Choice(prior, f"by size: {missing} for {up_to(key.bucket)}")
         if not explore or self.paper:
             best = _least(expected.of)
         else:
@@ -335,8 +360,9 @@ class Selector:
     ) -> Choice | None:
         """The try with the least risk, if there is one that the budget covers."""
         known = self._dictionary
-        usual = expected.of[best]
+        usual = expected.to_write[best]
         left = SHARE * (known.seconds - known.extra_seconds) + _credit(usual) - known.extra_seconds
+        left -= sum(other.risk_seconds for other in self._courses.values() if other is not course)  # under way
         if left < _LEAST_RISK * usual:
             return None
         risks = {
@@ -354,6 +380,7 @@ class Selector:
             exploring=True,
             best_seconds=expected.to_write[best],
             prior_seconds=expected.to_write[prior],
+            risk_seconds=risks[name],
         )
 
     def _is_due(self, key: Key, course: _Course, name: str, most_gap: int) -> bool:
@@ -365,15 +392,13 @@ class Selector:
         return timing is None or entry.uses - timing.measured_at >= _gap(timing.measured_at, most_gap)
 
     def _estimate(self, key: Key, name: str, expected: _Expected, usual: float) -> float:
-        """What a backend is expected to take, by its own timings or else by those of other sizes. Its first use may
-        have been slow, so that is the most that it is expected to."""
+        """What a backend is expected to take for the transfer at hand, by its own timings or else by those of other
+        sizes. Its first use may have been slow, so that alone says nothing."""
         timing = self._dictionary.at(key).timings.get(name)
-        if name in expected.of and timing is not None and timing.count > 1:
-            return expected.of[name]
+        if timing is not None and timing.count > 1:
+            return expected.to_write[name]
         line = self._dictionary.line(key.context, name)
-        if line is None or expected.of is not expected.to_write:  # nobody has read what it writes
-            return min(expected.of.get(name, _UNKNOWN * usual), _UNKNOWN * usual)
-        return line.seconds(size_of(key.bucket))
+        return _UNKNOWN * usual if line is None else line.seconds(size_of(key.bucket))
 
     def _learn(self, change: Change) -> None:
         self._dictionary.apply(change)

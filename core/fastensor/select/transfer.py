@@ -165,7 +165,8 @@ class Transfer:
     def failed(self, reason: str) -> None:
         """The backend cannot do it, or has begun and cannot go on."""
         if self._selector is not None:
-            self._selector.failed(self._nbytes, self._context, self.used, reason)
+            seconds = time.perf_counter() - self.started if self.started else 0.0
+            self._selector.failed(self._nbytes, self._context, self.used, reason, seconds, self._latest)
 
     def _choose(self) -> Choice:
         if not self._left:

@@ -2,80 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
-
 from fastensor.backends.arena import BLOCK_NBYTES
 
 _SHARE = 2
-"""Staging may take one half of what is available when it is asked for: the program wants to grow, too."""
-_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Of the two versions of cgroups."""
-
-_LAUNCHERS = (
-    "LOCAL_WORLD_SIZE",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_NTASKS_PER_NODE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "PMI_LOCAL_SIZE",
-)
-"""What launchers say how many processes of the job they have started on this machine in."""
-_PER_MACHINE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", re.ASCII)
-"""``8``, or SLURM's ``8(x2),4``: 8 on each of two machines, and 4 on another."""
+"""Staging may take one half of the memory that is available when staging begins: the program wants to grow, too."""
 
 
 def staging_limit(available_nbytes: int, processes: int) -> int:
-    """How much more memory this process may take for staging: at least a block.
+    """The most bytes that this process may take for staging: at least a block.
 
     >>> staging_limit(16 << 30, 4) >> 20
     2048
     """
     return max(available_nbytes // (_SHARE * processes), BLOCK_NBYTES)
-
-
-def local_processes() -> int:
-    """How many processes of this job run on this machine, as launchers say it: torchrun, SLURM, Open MPI, other MPIs.
-
-    Where SLURM counts differently for the machines of a job, it is the most on any of them.
-    """
-    for name in _LAUNCHERS:
-        found = _PER_MACHINE.fullmatch(os.environ.get(name, "").strip())
-        if found and (most := max(int(number) for number in re.findall(r"(?:^|,)(\d+)", found[0]))):
-            return most
-    return 1
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take without swapping, cgroup limits counted.
-
-    Args:
-        root: where ``proc`` and ``sys`` are mounted.
-    """
-    found = [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)]
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup" / ("" if number == "0" else "memory")
-            folder = base / path.lstrip("/")
-            # In a container the path may be the host's, and what is mounted the container's own.
-            found += [free for one in (folder, *folder.parents) if one.is_relative_to(base) and (free := _free(one))]
-    return min(found, default=BLOCK_NBYTES)
-
-
-def _free(cgroup: Path) -> int | None:
-    """What a cgroup has left, page cache that it would give up included; None without a limit."""
-    for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _text(cgroup / limit_file).strip(), _text(cgroup / usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(cgroup / "memory.stat"), re.M)
-            return max(int(limit) - int(usage) + (int(cached[1]) if cached else 0), 1)
-    return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends.arena import BLOCK_NBYTES
-from fastensor.checkpoint.asynchronous.budget import available_memory, local_processes, staging_limit
+from fastensor.checkpoint.asynchronous.budget import staging_limit
+from fastensor.files.budgets import available_memory, local_processes
 
 WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
 

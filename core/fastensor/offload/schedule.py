@@ -1,5 +1,5 @@
-"""In which order activations of a forward pass will be wanted: as those of the last one of the same form, or the other
-way round."""
+"""The order in which a backward pass needs saved tensors: the order of the last backward pass of the same form, or the
+reverse of the forward pass."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 _MOST_FORMS = 16
-"""So many kinds of forward passes are remembered, those that were seen last."""
+"""Forms of forward passes that are remembered: the latest."""
 _SLACK = 8
-"""Places. What others are wanted before is still expected: nodes may change places."""
+"""Places by which a node of the graph may come later than in the last backward pass, and is still expected."""
 
 
-class Orders:
-    """What was wanted in which order, by the form of the forward pass. Used by one thread at a time."""
+class PrefetchSchedules:
+    """The orders of recent backward passes, by the form of the forward pass. Use it in one thread at a time."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, list[int]] = OrderedDict()
 
-    def begin(self, form: int, saved: Sequence[int]) -> Course:
-        """The course of a forward pass of that form, which begins to be unpacked.
+    def begin(self, form: int, saved: Sequence[int]) -> PrefetchSchedule:
+        """The schedule of a backward pass that begins.
 
         Args:
-            saved: positions of activations in the order in which nodes have saved them; several may save the same.
+            form: a hash of what the forward pass has saved.
+            saved: positions of saved tensors, in the order in which nodes have saved them. Several nodes may save the
+                same position.
         """
         known = self._known.pop(form, [])
-        course = Course(complete(known, saved))
-        self._known[form] = course.taken
+        schedule = PrefetchSchedule(complete(known, saved))
+        self._known[form] = schedule.taken
         if len(self._known) > _MOST_FORMS:
             self._known.popitem(last=False)
-        return course
+        return schedule
 
 
 def complete(known: Sequence[int], saved: Sequence[int]) -> list[int]:
-    """An order of all that was saved: what is known first, and the rest the other way round.
+    """The expected order of everything that was saved: the known part first, then the rest in reverse.
 
     >>> complete([], [0, 1, 0, 2]), complete([0, 2, 0], [0, 1, 0, 2, 3])
     ([2, 0, 1, 0], [0, 2, 0, 3, 1])
@@ -44,29 +46,33 @@ def complete(known: Sequence[int], saved: Sequence[int]) -> list[int]:
     return first + [position for position in reversed(saved) if position not in known_now]
 
 
-class Course:
-    """How far the unpacking of one forward pass is, and what is expected next. What several nodes of the graph have
-    saved is wanted several times."""
+class PrefetchSchedule:
+    """What one backward pass has taken, and what it is expected to take next. A position that several nodes have saved
+    is taken several times."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self._expected = expected
         self._places: dict[int, list[int]] = {}
-        """Where in the order each position is, and has not been wanted yet; the first is the last."""
+        """By position, its places in the order that have not been taken; the nearest place is the last in the list."""
         for place in reversed(range(len(expected))):
             self._places.setdefault(expected[place], []).append(place)
         self._end = len(expected)
         self._after = [*range(1, self._end + 1), 0]
-        """By place, the next one that is not struck out. Behind the last is the end, and behind that the first."""
+        """A circular linked list of the places that are not struck out: the next one by place. The end is between the
+        last and the first."""
         self._before = [self._end, *range(self._end)]
         self._next = 0
-        """The first place that is expected."""
+        """The place that is expected next."""
         self._seen: set[int] = set()
         self.taken: list[int] = []
-        """In which order they were wanted."""
+        """Positions in the order in which they were taken."""
 
     def take(self, position: int) -> bool:
-        """An activation is wanted. Whether that was to be expected about now; or it has been before, and nobody knew
-        how often it would be. If not, what is expected next is what comes behind it."""
+        """Note that a position is needed now.
+
+        Returns:
+            Whether that was expected, or the position was taken before. If not, the schedule goes on behind it.
+        """
         seen = position in self._seen
         self._seen.add(position)
         self.taken.append(position)
@@ -81,13 +87,15 @@ class Course:
         return expected
 
     def upcoming(self, is_there: Callable[[int], bool] = lambda position: True) -> Iterator[int]:
-        """What is expected next, in order.
+        """The positions that are expected next, in order.
 
         Args:
-            is_there: whether a position may still be wanted. One that may not is struck out: it is asked about once.
+            is_there: whether a graph still holds a position. A position that no graph holds is struck out, and not
+            asked
+                about again.
 
-        >>> course = Course([2, 1, 2, 0])
-        >>> course.take(2), list(course.upcoming()), list(course.upcoming(lambda position: position != 2))
+        >>> schedule = PrefetchSchedule([2, 1, 2, 0])
+        >>> schedule.take(2), list(schedule.upcoming()), list(schedule.upcoming(lambda position: position != 2))
         (True, [1, 2, 0], [1, 0])
         """
         place = self._next

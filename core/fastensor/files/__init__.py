@@ -1,0 +1,1 @@
+"""What every part of the library shares about files and the machine. Nothing here imports another part but errors."""

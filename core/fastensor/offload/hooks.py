@@ -1,0 +1,270 @@
+"""The hooks that autograd calls: ``pack`` for each tensor that it saves, ``unpack`` when it needs the tensor again."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastensor.offload.copying import event_now, page_offset_of
+from fastensor.offload.forward import ForwardPass
+from fastensor.offload.geometry import View, bytes_to_move, spanned
+from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
+from fastensor.offload.saved import SavedBytes
+from fastensor.offload.transfers import SavedHandle, Transfers
+
+if TYPE_CHECKING:
+    from fastensor.offload.engine import ActivationOffload
+
+_LEAST_TO_TIDY = 256
+"""Ranges that a step knows before it looks for ranges to forget."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """What the graph holds of a tensor that stays in memory."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> KeptTensor:
+        """Of the detached tensor: a graph that held its own output would never be freed."""
+        return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+
+    def check_version(self) -> None:
+        """
+        Raises:
+            RuntimeError: the tensor was modified in place.
+        """
+        if not self.tensor.is_inference():
+            _check_version(self.tensor, self.version, self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedTensor:
+    """What the graph holds of a tensor whose bytes are offloaded."""
+
+    handle: SavedHandle
+    forward: ForwardPass
+    position: int
+    """In the forward pass."""
+    view: View
+    versioned: torch.Tensor
+    """Has no memory, but the version counter of the saved tensor."""
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, handle: SavedHandle, forward: ForwardPass, position: int) -> OffloadedTensor:
+        return cls(handle, forward, position, View.of(tensor), _without_memory(tensor), tensor._version)
+
+    def check_version(self) -> None:
+        """
+        Raises:
+            RuntimeError: the tensor was modified in place.
+        """
+        _check_version(self.versioned, self.version, self.view)
+
+    def bring(self) -> torch.Tensor:
+        """The tensor, in memory again.
+
+        Raises:
+            OffloadError: see :meth:`fastensor.offload.transfers.Transfers.bring`.
+        """
+        transfers, saved = self.handle.transfers, self.handle.saved
+        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
+        storage, origin = transfers.bring(saved, upcoming, unexpected)
+        tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownRange:
+    """A range that was offloaded, and may be saved again while a graph holds it."""
+
+    handle: weakref.ref[SavedHandle]
+    owner: weakref.ref[torch.Tensor]
+    """The tensor whose version counter counts for the range."""
+    span: range
+
+
+class StepHooks:
+    """The hooks of one ``step()`` block, for one forward pass after the other. One thread packs, any thread unpacks.
+
+    Args:
+        engine: the offload that the block belongs to.
+    """
+
+    def __init__(self, engine: ActivationOffload) -> None:
+        self._engine = engine
+        self._persistent = engine.persistent_storages()
+        self._forward: ForwardPass | None = None
+        self._is_over = False
+        """Whether a backward pass has begun, so that what is saved next belongs to another forward pass."""
+        self._known: dict[tuple[int, int], list[_KnownRange]] = {}
+        """By storage and version."""
+        self._count = 0
+        """Ranges in ``_known``."""
+        self._tidy_at = _LEAST_TO_TIDY
+
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
+        """What the graph is to hold of a tensor that autograd saves."""
+        started = time.perf_counter()
+        counts, kept = Counter(packed=1), Counter[str]()
+        try:
+            reason, span = self._why_kept(tensor)
+            if not reason:
+                transfers = self._engine.transfers()
+                with self._engine.guarded(transfers):
+                    return self._offload(tensor, span, transfers, counts, kept)
+            kept[reason] += len(span)
+            return KeptTensor.of(tensor)
+        finally:
+            self._engine.count(counts, kept, time.perf_counter() - started)
+
+    def unpack(self, packed: KeptTensor | OffloadedTensor) -> torch.Tensor:
+        """The tensor that autograd needs again."""
+        self._is_over = True
+        if isinstance(packed, KeptTensor):
+            packed.check_version()
+            return packed.tensor
+        started = time.perf_counter()
+        packed.handle.transfers.check_process()
+        packed.check_version()
+        try:
+            with self._engine.guarded(packed.handle.transfers):
+                return packed.bring()
+        finally:
+            self._engine.count(Counter(), Counter(), time.perf_counter() - started)
+
+    def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
+        """Why a tensor stays in memory, or an empty string; and the bytes of its storage that this is about."""
+        backward = "backward" if torch._C._current_graph_task_id() != -1 else ""
+        if reason := backward or reason_to_keep(tensor):
+            return reason, range(nbytes_of(tensor))
+        storage = tensor.untyped_storage()
+        span = bytes_to_move(spanned(tensor), storage.nbytes())
+        if storage._cdata in self._persistent:
+            return "buffer", span
+        if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
+            return "small", span
+        if is_cast_of_parameter(tensor):
+            return "parameter", span
+        return "" if self._engine.wants_now else "module", span
+
+    def _offload(
+        self, tensor: torch.Tensor, span: range, transfers: Transfers, counts: Counter[str], kept: Counter[str]
+    ) -> KeptTensor | OffloadedTensor:
+        storage = tensor.untyped_storage()
+        base = tensor if tensor._base is None else tensor._base
+        key = storage._cdata, tensor._version
+        forward = self._current_forward(transfers)
+        if (handle := self._share(key, base, span, transfers)) is not None:
+            counts["shared_nbytes"] += len(span)
+            return OffloadedTensor.of(tensor, handle, forward, forward.add_again(handle.saved))
+        if len(span) < self._engine.config.min_bytes:
+            kept["small"] += len(span)
+            return KeptTensor.of(tensor)
+        mark = forward.mark(len(span), tensor.dtype)
+        if mark in transfers.externally_referenced:
+            kept["externally referenced"] += len(span)
+            forward.add(None)
+            return KeptTensor.of(tensor)
+        saved = SavedBytes(
+            nbytes=len(span),
+            origin=span.start,
+            device=tensor.device,
+            original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
+            source=storage,
+            page_offset=page_offset_of(tensor, span),
+            ready=event_now(tensor.device),
+            mark=mark,
+            position=forward.next_position,
+        )
+        handle = SavedHandle(saved, transfers)
+        transfers.admit(saved)
+        forward.add(saved)
+        self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(base), span))
+        return OffloadedTensor.of(tensor, handle, forward, saved.position)
+
+    def _current_forward(self, transfers: Transfers) -> ForwardPass:
+        """The forward pass that saves something now: a new one after a backward pass, or with new transfers."""
+        if self._forward is None or self._is_over or self._forward.transfers is not transfers:
+            self._is_over = False
+            self._forward = self._engine.begin_forward(transfers)
+        return self._forward
+
+    def _share(self, key: tuple[int, int], base: torch.Tensor, span: range, transfers: Transfers) -> SavedHandle | None:
+        """The handle of an offloaded range that covers ``span``, for one more saved tensor; None if there is none."""
+        known = self._known.get(key, [])
+        known[:] = (one for one in known if one.handle() is not None)
+        for one in known:
+            handle = one.handle()
+            covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
+            if covers and handle is not None and handle.transfers is transfers:
+                transfers.share(handle.saved)
+                return handle
+        return None
+
+    def _remember(self, key: tuple[int, int], one: _KnownRange) -> None:
+        """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
+        graph holds; and the forward pass as well if most of its ranges are gone."""
+        self._known.setdefault(key, []).append(one)
+        self._count += 1
+        if self._count < self._tidy_at:
+            return
+        alive = {key: [one for one in known if one.handle() is not None] for key, known in self._known.items()}
+        self._known = {key: known for key, known in alive.items() if known}
+        before, self._count = self._count, sum(map(len, alive.values()))
+        self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
+        self._is_over |= self._count < before / 2
+
+
+def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook, which ``torch.compile`` does not try to compile where a compiled region calls it. If ``torch._dynamo``
+    is not imported, nothing is compiled, and importing it takes long."""
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    disabled: Callable[[Any], Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch gives none
+    return disabled
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, whose version counter is that of ``tensor``: in-place changes of it and its views
+    count."""
+    empty = tensor.detach()
+    empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty
+
+
+def _with_version_counter(versioned: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with the version counter of ``versioned``, so that autograd finds later in-place changes, too."""
+    found = versioned.detach()
+    found.data = tensor
+    return found
+
+
+def _check_version(versioned: torch.Tensor, version: int, shown: torch.Tensor | View) -> None:
+    """
+    Raises:
+        RuntimeError: the saved tensor was modified in place; with the words of eager autograd.
+    """
+    if versioned._version == version:
+        return
+    nested = isinstance(shown, torch.Tensor) and shown.is_nested  # whose shape may not be available
+    found = f"{shown.dtype} {'nested' if nested else list(shown.shape)}"
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{found}] is at version {versioned._version}; expected version {version} instead. "
+        f"Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        f"torch.autograd.set_detect_anomaly(True)."
+    )

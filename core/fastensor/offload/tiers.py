@@ -1,0 +1,167 @@
+"""The places that saved bytes are moved to: staging blocks in host memory, and slots on SSDs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from fastensor.backends import registry
+from fastensor.backends.arena import BLOCK_NBYTES, Arena
+from fastensor.backends.memory import Buffer
+from fastensor.errors import OffloadError
+from fastensor.offload import copying
+from fastensor.offload.config import OffloadConfig
+from fastensor.offload.saved import SavedBytes
+from fastensor.offload.slots import Slot, SlotFiles
+from fastensor.select.context import Context, Operation
+from fastensor.select.current import current_selector
+from fastensor.select.selector import Selector
+from fastensor.select.transfer import Transfer
+
+
+class StorageTiers:
+    """Staging blocks and slots. Both are made when they are first wanted.
+
+    Call every method but :meth:`bounce_block` and :meth:`transfer` with the lock of
+    :class:`~fastensor.offload.transfers.Transfers` held.
+
+    Args:
+        config: where the slots are, and how many bytes may be where.
+        dram_nbytes: bytes of host memory for ranges that stay there.
+        threads: how many threads may want a bounce block at once.
+    """
+
+    def __init__(self, config: OffloadConfig, dram_nbytes: int, threads: int) -> None:
+        self._config = config
+        self._slots: SlotFiles | None = None
+        self._selector: Selector | None = None
+        """None if the user has named a backend."""
+        self._staged = Arena(lambda: in_blocks(dram_nbytes) + config.staging_bytes // BLOCK_NBYTES * BLOCK_NBYTES)
+        self._bounce = Arena(lambda: threads * BLOCK_NBYTES)
+        self._bounce_nbytes = threads * BLOCK_NBYTES
+        self.broken = ""
+        """Why nothing is written any more; empty if ranges are written."""
+        self._closed = False
+
+    @property
+    def slots(self) -> SlotFiles:
+        """
+        Raises:
+            OffloadError: no file can be made for slots, or the tiers are closed.
+        """
+        if self._slots is None:
+            if self._closed:
+                raise OffloadError("it is closed")
+            try:
+                self._slots = SlotFiles(self._config)
+            except (OSError, OffloadError) as error:
+                self.broken = str(error)
+                raise OffloadError(self.broken) from error
+            if self._config.backend == registry.AUTO:
+                self._selector = current_selector(self._slots.files[0].folder, of="activations")
+        return self._slots
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of memory, of slots in use, and of space that the files take."""
+        return {
+            "staged": self._staged.nbytes + self._bounce.nbytes,
+            "on_ssd": self._slots.used_nbytes if self._slots else 0,
+            "reserved_on_ssd": self._slots.reserved_nbytes if self._slots else 0,
+        }
+
+    def transfer(self, operation: Operation, saved: SavedBytes, backends: tuple[str, ...]) -> Transfer:
+        """The choice of a backend for one transfer, which learns how long the transfer takes. Only writes choose:
+        reads use the first of ``backends`` that works."""
+        choose = operation == "write"
+        return Transfer(
+            backends,
+            saved.nbytes,
+            Context(operation, saved.device.type),
+            self._selector,
+            choose=choose,
+            mode="write_read",
+            default=backends[0],
+        )
+
+    def allocate(self, saved: SavedBytes) -> Slot:
+        """A slot for a range.
+
+        Raises:
+            OSError: the disk has no space, or fails.
+            OffloadError: ``ssd_bytes`` leave no room, or there are no slots.
+        """
+        slot = self.slots.allocate(saved.lead + saved.nbytes)
+        if slot is None:
+            raise OffloadError(f"ssd_bytes leave no room for {saved.nbytes} bytes more")
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back, which nothing reads or writes any more."""
+        if self._slots is not None:
+            self._slots.free(slot)
+
+    def take_blocks(self, nbytes: int) -> list[Buffer]:
+        """Staging blocks for ``nbytes``.
+
+        Raises:
+            MemoryError: ranges whose write has failed hold the blocks, or the system gives no memory.
+        """
+        wanted = in_blocks(nbytes)
+        self._staged.reserve(self._staged.nbytes - self._staged.free_nbytes + wanted)
+        if self._staged.free_nbytes < wanted:
+            raise MemoryError("no staging memory is left: activations that could not be written hold it")
+        blocks: list[Buffer] = []
+        while len(blocks) < wanted // BLOCK_NBYTES:
+            self._staged.take(blocks, while_waiting=nullcontext, stopped=lambda: False)
+        return blocks
+
+    def give_blocks(self, saved: SavedBytes) -> None:
+        """Take back the staging blocks of a range, which nothing reads any more."""
+        while saved.blocks:
+            self._staged.give(saved.blocks.pop())
+
+    @contextmanager
+    def bounce_block(self) -> Iterator[Buffer]:
+        """A block for pieces on their way. There is one for each thread."""
+        self._bounce.reserve(self._bounce_nbytes)
+        taken: list[Buffer] = []
+        try:
+            block = self._bounce.take(taken, while_waiting=nullcontext, stopped=lambda: False)
+            assert block is not None
+            yield block
+        finally:
+            for one in taken:
+                self._bounce.give(one)
+
+    def forget(self) -> None:
+        """In a forked child: pinned memory and files are the parent's."""
+        self._staged.forget()
+        self._bounce.forget()
+        if self._slots is not None:
+            self._slots.forget()
+
+    def close(self) -> None:
+        """Give everything back. No job runs any more."""
+        self._closed = True
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
+        self._staged.close()
+        self._bounce.close()
+
+
+def in_blocks(nbytes: int) -> int:
+    """What ``nbytes`` take in whole blocks."""
+    return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+
+
+def cost(saved: SavedBytes) -> int:
+    """The bytes that a range takes of budgets of host memory: whole blocks if it is copied to blocks."""
+    return in_blocks(saved.nbytes) if copying.is_staged_first(saved.device) else saved.nbytes
+
+
+def device_backends(slots: SlotFiles, device: torch.device) -> tuple[str, ...]:
+    """The backends that move the device's bytes by themselves."""
+    return tuple(name for name in slots.backends if slots.moves(name, device))
