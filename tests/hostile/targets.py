@@ -55,10 +55,10 @@ def _read_header(data: bytes) -> None:
         nbytes = safetensors.header_nbytes(data[:8], len(data), "x")
         assert nbytes <= len(data)
         parsed = safetensors.parse_header(data[:nbytes], len(data), where="x")
-        assert sum(entry.nbytes for entry in parsed.entries) == len(data) - nbytes
-        for entry in parsed.entries:
-            safetensors.torch_dtype(entry, "x")
-            assert nbytes <= entry.begin <= entry.end <= len(data)
+        assert sum(tensor.nbytes for tensor in parsed.tensors) == len(data) - nbytes
+        for tensor in parsed.tensors:
+            safetensors.torch_dtype(tensor, "x")
+            assert nbytes <= tensor.begin <= tensor.end <= len(data)
 
 
 def structure(data: bytes) -> None:

@@ -13,7 +13,7 @@ import torch
 from fastensor.checkpoint.archive import read_archive, read_pickle
 from fastensor.checkpoint.names import walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
-from fastensor.checkpoint.safetensors_file import part_of, read_header
+from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Part
@@ -117,10 +117,9 @@ def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
 def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
     header = read_header(file, verify=verify)
     located = {}
-    for entry in header.entries:
-        dtype = torch_dtype(entry, file.where)
-        info = TensorInfo(entry.name, "Tensor", dtype, entry.shape, entry.name, entry.crc32)
-        located[entry.name] = Located(info, part_of(entry), 0, row_major(entry.shape))
+    for part in header.tensors:
+        info = TensorInfo(part.name, "Tensor", torch_dtype(part, file.where), part.shape, part.name, part.crc32)
+        located[part.name] = Located(info, part, 0, row_major(part.shape))
     infos = {name: one.info for name, one in located.items()}
     return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, header.unchecked)
 

@@ -18,7 +18,6 @@ from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import (
     LENGTH_NBYTES,
-    Entry,
     SafetensorsHeader,
     header_nbytes,
     parse_header,
@@ -35,19 +34,18 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     if sys.byteorder != "little":
         raise UnsupportedContentError(f"{file.where}: safetensors files are little endian, this machine is not")
     header = read_header(file, verify=request.checked)
-    entries = _chosen(header.entries, request.keys, file.where)
+    parts = _chosen(header.tensors, request.keys, file.where)
     check_destination(_SAVED_FROM, request.map_location, file.where)
     if request.mmap:
-        return Loaded(_map(file, entries, request.map_location), "torch", MAPPED, False)
-    order = sorted(entries, key=attrgetter("begin"))
-    parts = [part_of(entry) for entry in order]
-    tensors = dict.fromkeys((entry.name for entry in entries), torch.empty(0))  # in the order of the header
+        return Loaded(_map(file, parts, request.map_location), "torch", MAPPED, False)
+    order = sorted(parts, key=attrgetter("begin"))
+    tensors = dict.fromkeys((part.name for part in parts), torch.empty(0))  # in the order of the header
     with PartReader(
-        file, extents_of(parts), request.options, verify=request.checked, fallbacks=request.fallbacks
+        file, extents_of(order), request.options, verify=request.checked, fallbacks=request.fallbacks
     ) as reader:
-        for entry, part in zip(order, parts, strict=True):
+        for part in order:
             storage = _read(reader, part, request.map_location)
-            tensors[entry.name] = _as_tensor(storage, entry, file.where)
+            tensors[part.name] = _as_tensor(storage, part, file.where)
         verified = header.checked and request.checked
         return Loaded(tensors, reader.backend, reader.reason, verified, header.unchecked)
 
@@ -57,11 +55,6 @@ def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
     start = read_exactly(file, 0, min(LENGTH_NBYTES, file.nbytes))
     data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
     return parse_header(data, file.nbytes, where=file.where, verify=verify)
-
-
-def part_of(entry: Entry) -> Part:
-    """The bytes of a tensor."""
-    return Part(entry.name, entry.nbytes, entry.crc32, entry.begin, entry.end)
 
 
 def _read(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
@@ -77,22 +70,22 @@ def _read(reader: PartReader, part: Part, map_location: MapLocation) -> torch.Un
     return filled(part.nbytes, _SAVED_FROM, map_location, fill)
 
 
-def _chosen(entries: Sequence[Entry], keys: Iterable[str] | None, where: str) -> Sequence[Entry]:
+def _chosen(parts: Sequence[Part], keys: Iterable[str] | None, where: str) -> Sequence[Part]:
     if keys is None:
-        return entries
-    names = resolve(keys, [entry.name for entry in entries], where)
-    return [entry for entry in entries if entry.name in names]
+        return parts
+    names = resolve(keys, [part.name for part in parts], where)
+    return [part for part in parts if part.name in names]
 
 
-def _as_tensor(placed: torch.UntypedStorage, entry: Entry, where: str) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch_dtype(entry, where), device=placed.device)
-    return empty.set_(placed, 0, entry.shape, row_major(entry.shape))
+def _as_tensor(placed: torch.UntypedStorage, part: Part, where: str) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch_dtype(part, where), device=placed.device)
+    return empty.set_(placed, 0, part.shape, row_major(part.shape))
 
 
-def _map(file: OpenedFile, entries: Sequence[Entry], map_location: MapLocation) -> dict[str, torch.Tensor]:
+def _map(file: OpenedFile, parts: Sequence[Part], map_location: MapLocation) -> dict[str, torch.Tensor]:
     """Tensors that are read when they are used, and whose changes stay private, as with ``torch.load(mmap=True)``."""
     mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
     return {
-        entry.name: _as_tensor(place(mapped[entry.begin : entry.end], _SAVED_FROM, map_location), entry, file.where)
-        for entry in entries
+        part.name: _as_tensor(place(mapped[part.begin : part.end], _SAVED_FROM, map_location), part, file.where)
+        for part in parts
     }

@@ -15,7 +15,7 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
-from fastensor.checkpoint.safetensors_file import part_of, read_header
+from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
@@ -134,7 +134,7 @@ def _parts_of_safetensors(file: OpenedFile, tally: _Tally) -> Sequence[Part]:
         tally.add_compared(header.nbytes)
     else:
         tally.uncompared += 1
-    return [part_of(entry) for entry in header.entries]
+    return header.tensors
 
 
 def _parts_of_torch(file: OpenedFile, tally: _Tally) -> Sequence[Part]:

@@ -22,6 +22,11 @@ class Part(NamedTuple):
     """Where its space ends."""
     header_nbytes: int = 0
     """Size of the local header, including the name but not the extra field; 0 if there is no local header."""
+    dtype: str = ""
+    """What a safetensors file calls the dtype, such as ``BF16``. The dtypes of torch files are in the pickle."""
+    shape: tuple[int, ...] = ()
+    """In a safetensors file: the shape, in elements of the torch dtype. A torch element of F4 holds two of the file's.
+    """
 
     @property
     def title(self) -> str:
