@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Protocol
 
 from fastensor.backends import posix, registry, stream
 from fastensor.backends.base import Extent
-from fastensor.backends.fallback import Fallback, announce, give_up
+from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
@@ -90,7 +90,7 @@ class LocalFile:
             options.backend, self.path, learned_as, context, registry.names(), default, learn=learn
         )
         reader = transfer.run(
-            lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(give_up, fallbacks)
+            lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(record_fallback, fallbacks)
         )
         return OpenedReader(transfer.used, transfer.reason, reader, transfer)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
-from fastensor.backends.fallback import Fallback, give_up
+from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
@@ -243,7 +243,7 @@ class RemoteFile:
             ring = RingReader(read, 1, order, elsewhere=plain, resources=ExitStack())
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, ring)
         except BackendUnavailableError as error:  # no thread can be started any more
-            give_up(fallbacks, "reading in parallel", str(error))
+            record_fallback(fallbacks, "reading in parallel", str(error))
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
 
     def _open(self, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from fastensor.backends.fallback import announce, give_up
+from fastensor.backends.fallback import announce, record_fallback
 from fastensor.backends.to_device import is_filled_at_once, storage_on
 from fastensor.checkpoint.archive import read_archive, read_pickle, verify_compressed
 from fastensor.checkpoint.checked_file import CheckedFile
@@ -35,7 +35,7 @@ _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load what is not a zip archive: torch wrote such files before 1.6. They carry no checksums."""
     reason = "the file is not a zip archive (torch wrote such files before 1.6)"
-    give_up(request.fallbacks, "the verifying reader", reason)
+    record_fallback(request.fallbacks, "the verifying reader", reason)
     return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
 
 
@@ -47,7 +47,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         if compare:
             verify_compressed(file)
         if archive.why_torch:
-            give_up(request.fallbacks, "the verifying reader", archive.why_torch)
+            record_fallback(request.fallbacks, "the verifying reader", archive.why_torch)
         result = _chosen(_load_with_torch(file, request, is_zip=True), request, file)
         return Loaded(result, "torch", archive.why_torch or MAPPED, compare)
     if archive.swapped:
@@ -81,7 +81,7 @@ def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], reques
     try:
         program = read_program(data, where=file.where)
     except CorruptCheckpointError as error:  # torch's own unpickler may know what to make of it
-        give_up(request.fallbacks, "partial reading", str(error))
+        record_fallback(request.fallbacks, "partial reading", str(error))
         return None
     names = _names_of(program.structure, keys, file.where)
     needed = list(all_in(choose(program.structure, names.__contains__)))
@@ -107,7 +107,7 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
         if selection.names <= {node.name for node in nodes(loaded.result, file.where)}:
             return replace(loaded, result=choose(loaded.result, selection.names.__contains__))
         reason = "its keys are of classes that are known to Python only"
-    give_up(request.fallbacks, "partial reading", reason)
+    record_fallback(request.fallbacks, "partial reading", reason)
     return _load_all(file, archive, request)
 
 
@@ -126,7 +126,7 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
             raise
         except Exception as error:  # noqa: BLE001  # if that was not the reason, the next attempt raises it again
             reason = f"torch cannot rebuild the object that way ({error!r})"
-            give_up(request.fallbacks, "filling devices at once", reason)
+            record_fallback(request.fallbacks, "filling devices at once", reason)
     if request.restricted and selection is _ALL and is_known() and are_wanted(request.map_location):
         try:
             return _load_together(file, archive, request)
