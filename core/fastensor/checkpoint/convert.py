@@ -111,9 +111,9 @@ def convert(
                 planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
             names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
             order = [tensors[names[_identity(storage)]] for storage in planned.storages]
-            opened_source = _Source(file, order, verify, backend, progress or (lambda done, total: None))
-            stack.callback(opened_source.close)
-            return replace(planned, storages=tuple(_TensorBytes(opened_source, one) for one in order))
+            source_tensors = _SourceTensors(file, order, verify, backend, progress or (lambda done, total: None))
+            stack.callback(source_tensors.close)
+            return replace(planned, storages=tuple(_TensorBytes(source_tensors, one) for one in order))
 
         delivery = Delivery(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
         return delivery.deliver(plan)
@@ -243,7 +243,7 @@ def _stand_in(name: str, one: Located, where: str) -> torch.Tensor:
     return empty.set_(memory.untyped_storage(), 0, one.info.shape, stride)
 
 
-class _Source:
+class _SourceTensors:
     """The tensors of the source, read in the order in which the target needs them.
 
     The target may be gone through twice: once for its checksums, where those come first. Each time the first tensor is
@@ -296,7 +296,7 @@ class _Source:
 class _TensorBytes:
     """One tensor of the source. See :class:`fastensor.stitch.source.FileBytes`."""
 
-    def __init__(self, source: _Source, one: Located) -> None:
+    def __init__(self, source: _SourceTensors, one: Located) -> None:
         self._source = source
         self._one = one
 
