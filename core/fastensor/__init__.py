@@ -11,7 +11,7 @@ from fastensor.checkpoint.lazy import LazyCheckpoint, open
 from fastensor.checkpoint.load import load, load_with_report
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
-from fastensor.checkpoint.verify import Damage, DamagedCheckpointError, VerifyReport, verify
+from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,
@@ -34,6 +34,7 @@ from fastensor.select.context import Context
 from fastensor.select.current import current_selector, use_selector
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.selector import Selector
+from fastensor.stitch.parts import Damage
 from fastensor.store.ref import TensorRef
 from fastensor.store.tensor_store import TensorStore
 from fastensor.store.tools import StoreStatistics

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError, UnverifiedCheckpointWarning
-from fastensor.backends import registry
 from fastensor.backends.fallback import available_names
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "n": 3}
@@ -301,28 +300,23 @@ def test_forked_children_can_train_after_a_load(path: Path) -> None:
 
 def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
     """torch reads records whole; should it ever not, nothing unverified gets through."""
-    import os
-
+    from fastensor.checkpoint.archive import read_archive
     from fastensor.checkpoint.checked_file import CheckedFile
-    from fastensor.checkpoint.opened import LocalFile
-    from fastensor.stitch.torch_records import Checks
-    from fastensor.stitch.zip_directory import parse_directory
+    from fastensor.checkpoint.opened import opened
+    from fastensor.checkpoint.read_options import ReadOptions
+    from fastensor.checkpoint.reader import PartReader
 
     data = bytearray(path.read_bytes())
-    nbytes = len(data)
     at = data.index(torch.arange(12.0).numpy().tobytes())
     for damage in (False, True):
         if damage:
             data[at + 40] ^= 1
             path.write_bytes(data)
-        fd = os.open(path, os.O_RDONLY)
-        archive = parse_directory(lambda begin, n, fd=fd: os.pread(fd, n, begin), nbytes, where="x")
-        reader = registry.get("numpy").open_reader(fd, nbytes, [])
-        file = CheckedFile(LocalFile(fd, "x"), reader, Checks(archive, enabled=True))
-        record = next(record for record in archive.records if record.name == "archive/data/0")
-        file.seek(record.header_offset)
-        file.readinto(bytearray(30))
-        file.seek(at)
-        got = file.readinto(bytearray(8))
-        assert (got, file.failure is None) == ((0, False) if damage else (8, True))
-        os.close(fd)
+        with opened(path) as file, PartReader(file, (), ReadOptions("numpy"), verify=True) as reader:
+            archive = read_archive(file)
+            view = CheckedFile(file, reader, archive)
+            view.seek(archive.storages["0"].begin)
+            view.readinto(bytearray(30))
+            view.seek(at)
+            got = view.readinto(bytearray(8))
+            assert (got, view.failure is None) == ((0, False) if damage else (8, True))

@@ -51,7 +51,7 @@ def not_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not storages.is_known():
         pytest.skip("this torch is not known")
-    monkeypatch.setattr(torch_file, "_attempt", refuse)
+    monkeypatch.setattr(torch_file, "_load_through_torch", refuse)
 
 
 @pytest.mark.usefixtures("not_with_torch")

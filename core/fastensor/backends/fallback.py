@@ -26,7 +26,7 @@ def announce(backend: str, reason: str) -> None:
     _logger.warning("%s is not used: %s", backend, reason)
 
 
-def give_up(fallbacks: list[Fallback], what: str, reason: str) -> None:
+def record_fallback(fallbacks: list[Fallback], what: str, reason: str) -> None:
     """Log a fallback and add it to those that the report will show."""
     announce(what, reason)
     fallbacks.append(Fallback(what, reason))

@@ -10,26 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastensor.backends.base import Extent, Reader
-from fastensor.checkpoint.archive import (
-    is_of_other_byte_order,
-    open_record,
-    read_directory,
-    read_pickle,
-    reason_for_torch,
-    records_by_key,
-)
-from fastensor.checkpoint.checksums import Checked
+from fastensor.checkpoint.archive import read_archive, read_pickle
 from fastensor.checkpoint.names import walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
-from fastensor.stitch.safetensors import Entry, torch_dtype
+from fastensor.stitch.parts import Part
+from fastensor.stitch.safetensors import torch_dtype
 from fastensor.stitch.shape import row_major
 from fastensor.stitch.torch_pickle import Opaque, StorageRef, TensorRef, plain_type, read_structure
-from fastensor.stitch.torch_records import Checks
-from fastensor.stitch.zip_directory import Record
 
 _SHOWN = 60
 """Characters of a value."""
@@ -55,22 +45,6 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Part(NamedTuple):
-    """A run of bytes that holds one tensor, or several that share memory."""
-
-    name: str
-    nbytes: int
-    crc32: int | None
-    """None if there is nothing to compare it with."""
-    origin: Record | Entry | None
-    """What the file says about it; None if it is empty."""
-
-    def checked(self, begin: int) -> Checked | None:
-        """What its bytes, which begin there, are to be compared with."""
-        kind = "record" if isinstance(self.origin, Record) else "tensor"
-        return None if self.crc32 is None else Checked(f"{kind} {self.name!r}", begin, self.nbytes, self.crc32)
 
 
 class Located(NamedTuple):
@@ -112,31 +86,10 @@ class Catalog:
     """Whether the file carries checksums."""
     unchecked: str = ""
     """Why it does not, where there is more to be said."""
-    checks: Checks | None = None
-    """Of a torch file."""
     structure: Any = None
-    """Of a torch file: what its pickle describes, symbolically."""
+    """What the pickle of a torch file describes, symbolically."""
     by_identity: Mapping[int, Located] = field(default_factory=dict)
     """The located tensors by the identity of what the structure has for them: names may be ambiguous."""
-
-    def begin_of(self, part: Part, reader: Reader, where: str) -> int:
-        """Where the bytes of a part begin in the file.
-
-        Raises:
-            CorruptCheckpointError: its local header contradicts the directory.
-            OSError: it cannot be read.
-        """
-        if isinstance(part.origin, Record):
-            assert self.checks is not None
-            return open_record(reader, self.checks, part.origin, where).begin
-        return 0 if part.origin is None else part.origin.begin
-
-    def extent_of(self, part: Part) -> Extent | None:
-        """Where the bytes of a part are to be looked for; None if there are none."""
-        if isinstance(part.origin, Record):
-            assert self.checks is not None
-            return Extent(part.origin.header_offset, self.checks.end_of(part.origin))
-        return Extent(part.origin.begin, part.origin.end) if part.origin is not None and part.nbytes else None
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
@@ -164,26 +117,18 @@ def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
 def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
     header = read_header(file, verify=verify)
     located = {}
-    for entry in header.entries:
-        dtype = torch_dtype(entry, file.where)
-        info = TensorInfo(entry.name, "Tensor", dtype, entry.shape, entry.name, entry.crc32)
-        part = Part(entry.name, entry.nbytes, entry.crc32, entry)
-        located[entry.name] = Located(info, part, 0, row_major(entry.shape))
+    for part in header.tensors:
+        info = TensorInfo(part.name, "Tensor", torch_dtype(part, file.where), part.shape, part.name, part.crc32)
+        located[part.name] = Located(info, part, 0, row_major(part.shape))
     infos = {name: one.info for name, one in located.items()}
     return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, header.unchecked)
 
 
 def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
-    archive = read_directory(file)
-    if reason := reason_for_torch(archive):
-        raise UnsupportedContentError(f"{file.where}: {reason}; load it whole")
+    archive = read_archive(file)
+    if archive.why_torch:
+        raise UnsupportedContentError(f"{file.where}: {archive.why_torch}; load it whole")
     structure = read_structure(read_pickle(file, archive, verify=verify), where=file.where)
-    checks = Checks(archive, enabled=True)
-    parts = {
-        key: Part(record.name, record.nbytes, record.crc32 if checks.payload else None, record)
-        for key, record in records_by_key(archive, file.where).items()
-    }
-    swapped = is_of_other_byte_order(archive)
     tensors: dict[str, TensorInfo] = {}
     located: dict[str, Located] = {}
     others: dict[str, str] = {}
@@ -195,16 +140,16 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         if not isinstance(value, TensorRef):
             others[name] = _in_words(value)
             continue
-        part = _part_of(value, name, parts, file.where)
+        part = _part_of(value, name, archive.storages, file.where)
         crc32 = part.crc32 if part else None
         info = TensorInfo(name, value.kind, value.dtype, value.shape, part.name if part else "", crc32)
         tensors[name] = info
-        if part is not None and value.plain and not swapped:
+        if part is not None and value.plain and not archive.swapped:
             located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, checks.complete, "", checks, structure, by_identity)
+    return Catalog("torch", tensors, located, others, {}, archive.checked, "", structure, by_identity)
 
 
-_EMPTY = Part("", 0, None, None)
+_EMPTY = Part("", 0, None, 0, 0)
 
 
 def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str) -> Part | None:

@@ -13,15 +13,14 @@ from typing import Any, BinaryIO
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Reader
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
-from fastensor.checkpoint.checksums import checksum_of
-from fastensor.checkpoint.choosing import Wanted
 from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import nodes
-from fastensor.checkpoint.opened import OpenedFile, explained, opened
+from fastensor.checkpoint.opened import OpenedFile, opened
+from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
 from fastensor.checkpoint.verify import Progress
@@ -112,9 +111,9 @@ def convert(
                 planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
             names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
             order = [tensors[names[_identity(storage)]] for storage in planned.storages]
-            reading = _Reading(file, catalog, order, verify, backend, progress or (lambda done, total: None))
-            stack.callback(reading.close)
-            return replace(planned, storages=tuple(_TensorBytes(reading, one) for one in order))
+            source_tensors = _SourceTensors(file, order, verify, backend, progress or (lambda done, total: None))
+            stack.callback(source_tensors.close)
+            return replace(planned, storages=tuple(_TensorBytes(source_tensors, one) for one in order))
 
         delivery = Delivery(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
         return delivery.deliver(plan)
@@ -244,79 +243,68 @@ def _stand_in(name: str, one: Located, where: str) -> torch.Tensor:
     return empty.set_(memory.untyped_storage(), 0, one.info.shape, stride)
 
 
-class _Reading:
-    """The bytes of the source, read in the order in which the target needs them."""
+class _SourceTensors:
+    """The tensors of the source, read in the order in which the target needs them.
+
+    The target may be gone through twice: once for its checksums, where those come first. Each time the first tensor is
+    begun, reading starts anew.
+    """
 
     def __init__(
         self,
         file: OpenedFile,
-        catalog: Catalog,
         order: Sequence[Located],
         verify: bool,
         backend: BackendChoice,
         progress: Progress,
     ) -> None:
-        extents = (catalog.extent_of(one.part) for one in order)
-        self._order = [extent for extent in dict.fromkeys(extents) if extent is not None]
         self._file = file
-        self._catalog = catalog
+        self._order = extents_of(dict.fromkeys(one.part for one in order if one.part.nbytes))
         self._verify = verify
-        self._backend = backend
+        self._options = ReadOptions(backend)
         self._progress = progress
+        self._first = next((one for one in order if one.info.nbytes), None)
         self._total = sum(one.info.nbytes for one in order)
         self._done = 0
-        self._first = next((one for one in order if one.info.nbytes), None)
-        self._reader: Reader | None = None
-        self._begins: dict[str, int] = {}
-        self._sound: set[str] = set()
-        """Parts of which views are read, and whose checksum has been compared."""
+        self._reader: PartReader | None = None
 
     def readinto(self, one: Located, begin: int, buffer: memoryview) -> int:
-        """Read a range of a tensor; returns the CRC32."""
-        with explained(self._file.where):
-            if one is self._first and begin == 0:  # perhaps once more: checksums are wanted in front, say
-                self._restart()
-            assert self._reader is not None
-            part = one.part
-            if part.name not in self._begins:
-                self._begins[part.name] = self._catalog.begin_of(part, self._reader, self._file.where)
-            start = self._begins[part.name]
-            if self._verify and one.info.nbytes < part.nbytes and part.name not in self._sound:
-                if checked := part.checked(start):
-                    checked.compare(checksum_of(self._reader, start, part.nbytes), self._file.where)
-                self._sound.add(part.name)
-            crc32 = self._reader.readinto(start + one.span[0] + begin, buffer, checksum=True)
+        """Read a range of a tensor; returns the CRC32 of the range."""
+        if one is self._first and begin == 0:
+            self.close()
+            self._reader = PartReader(self._file, self._order, self._options, verify=self._verify)
+            self._done = 0
+        assert self._reader is not None
+        if one.info.nbytes < one.part.nbytes:
+            self._reader.check(one.part)
+        crc32 = self._reader.read_range(one.part, one.span[0] + begin, buffer)
         self._done += buffer.nbytes
         self._progress(self._done, self._total)
         return crc32
 
     def check(self, one: Located, crc32: int) -> None:
-        checked = one.part.checked(self._begins[one.part.name])
-        if self._verify and checked is not None and one.info.nbytes == one.part.nbytes:
-            checked.compare(crc32, self._file.where)
+        """Compare a tensor that was read whole. One that is a part of a record was compared with it before."""
+        assert self._reader is not None
+        if one.info.nbytes == one.part.nbytes:
+            self._reader.check_read(one.part, crc32)
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
 
-    def _restart(self) -> None:
-        self.close()
-        self._reader = self._file.open_reader(self._order, Wanted(self._backend), []).reader
-        self._done = 0
-
 
 class _TensorBytes:
-    """See :class:`fastensor.stitch.source.FileBytes`."""
+    """One tensor of the source. See :class:`fastensor.stitch.source.FileBytes`."""
 
-    def __init__(self, reading: _Reading, one: Located) -> None:
-        self._reading = reading
+    def __init__(self, source: _SourceTensors, one: Located) -> None:
+        self._source = source
         self._one = one
 
     def nbytes(self) -> int:
         return self._one.info.nbytes
 
     def readinto(self, begin: int, buffer: memoryview) -> int:
-        return self._reading.readinto(self._one, begin, buffer)
+        return self._source.readinto(self._one, begin, buffer)
 
     def check(self, crc32: int) -> None:
-        self._reading.check(self._one, crc32)
+        self._source.check(self._one, crc32)

@@ -12,15 +12,15 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
 from fastensor.backends import posix, registry, stream
-from fastensor.backends.fallback import Fallback, can_write, give_up
+from fastensor.backends.fallback import Fallback, can_write, record_fallback
 from fastensor.backends.new_file import NewFile
 from fastensor.backends.torch import file_for_torch
-from fastensor.checkpoint.choosing import NO_LOCAL_FILE
 from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
 from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
+from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
@@ -134,7 +134,7 @@ class Delivery:
             if isinstance(self._output, InPlace) and self._output.is_file and self._output.nbytes:
                 fallback = Fallback("atomic replacement", f"{self.where}: {self._output.why}")
                 if fallback not in self._fallbacks:
-                    give_up(self._fallbacks, fallback.backend, fallback.reason)
+                    record_fallback(self._fallbacks, fallback.backend, fallback.reason)
 
     def is_in_place(self) -> bool:
         """Whether the target has to be written in place. Opens it, as :meth:`open`; but a regular file is opened again
@@ -298,7 +298,9 @@ class Delivery:
                 choose_writer(source.nbytes),
                 learn=self._durable and not source.held_up,  # unsynced, the page cache takes it, and the disk later
             )
-            checksums = transfer.run(lambda backend: backend.write(source, fd), partial(give_up, self._fallbacks))
+            checksums = transfer.run(
+                lambda backend: backend.write(source, fd), partial(record_fallback, self._fallbacks)
+            )
         except BackendUnavailableError as error:
             raise OSError(errno.EINVAL, str(error)) from error
         return transfer, checksums

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, TypeAlias
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Extent, Reader
-from fastensor.backends.to_device import Filler
-from fastensor.checkpoint.catalog import Catalog, Located, Part, TensorInfo, read_catalog
-from fastensor.checkpoint.checksums import checksum_of
-from fastensor.checkpoint.choosing import Wanted
+from fastensor.backends.base import Extent
+from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo, read_catalog
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, explained, opened
+from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled
+from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.reader import PartReader
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch.parts import Part
 
 _LARGE_NBYTES = 8 << 20
 Index: TypeAlias = Any
@@ -104,10 +104,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         self._map_location = map_location
         self._verify = verify
         self._backend = backend
-        self._reader = file.open_reader((), Wanted("numpy"), []).reader
-        resources.callback(self._reader.close)
-        self._sound: set[str] = set()
-        """Parts of which slices were read, and whose checksum has been compared."""
+        self._reader = resources.enter_context(PartReader(file, (), ReadOptions("numpy"), verify=verify))
 
     @property
     def container(self) -> str:
@@ -197,35 +194,31 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
 
         def fill(storage: torch.UntypedStorage) -> None:
-            with explained(self._file.where):
-                self._fill(part, offset, storage)
+            self._fill(part, offset, storage)
 
         placed = filled(numel * view.dtype.itemsize, "cpu", self._map_location, fill)
         empty = torch.empty(0, dtype=view.dtype, device=placed.device)
         return empty.set_(placed, 0, view.shape, view.stride())
 
     def _fill(self, part: Part, offset: int, storage: torch.UntypedStorage) -> None:
-        """Read a range of a part. If it is not the whole part, that is verified first, once."""
-        nbytes, begin = storage.nbytes(), self._catalog.begin_of(part, self._reader, self._file.where)
-        checked = part.checked(begin) if self._verify else None
-        if checked is not None and nbytes < part.nbytes:
-            if part.name not in self._sound:
-                checked.compare(checksum_of(self._reader, begin, part.nbytes), self._file.where)
-                self._sound.add(part.name)
-            checked = None
-        with self._reader_for(Extent(begin + offset, begin + offset + nbytes)) as reader:
-            found = Filler(reader).fill(storage, begin + offset, checksum=checked is not None)
-        if checked is not None:
-            checked.compare(found, self._file.where)
+        """Read a range of a part, verified. If the range is not the whole part, the part is verified first, once."""
+        nbytes = storage.nbytes()
+        if nbytes < part.nbytes:
+            self._reader.check(part)
+        begin = self._reader.data_begin(part) + offset
+        with self._reader_for(Extent(begin, begin + nbytes)) as reader:
+            if nbytes == part.nbytes:
+                reader.read(part, storage)
+            else:
+                reader.read_range(part, offset, storage, checksum=False)
 
     @contextmanager
-    def _reader_for(self, extent: Extent) -> Iterator[Reader]:
-        """One of its own for what takes long, so that several transfers are in flight."""
+    def _reader_for(self, extent: Extent) -> Iterator[PartReader]:
+        """A reader of its own for what takes long, so that several transfers are in flight."""
         if self._backend == registry.AUTO and extent.end - extent.begin < _LARGE_NBYTES:
             yield self._reader
             return
-        reader = self._file.open_reader([extent], Wanted(self._backend), []).reader
-        with closing(reader):
+        with PartReader(self._file, [extent], ReadOptions(self._backend), verify=self._verify) as reader:
             yield reader
 
 

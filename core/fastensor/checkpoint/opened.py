@@ -7,24 +7,22 @@ import io
 import mmap
 import os
 import stat
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from fastensor.backends import posix, registry, stream
-from fastensor.backends.base import Extent, Reader
-from fastensor.backends.fallback import Fallback, announce, give_up
-from fastensor.backends.to_device import DeviceReader, DeviceTarget
-from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
+from fastensor.backends.base import Extent
+from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
+from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
-from fastensor.select.transfer import Transfer, is_to_blame
+from fastensor.select.transfer import Transfer
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
@@ -56,8 +54,9 @@ class OpenedFile(Protocol):
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
 
-    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
-        """Prepare to read these extents fast."""
+    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
+        """Open a backend reader that reads these extents, in this order, fast. Backends that cannot are added to
+        ``fallbacks``."""
 
 
 class LocalFile:
@@ -79,79 +78,21 @@ class LocalFile:
     def readinto(self, offset: int, buffer: memoryview) -> int:
         return posix.read_fully(self._fd, buffer, offset)
 
-    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
         if self._copied is not None and self._copied not in fallbacks:
             fallbacks.append(self._copied)
         nbytes = sum(extent.end - extent.begin for extent in order)
-        context = Context("read", wanted.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
+        context = Context("read", options.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         default = choose_reader(nbytes, self.resident_fraction)
         learned_as = self.nbytes if nbytes >= _NEARLY_ALL * self.nbytes else nbytes
-        learn = wanted.learn and bool(order)
+        learn = options.learn and bool(order)
         transfer = Transfer.of_file(
-            wanted.backend, self.path, learned_as, context, registry.names(), default, learn=learn
+            options.backend, self.path, learned_as, context, registry.names(), default, learn=learn
         )
         reader = transfer.run(
-            lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(give_up, fallbacks)
+            lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(record_fallback, fallbacks)
         )
-        measuring = _MeasuredDeviceReader if isinstance(reader, DeviceReader) else _MeasuredReader
-        measured = measuring(reader, transfer, order[-1].begin if order else 0, self.where)
-        return OpenedReader(transfer.used, transfer.reason, measured)
-
-
-class _MeasuredReader:
-    """Tells how long whoever reads has waited, if everything was read and verified; or that the backend cannot do it.
-
-    Args:
-        last: where the last part begins that was announced.
-        where: the file's name, for messages.
-    """
-
-    def __init__(self, reader: Reader, transfer: Transfer, last: int, where: str) -> None:
-        self._reader = reader
-        self._transfer = transfer
-        self._last = last
-        self._where = where
-        self._seconds = time.perf_counter() - transfer.started
-        self._complete = False
-        self._verified = False
-        self._failed = False
-
-    def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
-        return self._measure(self._reader.readinto, offset, buffer, checksum)
-
-    def _measure(self, read: Callable[..., int], offset: int, target: memoryview | DeviceTarget, checksum: bool) -> int:
-        started = time.perf_counter()
-        try:
-            found = read(offset, target, checksum=checksum)
-        except BaseException as error:
-            self._failed = True  # so that it does not count as a fast one
-            if not isinstance(error, Exception):
-                raise
-            if is_to_blame(error):
-                self._transfer.failed(f"it raised {error!r}")
-            if isinstance(error, OSError | FastensorError | MemoryError):
-                raise
-            reason = f"the backend {self._transfer.used} has raised {error!r}; backend='numpy' always works"
-            raise CheckpointReadError(errno.EIO, reason, self._where) from error
-        self._seconds += time.perf_counter() - started
-        self._verified |= checksum
-        self._complete |= offset + target.nbytes > self._last
-        return found
-
-    def close(self) -> None:
-        self._reader.close()
-        if self._complete and self._verified and not self._failed:
-            self._complete = False
-            self._transfer.done(self._seconds)
-
-
-class _MeasuredDeviceReader(_MeasuredReader):
-    """The same of one that can fill memory of devices."""
-
-    _reader: Any
-
-    def read_to_device(self, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
-        return self._measure(self._reader.read_to_device, offset, target, checksum)
+        return OpenedReader(transfer.used, transfer.reason, reader, transfer)
 
 
 class StreamFile:
@@ -171,7 +112,7 @@ class StreamFile:
         self._file.seek(self._start + offset)
         return stream.read_block(self._file, buffer)
 
-    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
         return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(self._file, self._start))
 
 
@@ -311,20 +252,17 @@ def as_read_error(error: OSError, where: str) -> FastensorError:
     return CheckpointReadError(error.errno, f"cannot read the checkpoint ({error.strerror})", where)
 
 
-def read_explained(reader: Reader, where: str, offset: int, buffer: memoryview, *, checksum: bool) -> int:
-    """Fill memory by a reader. Errors are :func:`explained`."""
-    with explained(where):
-        return reader.readinto(offset, buffer, checksum=checksum)
-
-
 def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
-    """These bytes of the file.
+    """``nbytes`` bytes of the file from ``offset`` on.
 
     Raises:
-        CorruptCheckpointError: it ends before.
+        CorruptCheckpointError: the file ends before.
+        CheckpointReadError: the operating system failed to deliver them.
     """
     data = bytearray(nbytes)
-    if file.readinto(offset, memoryview(data)) != nbytes:
+    with explained(file.where):
+        found = file.readinto(offset, memoryview(data))
+    if found != nbytes:
         raise CorruptCheckpointError(f"{file.where}: the file ends before offset {offset + nbytes}; it was cut off")
     return bytes(data)
 
@@ -335,8 +273,7 @@ def container_of(file: OpenedFile) -> Container:
     Raises:
         CorruptCheckpointError: none that we know.
     """
-    with explained(file.where):
-        start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
+    start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
     container = recognize(start, file.nbytes, file.where)
     if container is None:
         raise CorruptCheckpointError(

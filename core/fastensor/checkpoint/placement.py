@@ -16,7 +16,7 @@ MapLocation: TypeAlias = Any
 
 
 def kind_of_device(map_location: MapLocation) -> str:
-    """Where most of it will go, as far as that is said.
+    """The kind of device that most storages will go to, as far as ``map_location`` names one.
 
     >>> kind_of_device("cuda:1"), kind_of_device(torch.device("cpu")), kind_of_device({"cuda:0": "cuda:1"})
     ('cuda', 'cpu', 'cpu')
@@ -27,7 +27,7 @@ def kind_of_device(map_location: MapLocation) -> str:
 
 
 def may_be_filled_at_once(map_location: MapLocation) -> bool:
-    """Whether storages may go to a device that they can be read to. A callable of the user's gets them filled.
+    """Whether storages may be read straight into a device's memory. A callable of the user's gets them filled.
 
     >>> may_be_filled_at_once("cuda"), may_be_filled_at_once("cpu"), may_be_filled_at_once(lambda storage, _: storage)
     (True, False, False)
@@ -40,14 +40,14 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
 
 
 def _is_users(map_location: MapLocation) -> bool:
-    """Whether code of the user's says where storages go."""
+    """Whether ``map_location`` is a callable of the user's."""
     return callable(map_location) and not isinstance(map_location, torch.device)
 
 
-def is_told(map_location: MapLocation) -> bool:
-    """Whether it is known before anything is read to what kind of device most of it goes.
+def kind_is_known(map_location: MapLocation) -> bool:
+    """Whether :func:`kind_of_device` is right: the kind of device is known before anything is read.
 
-    >>> is_told("cuda:1"), is_told(torch.device("cpu"))
+    >>> kind_is_known("cuda:1"), kind_is_known(torch.device("cpu"))
     (True, True)
     """
     return isinstance(map_location, str | torch.device) or not may_be_filled_at_once(map_location)

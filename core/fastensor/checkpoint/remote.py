@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
-from fastensor.backends.fallback import Fallback, give_up
+from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
-from fastensor.checkpoint.choosing import NO_LOCAL_FILE, OpenedReader, Wanted
 from fastensor.checkpoint.location import RemotePath, locate
+from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class RemoteFile:
         self._file.seek(offset)
         return stream.read_block(self._file, buffer)
 
-    def open_reader(self, order: Sequence[Extent], wanted: Wanted, fallbacks: list[Fallback]) -> OpenedReader:
+    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
         plain = stream.StreamReader(self._file, 0)
         if sum(extent.end - extent.begin for extent in order) < _PARALLEL_NBYTES or not self._file.independent:
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
@@ -243,7 +243,7 @@ class RemoteFile:
             ring = RingReader(read, 1, order, elsewhere=plain, resources=ExitStack())
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, ring)
         except BackendUnavailableError as error:  # no thread can be started any more
-            give_up(fallbacks, "reading in parallel", str(error))
+            record_fallback(fallbacks, "reading in parallel", str(error))
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
 
     def _open(self, **options: Any) -> Any:

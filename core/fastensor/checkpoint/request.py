@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.choosing import Wanted
-from fastensor.checkpoint.placement import MapLocation, is_told, kind_of_device
+from fastensor.checkpoint.placement import MapLocation, kind_is_known, kind_of_device
+from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.select.transfer import BackendChoice
 
 MAPPED = "the file is mapped"
@@ -51,10 +51,10 @@ class LoadRequest:
         return is_restricted(self.weights_only)
 
     @property
-    def wanted(self) -> Wanted:
+    def options(self) -> ReadOptions:
         """How the file is to be read."""
-        learn = self.checked and is_told(self.map_location)
-        return Wanted(self.backend, kind_of_device(self.map_location), learn=learn)
+        learn = self.checked and kind_is_known(self.map_location)
+        return ReadOptions(self.backend, kind_of_device(self.map_location), learn=learn)
 
 
 @dataclass(frozen=True, slots=True)

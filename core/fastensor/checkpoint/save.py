@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.fallback import Fallback, give_up
+from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.checkpoint.deliver import Delivery, Planner
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.report import SaveReport
@@ -148,7 +148,7 @@ class SaveSettings:
                     raise LayoutError(f"torch.save is {replaced}, which is called once, and writes the file")
                 return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
             except LayoutError as error:
-                give_up(fallbacks, "stitching", str(error))
+                record_fallback(fallbacks, "stitching", str(error))
                 return None
 
         def let_torch_write(file: BinaryIO) -> None:

@@ -1,10 +1,10 @@
 """Rebuilding the object of an archive with torch's restricted unpickler and storages of ours: for thousands of tensors.
 
-For each storage, ``torch.load`` looks for a record, reads it in several calls, and asks several times whether somebody
-only pretends to load. Here neighbours are read together and then copied apart. What may be in the
-pickle, and what it does, is decided by torch's own restricted unpickler, which calls :class:`Storages` only for the
-storages that it has allowed. It is private to torch: where it is not as it is known here, or the file or the request is
-out of the ordinary, ``torch.load`` does it.
+For each storage, ``torch.load`` looks for a record, reads the record in several calls, and asks several times whether
+fake tensors are wanted. Here neighbours are read together. torch's own restricted unpickler decides what the pickle may
+hold and do, and calls :class:`Storages` only for storages that it has allowed. That unpickler is private to torch:
+where torch is another release than those known here, or the file or the request is out of the ordinary, ``torch.load``
+itself loads the file.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ import inspect
 import io
 import re
 import sys
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from isal import isal_zlib
 
-from fastensor.backends.base import Extent, Reader
-from fastensor.backends.to_device import memory_of
-from fastensor.backends.window import ALIGNMENT, SMALL_NBYTES, Window, joined
-from fastensor.checkpoint.archive import find_pickle
+from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.checked_file import CheckedFile
-from fastensor.checkpoint.checksums import Checked
-from fastensor.checkpoint.opened import OpenedFile, explained, read_explained
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
+from fastensor.checkpoint.reader import PartReader, is_joined
 from fastensor.stitch.source import skips_values
-from fastensor.stitch.torch_records import Checks
-from fastensor.stitch.zip_directory import LOCAL_HEADER, Record, ZipDirectory
+from fastensor.stitch.torch_records import TorchArchive
 
 _KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
 """Releases of torch whose unpickler, and what ``torch.load`` does around it, have been read."""
@@ -40,8 +33,6 @@ _ENCODING = "utf-8"
 _BYTE_ORDER = "byteorder"
 _READ_BEFORE = (".format_version", _BYTE_ORDER, ".storage_alignment")
 """Records that ``torch.load`` reads before the pickle."""
-_PAD_NBYTES = 512
-"""What a local header, alignment to 64 bytes and a data descriptor take at most, with an ordinary name."""
 _TYPED: Any = torch.storage.TypedStorage
 
 
@@ -66,7 +57,7 @@ def is_known() -> bool:
 
 
 def are_wanted(map_location: MapLocation) -> bool:
-    """Whether whoever loads wants the values, and does not only pretend to load."""
+    """Whether values are loaded. torch can be told to load none: with fake tensors, or to the meta device."""
     pretends = skips_values() or torch._guards.detect_fake_mode(None) is not None
     return not pretends and kind_of_device(map_location) != "meta"
 
@@ -103,39 +94,27 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
 
 
 class Storages:
-    """The storages of one archive, read by one thread and compared with their CRC32s before torch gets them.
+    """The storages of one archive, compared with their CRC32s before torch gets them. Used by one thread.
 
     Args:
-        file: for messages.
-        archive: its directory.
-        reader: closed by the caller.
-        checks: what can be compared.
-        map_location: where they go, as for ``torch.load``.
+        archive: its records.
+        reader: of the same file, which keeps small parts. Closed by the caller.
+        map_location: where storages go, as for ``torch.load``.
     """
 
-    def __init__(
-        self, file: OpenedFile, archive: ZipDirectory, reader: Reader, checks: Checks, map_location: MapLocation
-    ) -> None:
+    def __init__(self, archive: TorchArchive, reader: PartReader, map_location: MapLocation) -> None:
         self.map_location = map_location
-        self._where = file.where
+        self._records = archive.storages
         self._reader = reader
-        self._checks = checks
-        prefix = find_pickle(archive, file.where).name.removesuffix("data.pkl") + "data/"
-        self._records = {
-            record.name.removeprefix(prefix): record for record in archive.records if record.name.startswith(prefix)
-        }
-        self._read = partial(read_explained, reader, file.where, checksum=checks.payload)
-        self._window = Window(self._read, extents(checks), kept=True)  # no method: that were a circle
-        self._header = memoryview(bytearray(LOCAL_HEADER.size))
         self._loaded: dict[str, Any] = {}
-        """By their keys."""
+        """Typed storages by their keys."""
 
     def load(self, saved_id: Any) -> Any:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.
 
         Raises:
-            NotOrdinaryError: that is none, or one without bytes, or of another size than its record.
-            CorruptCheckpointError: its bytes do not match their CRC32.
+            NotOrdinaryError: the id is none of a storage, or the storage is not of the size of its record.
+            CorruptCheckpointError: the bytes of the storage do not match their CRC32.
         """
         if not isinstance(saved_id, tuple) or len(saved_id) != 5:
             raise NotOrdinaryError("a persistent id that torch does not write")
@@ -145,66 +124,35 @@ class Storages:
         if key in self._loaded:
             return self._loaded[key]
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        placed = place(self._filled(key, numel * dtype.itemsize), location, self.map_location)
+        placed = place(self._read(key, numel * dtype.itemsize), location, self.map_location)
         typed = _TYPED(wrap_storage=placed, dtype=dtype, _internal=True)
         if placed.data_ptr():
             self._loaded[key] = typed
         return typed
 
-    def _filled(self, key: str, nbytes: int) -> torch.UntypedStorage:
+    def _read(self, key: str, nbytes: int) -> torch.UntypedStorage:
         record = self._records.get(key)
         if record is None or record.nbytes != nbytes:
             raise NotOrdinaryError(f"storage {key!r} of {nbytes} bytes, whose record is {record}")
-        if not nbytes:
-            return _of_fixed_size(nbytes)
-        begin, is_small = record.header_offset, is_joined(record, self._checks)
-        if is_small:
-            around = self._window.part(begin, self._checks.end_of(record) - begin)
-        else:
-            self._read(begin, around := self._header)
-        opened = self._checks.open_known_record(record, around[: LOCAL_HEADER.size], self._where)
-        if is_small:
-            at = opened.begin - begin
-            storage = self._carved(opened.begin, nbytes)
-            found = isal_zlib.crc32(around[at : at + nbytes]) if opened.compared else 0
-        else:
-            storage = _of_fixed_size(nbytes)
-            with explained(self._where):
-                found = self._reader.readinto(opened.begin, memory_of(storage), checksum=opened.compared)
-        if opened.compared and found != record.crc32:
-            Checked.of_record(opened).compare(found, self._where)
-        return storage
-
-    def _carved(self, begin: int, nbytes: int) -> torch.UntypedStorage:
-        """A small storage: a part of the window that it was read in, which lives as long as any of them."""
-        found = self._window.array(begin, nbytes)
-        return torch.from_numpy(found if begin % ALIGNMENT == 0 else _aligned_copy(found)).untyped_storage()
-
-
-def _of_fixed_size(nbytes: int) -> torch.UntypedStorage:
-    """A storage on the host as ``torch.load`` makes them. A tensor that reaches beyond it is refused by torch; one that
-    reached beyond an ordinary storage would make it grow."""
-    return torch.from_numpy(_aligned(nbytes)).untyped_storage()
+        if nbytes and is_joined(record):
+            begin = self._reader.read_small(record)
+            data = self._reader.window.array(begin, nbytes)
+            return torch.from_numpy(data if begin % ALIGNMENT == 0 else _aligned_copy(data)).untyped_storage()
+        memory = _aligned(nbytes)
+        if nbytes:
+            self._reader.read(record, memory.data)
+        return torch.from_numpy(memory).untyped_storage()
 
 
 def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of a fixed size, as ``torch.load`` makes it. torch refuses a tensor that reaches beyond it; an ordinary
+    storage would grow."""
     memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memory
 
 
-def _aligned_copy(found: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _aligned_copy(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """For files of tools that do not align storages as torch does."""
-    memory = _aligned(found.nbytes)
-    memory[:] = found
+    memory = _aligned(data.nbytes)
+    memory[:] = data
     return memory
-
-
-def is_joined(record: Record, checks: Checks) -> bool:
-    """Whether a record is small, and so is its space, so that little is read in vain with its neighbours."""
-    space = checks.end_of(record) - record.header_offset
-    return record.nbytes <= SMALL_NBYTES and space <= 2 * record.nbytes + _PAD_NBYTES
-
-
-def extents(checks: Checks) -> list[Extent]:
-    """What will be read, in order."""
-    return joined((record.header_offset, checks.end_of(record), is_joined(record, checks)) for record in checks.records)

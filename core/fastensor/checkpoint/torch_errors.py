@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from fastensor.checkpoint.archive import read_directory, reason_for_torch, records_by_key
+from fastensor.checkpoint.archive import read_archive
 from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.opened import FileView, OpenedFile, as_read_error
 from fastensor.checkpoint.placement import check_destination
@@ -25,7 +25,7 @@ from fastensor.errors import (
     UnsupportedContentError,
 )
 from fastensor.stitch.torch_pickle import StorageRef, storages_in
-from fastensor.stitch.zip_directory import ZipDirectory
+from fastensor.stitch.torch_records import TorchArchive
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _READER = "PytorchStreamReader"
@@ -96,18 +96,17 @@ def _is_users(error: Exception) -> bool:
 
 def _judge(error: Exception, file: OpenedFile, request: LoadRequest) -> Exception:
     """Whose fault it is that torch cannot rebuild a zip archive."""
-    archive = read_directory(file)
-    reason = reason_for_torch(archive)
-    storages, defect = ([], None) if reason else _read_soberly(file, archive)
+    archive = read_archive(file)
+    storages, defect = ([], None) if archive.why_torch else _read_soberly(file, archive)
     locations = {_HOST, *(storage.location for storage in storages)}
     if refused := _refused_place(error, locations, file, request):
         return refused
     if not request.restricted:
         return error
-    if "TorchScript" in reason:
+    if "TorchScript" in archive.why_torch:
         return UnsafeCheckpointError(
-            f"{file.where}: {reason}, and weights_only=True does not allow that. If you trust the file, load it with "
-            f"weights_only=False{_unless_forced(request)}"
+            f"{file.where}: {archive.why_torch}, and weights_only=True does not allow that. If you trust the file, "
+            f"load it with weights_only=False{_unless_forced(request)}"
         )
     return defect or UnsupportedContentError(
         f"{file.where}: torch {torch.__version__} cannot rebuild what the file holds, although what its pickle says is "
@@ -115,15 +114,14 @@ def _judge(error: Exception, file: OpenedFile, request: LoadRequest) -> Exceptio
     )
 
 
-def _read_soberly(file: OpenedFile, archive: ZipDirectory) -> tuple[list[StorageRef], FastensorError | None]:
+def _read_soberly(file: OpenedFile, archive: TorchArchive) -> tuple[list[StorageRef], FastensorError | None]:
     """The storages that the pickle names, without running it, and what is wrong with it."""
     try:
         storages = list(storages_in(read_catalog(file, verify=False).structure))
     except (CorruptCheckpointError, UnsupportedContentError) as defect:
         return [], defect
-    records = records_by_key(archive, file.where)
     for storage in storages:
-        nbytes = records[storage.key].nbytes if storage.key in records else 0
+        nbytes = archive.storages[storage.key].nbytes if storage.key in archive.storages else 0
         if nbytes != storage.nbytes:
             return storages, CorruptCheckpointError(
                 f"{file.where}: torch cannot rebuild what the file holds: its pickle says that storage {storage.key!r} "

@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.image import Header, Image, Payload, Segment
+from fastensor.stitch.parts import Part
 from fastensor.stitch.shape import MAX_SIZE, is_shape
 from fastensor.stitch.source import Plan, check_values_are_wanted
 
@@ -57,30 +59,11 @@ _COPIED = (
 _CHECKSUMS = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})*")
 
 
-class Entry(NamedTuple):
-    """One tensor of a file."""
-
-    name: str
-    dtype: str
-    """As the file names it, such as ``BF16``."""
-    shape: tuple[int, ...]
-    """In elements of the torch dtype; a torch element of F4 holds two of the file's."""
-    begin: int
-    """Where its bytes begin, counted from the file's start."""
-    nbytes: int
-    crc32: int | None
-    """Of its bytes; None if the file has no checksums."""
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
-
-
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
     """What the header of a file says."""
 
-    entries: tuple[Entry, ...]
+    tensors: tuple[Part, ...]
     """In the order of the header."""
     metadata: Mapping[str, str]
     """Without the entry for the checksums."""
@@ -278,17 +261,17 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def torch_dtype(entry: Entry, where: str) -> torch.dtype:
+def torch_dtype(tensor: Part, where: str) -> torch.dtype:
     """The dtype of a tensor.
 
     Raises:
         UnsupportedContentError: this torch has none like it.
     """
     try:
-        return _FROM_FILE[entry.dtype]
+        return _FROM_FILE[tensor.dtype]
     except KeyError:
         raise UnsupportedContentError(
-            f"{where}: tensor {entry.name!r} is of dtype {entry.dtype}, which torch {torch.__version__} does not have"
+            f"{where}: tensor {tensor.name!r} is of dtype {tensor.dtype}, which torch {torch.__version__} does not have"
         ) from None
 
 
@@ -333,12 +316,12 @@ def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -
     text = metadata.pop(CHECKSUM_KEY, None)
     checksums = None if text is None or not verify else _parse_checksums(text, len(content), data, where)
     unchecked = _COPIED if text is not None and verify and checksums is None else ""
-    entries = tuple(
-        _parse_entry(name, value, None if checksums is None else checksums[i], len(data), where)
+    tensors = tuple(
+        _parse_tensor(name, value, None if checksums is None else checksums[i], len(data), where)
         for i, (name, value) in enumerate(content.items())
     )
-    _check_tiling(entries, len(data), nbytes, where)
-    return SafetensorsHeader(entries, metadata, len(data), checksums is not None, unchecked)
+    _check_tiling(tensors, len(data), nbytes, where)
+    return SafetensorsHeader(tensors, metadata, len(data), checksums is not None, unchecked)
 
 
 def _parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -402,7 +385,7 @@ def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[i
     )
 
 
-def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str) -> Entry:
+def _parse_tensor(name: str, value: Any, crc32: int | None, base: int, where: str) -> Part:
     here = f"{where}: tensor {name!r} in the header"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CorruptCheckpointError(
@@ -425,7 +408,8 @@ def _parse_entry(name: str, value: Any, crc32: int | None, base: int, where: str
         if not shape or shape[-1] % 2:
             raise CorruptCheckpointError(f"{here} has shape {list(shape)}; the last size of F4 is even")
         shape = [*shape[:-1], shape[-1] // 2]
-    return Entry(name, dtype, tuple(shape), base + offsets[0], offsets[1] - offsets[0], crc32)
+    begin, end = offsets
+    return Part(name, end - begin, crc32, base + begin, base + end, 0, dtype, tuple(shape))
 
 
 def _are_sizes(value: Any) -> bool:
@@ -442,9 +426,9 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _check_tiling(entries: Sequence[Entry], base: int, nbytes: int, where: str) -> None:
+def _check_tiling(tensors: Sequence[Part], base: int, nbytes: int, where: str) -> None:
     """The tensors follow each other without gaps or overlaps, from the header to the end of the file."""
-    ordered = sorted(entries, key=lambda entry: (entry.begin, entry.end))
+    ordered = sorted(tensors, key=attrgetter("begin", "end"))
     for before, after in pairwise(ordered):
         if before.end != after.begin:
             kind = "overlap" if before.end > after.begin else "leave a gap"

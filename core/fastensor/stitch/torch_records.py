@@ -1,119 +1,167 @@
-"""What a zip directory says about a checkpoint: which records are storages, where, and what can be verified."""
+"""What a zip directory says about a checkpoint of torch: which records are storages, and what can be verified. Pure."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from operator import itemgetter
-from typing import NamedTuple
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from fastensor.errors import CorruptCheckpointError
-from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, Record, ZipDirectory
+from fastensor.stitch.parts import Part, check_crc32
+from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, ReadAt, ZipDirectory, parse_directory
+
+_PICKLE = "data.pkl"
+_LENGTHS = struct.Struct("<4s22x2H")
+"""A local header: its signature, and the sizes of the name and of the extra field."""
 
 
-def payload_records(archive: ZipDirectory) -> list[Record]:
-    """The records that hold storages, empty ones left out, in the order in which the unpickler will ask for them.
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """The records of a checkpoint of torch."""
 
-    torch numbers storages in the order of the pickle. Files lie in that order, too, but before torch 2.1 they were
-    sorted as text (0, 1, 10, 11, 2).
+    pickle: Part
+    """``data.pkl``."""
+    storages: dict[str, Part]
+    """The records of storages by the keys that the pickle has for them, in the order in which the pickle names them."""
+    others: Sequence[Part]
+    """All other records."""
+    checked: bool
+    """Whether the file carries checksums of all that it holds."""
+    why_torch: str
+    """Why only torch can read the file; empty if we can."""
+    compressed: bool
+    """Whether there are compressed records."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """All records."""
+        return [*self.others, *self.storages.values()]
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the file was written on a machine of the other byte order."""
+        other = "big" if sys.byteorder == "little" else "little"
+        return any(part.name.endswith("/byteorder") and part.nbytes == len(other) for part in self.others)
+
+
+def read_archive(read: ReadAt, nbytes: int, *, where: str) -> TorchArchive:
+    """Read the directory of a checkpoint of torch.
+
+    Args:
+        read: random access to the file.
+        nbytes: size of the file.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpointError: the directory is damaged, or the archive is not a checkpoint.
     """
-    records = [record for record in archive.records if record.nbytes and record.name.split("/", 2)[1:2] == ["data"]]
-    keys = [record.name.rpartition("/")[2] for record in records]
-    if not (all(map(str.isdecimal, keys)) and "".join(keys).isascii()):
-        return records
-    if all((len(one), one) <= (len(other), other) for one, other in pairwise(keys)):  # nearly always: spare the tuples
-        return records
-    numbered = sorted(zip(map(len, keys), keys, records, strict=True), key=itemgetter(0, 1))
-    return [record for _, _, record in numbered]
+    directory = parse_directory(read, nbytes, where=where)
+    pickle_name = _find_pickle(directory, where)
+    prefix = pickle_name.removesuffix(_PICKLE) + "data/"
+    storages, others, compressed = _split(directory, prefix)
+    checked = [any(part.crc32 for part in parts) for parts in (storages, others)]
+    filled = [any(part.nbytes for part in parts) for parts in (storages, others)]
+    if not checked[0]:
+        storages = [part._replace(crc32=None) for part in storages]
+    if not checked[1]:
+        others = [part._replace(crc32=None) for part in others]
+    return TorchArchive(
+        pickle=next(part for part in others if part.name == pickle_name),
+        storages=_by_key(storages, prefix),
+        others=others,
+        checked=checked[0] >= filled[0] and checked[1] >= filled[1],
+        why_torch=_why_torch(others, compressed),
+        compressed=compressed,
+    )
 
 
-def record_ends(archive: ZipDirectory) -> dict[int, int]:
-    """Where the space of a record ends, by where its local header begins."""
-    begins = sorted(record.header_offset for record in archive.records)
-    return dict(zip(begins, [*begins[1:], archive.offset], strict=True))
+def _find_pickle(directory: ZipDirectory, where: str) -> str:
+    """The name of the record that makes an archive a checkpoint."""
+    found = [name for name, *_ in directory.records if name.endswith(f"/{_PICKLE}") and name.count("/") == 1]
+    if len(found) != 1:
+        raise CorruptCheckpointError(
+            f"{where}: the directory at offset {directory.offset} has {len(found)} records named {_PICKLE} at its top, "
+            f"expected one; it is not a checkpoint"
+        )
+    return found[0]
 
 
-class OpenRecord(NamedTuple):
-    """A record whose local header has been read."""
+def _split(directory: ZipDirectory, prefix: str) -> tuple[list[Part], list[Part], bool]:
+    """The records of storages, whose names have a prefix, and all others, in the order of the file; and whether there
+    are compressed ones. One pass: there may be tens of thousands."""
+    storages: list[Part] = []
+    others: list[Part] = []
+    any_compressed = False
+    ordered = sorted(directory.records, key=attrgetter("header_offset"))
+    ends = [record.header_offset for record in ordered[1:]]
+    ends.append(directory.offset)
+    for (name, nbytes, _, crc32, begin, _, data_offset, compressed), end in zip(ordered, ends, strict=False):
+        part = Part(name, nbytes, crc32 if nbytes else None, begin, end, data_offset - begin)
+        (storages if name.startswith(prefix) else others).append(part)
+        any_compressed |= compressed
+    return storages, others, any_compressed
 
-    record: Record
-    begin: int
-    """Where its data begins."""
-    compared: bool
-    """Whether its bytes are to be compared with its CRC32."""
 
-    def contains(self, offset: int, nbytes: int) -> bool:
-        return nbytes > 0 and self.begin <= offset and offset + nbytes <= self.begin + self.record.nbytes
+def _by_key(storages: Sequence[Part], prefix: str) -> dict[str, Part]:
+    """Records by their keys, in the order in which the unpickler will ask for them.
 
-
-class Checks:
-    """Which records of an archive can be compared with a CRC32, and where their data must be.
-
-    torch can be told to leave CRC32s out: then they are zero everywhere. Files whose storages were filled in later
-    (``skip_data``) have them for the other records only.
+    torch numbers storages in the order of the pickle. Files are in that order, too, but torch before 2.1 sorted them
+    as text (0, 1, 10, 11, 2).
     """
+    start = len(prefix)
+    found = {part.name[start:]: part for part in storages}
+    text = "".join(found)
+    if list(found) == list(map(str, range(len(found)))) or not (text.isdecimal() and text.isascii()):
+        return found
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
-    def __init__(self, archive: ZipDirectory, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.records = payload_records(archive)
-        """The storages that are not empty, as :func:`payload_records` has them."""
-        self._payload_names = {record.name for record in self.records}
-        others = [record for record in archive.records if record.nbytes and record.name not in self._payload_names]
-        self.payload = enabled and any(record.crc32 for record in self.records or others)
-        """Whether storages are compared."""
-        self._others = enabled and any(record.crc32 for record in others)
-        self.complete = enabled and (self.payload or not self.records) and (self._others or not others)
-        """Whether everything is compared."""
-        self._ends = record_ends(archive)
-        self._by_offset = {record.header_offset: record for record in archive.records}
 
-    def end_of(self, record: Record) -> int:
-        """Where the space of a record ends."""
-        return self._ends[record.header_offset]
+def _why_torch(others: Sequence[Part], compressed: bool) -> str:
+    if any(part.name.endswith("/constants.pkl") for part in others):
+        return "the file is a TorchScript archive, which torch.jit loads"
+    return "the archive has been compressed, which torch never does" if compressed else ""
 
-    def record_at(self, header_offset: int) -> Record | None:
-        """The record whose local header begins there."""
-        return self._by_offset.get(header_offset)
 
-    def is_whole_storage(self, record: OpenRecord, nbytes: int) -> bool:
-        """Whether so many bytes of a record are all bytes of a storage."""
-        return nbytes == record.record.nbytes and record.record.name in self._payload_names
+def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) -> int:
+    """Where the data of a record begins, from its local header.
 
-    def stand_in(self, record: Record, header: memoryview) -> OpenRecord:
-        """Write a local header as it could be, for a record of which nothing is read."""
-        name_nbytes = record.earliest_data_offset - record.header_offset - LOCAL_HEADER.size
-        header[:] = LOCAL_HEADER.pack(LOCAL_SIGNATURE, 0, 0, 0, 0, 0, 0, 0, 0, name_nbytes, 0)
-        return OpenRecord(record, record.earliest_data_offset, False)
+    Raises:
+        CorruptCheckpointError: the local header contradicts the directory. A changed length in it would move the data
+            to where other bytes are.
+    """
+    signature, name_nbytes, extra_nbytes = _LENGTHS.unpack(header)
+    begin: int = part.begin + part.header_nbytes + extra_nbytes
+    if (
+        signature != LOCAL_SIGNATURE
+        or LOCAL_HEADER.size + name_nbytes != part.header_nbytes
+        or begin + part.nbytes > part.end
+    ):
+        raise CorruptCheckpointError(
+            f"{where}: the local header of {part.title} at offset {part.begin} contradicts the directory: the file was "
+            f"damaged after it was written"
+        )
+    return begin
 
-    def open_record(self, header_offset: int, header: memoryview, where: str) -> OpenRecord | None:
-        """The record whose local header that is; None if no record begins there.
 
-        Raises:
-            CorruptCheckpointError: the local header contradicts the directory. A changed length in it would move the
-                data to where other bytes are.
-        """
-        record = self._by_offset.get(header_offset)
-        if record is None or header.nbytes != LOCAL_HEADER.size:
-            return None
-        return self.open_known_record(record, header, where)
+def stand_in_header(part: Part) -> bytes:
+    """A local header as it could be, for a record of which nothing is read."""
+    return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *[0] * 8, part.header_nbytes - LOCAL_HEADER.size, 0)
 
-    def open_known_record(self, record: Record, header: bytes | bytearray | memoryview, where: str) -> OpenRecord:
-        """The same for a record that is known to begin there, and the whole of its local header."""
-        header_offset = record.header_offset
-        signature, *_, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(header)
-        begin = header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        expected_name = record.earliest_data_offset - header_offset - LOCAL_HEADER.size
-        if (
-            signature != LOCAL_SIGNATURE
-            or name_nbytes != expected_name
-            or begin + record.stored_nbytes > self._ends[header_offset]
-        ):
-            raise CorruptCheckpointError(
-                f"{where}: the local header of record {record.name!r} at offset {header_offset} contradicts the "
-                f"directory: the file was damaged after it was written"
-            )
-        return OpenRecord(record, begin, record.nbytes > 0 and self._is_compared(record.name))
 
-    def _is_compared(self, name: str) -> bool:
-        if self.payload == self._others:
-            return self.payload
-        return self.payload if name in self._payload_names else self._others
+def read_pickle(read: ReadAt, archive: TorchArchive, *, where: str, verify: bool) -> bytes:
+    """The bytes of ``data.pkl``.
+
+    Raises:
+        CorruptCheckpointError: it is compressed, or does not match its CRC32.
+    """
+    part = archive.pickle
+    if archive.compressed:
+        raise CorruptCheckpointError(f"{where}: {part.name} at offset {part.begin} is compressed")
+    begin = find_data(part, read(part.begin, LOCAL_HEADER.size), where)
+    data = read(begin, part.nbytes)
+    if verify:
+        check_crc32(part, begin, zlib.crc32(data), where)
+    return data

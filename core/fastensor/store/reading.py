@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -17,8 +16,7 @@ from fastensor.backends.base import Backend, Extent
 from fastensor.backends.to_device import Filler, is_filled_at_once, storage_on
 from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
 from fastensor.stitch import npy
-from fastensor.stitch.torch_records import Checks, payload_records
-from fastensor.stitch.zip_directory import LOCAL_HEADER, ZipDirectory, parse_directory
+from fastensor.stitch.torch_records import read_archive, read_pickle
 from fastensor.store.files import StoredFile, read_exactly
 from fastensor.store.packing import elements
 from fastensor.store.ref import TensorRef
@@ -101,30 +99,15 @@ def _load(file: StoredFile, ref: TensorRef, place: Callable[[Any, str], Any]) ->
 def stored_crc32(fd: int, nbytes: int, where: str) -> int:
     """The CRC32 of all storages in a ``.pt`` file, one behind the other, as its directory says."""
     crc32 = 0
-    for record in payload_records(_directory(fd, nbytes, where)):
-        crc32 = isal_zlib.crc32_combine(crc32, record.crc32, record.nbytes)
+    for part in read_archive(partial(read_exactly, fd), nbytes, where=where).storages.values():
+        crc32 = isal_zlib.crc32_combine(crc32, part.crc32 or 0, part.nbytes)
     return crc32
 
 
 def _check_pickle(file: StoredFile) -> None:
     """What stands beside the elements, such as the scale of a quantized tensor, is in the pickle."""
-    archive = _directory(file.fd, file.nbytes, file.path)
-    records = [record for record in archive.records if record.name.split("/", 1)[1:] == ["data.pkl"]]
-    if len(records) != 1 or records[0].compressed:
-        raise CorruptCheckpointError(f"{file.path}: no archive with one data.pkl that is not compressed")
-    (record,) = records
-    header = read_exactly(file.fd, record.header_offset, LOCAL_HEADER.size)
-    begin = Checks(archive, enabled=True).open_known_record(record, header, file.path).begin
-    found = zlib.crc32(read_exactly(file.fd, begin, record.nbytes))
-    if found != record.crc32:
-        raise CorruptCheckpointError(
-            f"{file.path}: the pickle at offset {begin} has CRC32 {found:08x}, expected {record.crc32:08x}: the file "
-            f"was damaged after it was written"
-        )
-
-
-def _directory(fd: int, nbytes: int, where: str) -> ZipDirectory:
-    return parse_directory(partial(read_exactly, fd), nbytes, where=where)
+    read = partial(read_exactly, file.fd)
+    read_pickle(read, read_archive(read, file.nbytes, where=file.path), where=file.path, verify=True)
 
 
 def _compare(found: int, ref: TensorRef, where: str) -> None:

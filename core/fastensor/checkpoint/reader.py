@@ -1,0 +1,244 @@
+"""The one reader of checkpoints: whatever is loaded, opened, verified or converted comes from here, verified.
+
+Every CRC32 of a tensor is compared here: :meth:`PartReader.read` and :meth:`PartReader.read_small` compare what they
+give, :meth:`PartReader.check` and :meth:`PartReader.find_damage` compare without giving.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Self, TypeAlias
+
+import torch
+from isal import isal_zlib
+
+from fastensor.backends.base import Extent
+from fastensor.backends.fallback import Fallback
+from fastensor.backends.to_device import Filler
+from fastensor.backends.window import SMALL_NBYTES, Window, joined
+from fastensor.checkpoint.opened import OpenedFile, explained
+from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.errors import CheckpointReadError, FastensorError
+from fastensor.select.transfer import is_to_blame
+from fastensor.stitch.parts import Damage, Part, check_crc32, find_damage
+from fastensor.stitch.torch_records import find_data
+from fastensor.stitch.zip_directory import LOCAL_HEADER
+
+_BLOCK_NBYTES = 4 << 20
+_PAD_NBYTES = 512
+"""What a local header, alignment to 64 bytes and a data descriptor take at most, with an ordinary name."""
+Memory: TypeAlias = memoryview | torch.UntypedStorage
+"""Memory that is filled: of the host, or a storage on any device."""
+
+
+def is_joined(part: Part) -> bool:
+    """Whether a part is read together with its neighbours: its space is small, and most of that is data."""
+    return part.nbytes <= SMALL_NBYTES and part.end - part.begin <= 2 * part.nbytes + _PAD_NBYTES
+
+
+def extents_of(parts: Iterable[Part]) -> list[Extent]:
+    """The order of reading for a :class:`PartReader` that reads these parts in this order."""
+    return joined((part.begin, part.end, is_joined(part)) for part in parts)
+
+
+class MeasuredReader:
+    """A backend reader whose time is reported to the selector, and whose errors are ours. Used by one thread.
+
+    Args:
+        file: the checkpoint.
+        order: what will be read, in this order, as far as it is known.
+        options: how it is read.
+        fallbacks: backends that could not be used are added here.
+    """
+
+    def __init__(
+        self, file: OpenedFile, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]
+    ) -> None:
+        self.where = file.where
+        with explained(file.where):
+            self.backend, self.reason, self._reader, self._transfer = file.open_reader(order, options, fallbacks)
+        self._filler = Filler(self._reader)
+        self._last = order[-1].begin if order else 0
+        self._seconds = time.perf_counter() - self._transfer.started if self._transfer else 0.0
+        self._reached_last = self._compared = self._failed = False
+
+    def read(self, offset: int, target: Memory, *, checksum: bool) -> int:
+        """Fill ``target`` from an offset of the file. Returns the CRC32 of its bytes, or 0 without ``checksum``.
+
+        Raises:
+            CorruptCheckpointError: the file ends before.
+            CheckpointReadError: the operating system, or the backend, fails.
+        """
+        started = time.perf_counter()
+        try:
+            if isinstance(target, memoryview):
+                nbytes, found = target.nbytes, self._reader.readinto(offset, target, checksum=checksum)
+            else:
+                nbytes, found = target.nbytes(), self._filler.fill(target, offset, checksum=checksum)
+        except BaseException as error:
+            self._failed = True  # so that a read that ended early does not count as a fast one
+            if isinstance(error, Exception):
+                self._explain(error)
+            raise
+        self._seconds += time.perf_counter() - started
+        self._compared |= checksum
+        self._reached_last |= offset + nbytes > self._last
+        return found
+
+    def close(self) -> None:
+        """Stop reading ahead and give back memory. If everything was read and verified, report the time to the
+        selector. Calling this again does nothing."""
+        self._reader.close()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None and self._reached_last and self._compared and not self._failed:
+            transfer.done(self._seconds)
+
+    def _explain(self, error: Exception) -> None:
+        """Raise an error of the operating system or of the backend as ours. Return if it is to be passed on."""
+        if self._transfer is not None and is_to_blame(error):
+            self._transfer.failed(f"it raised {error!r}")
+        if isinstance(error, OSError):
+            with explained(self.where):
+                raise error
+        if not isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError) and self._transfer is not None:
+            reason = f"the backend {self.backend} has raised {error!r}; backend='numpy' always works"
+            raise CheckpointReadError(errno.EIO, reason, self.where) from error
+
+
+class PartReader:
+    """Reads parts of one checkpoint and compares them with their CRC32s. Used by one thread, in a ``with`` block.
+
+    Args:
+        file: the checkpoint. It stays open.
+        order: what will be read, in this order, as far as it is known.
+        options: how it is read.
+        verify: whether CRC32s are compared.
+        fallbacks: backends that could not be used are added here.
+        keep: whether the memory of the window stays valid. If not, it is valid until the next :meth:`read_small`.
+
+    Every method raises :class:`~fastensor.errors.CorruptCheckpointError` where the file ends too early, where a local
+    header contradicts the directory, and, unless it says something else, where a CRC32 differs; and
+    :class:`~fastensor.errors.CheckpointReadError` where the operating system fails to deliver the bytes.
+    """
+
+    def __init__(
+        self,
+        file: OpenedFile,
+        order: Sequence[Extent],
+        options: ReadOptions,
+        *,
+        verify: bool,
+        fallbacks: list[Fallback] | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.where = file.where
+        self.verify = verify
+        self._reader = MeasuredReader(file, order, options, [] if fallbacks is None else fallbacks)
+        # The CRC32 is asked for so that the time of this load can be compared with that of others. It is not looked at.
+        # No method of this object is called: with a reference cycle, memory would wait for the garbage collector.
+        self.window = Window(partial(self._reader.read, checksum=verify), order, kept=keep)
+        self._data: dict[int, int] = {}
+        """Where the data of records begins, by where their local headers do."""
+        self._sound: set[str] = set()
+        """Names of parts whose CRC32 has been compared by :meth:`check`."""
+
+    @property
+    def backend(self) -> str:
+        """The backend that reads."""
+        return self._reader.backend
+
+    @property
+    def reason(self) -> str:
+        """Why that backend."""
+        return self._reader.reason
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead and give back memory. Calling this again does nothing."""
+        self._reader.close()
+
+    def data_begin(self, part: Part, header: memoryview | None = None) -> int:
+        """Where the data of a part begins in the file: behind its local header, if it has one.
+
+        Args:
+            part: the part.
+            header: is filled with the local header. None if the caller does not need that.
+        """
+        if header is None:
+            if not part.header_nbytes:
+                return part.begin
+            if part.begin in self._data:
+                return self._data[part.begin]
+            header = memoryview(bytearray(LOCAL_HEADER.size))
+        self.read_raw(part.begin, header)
+        self._data[part.begin] = begin = find_data(part, header, self.where)
+        return begin
+
+    def read(self, part: Part, target: Memory) -> None:
+        """Read all data of a part into memory of its size, and compare it."""
+        begin = self.data_begin(part)
+        compare = self.verify and part.crc32 is not None
+        found = self._reader.read(begin, target, checksum=compare)
+        if compare:
+            check_crc32(part, begin, found, self.where)
+
+    def read_small(self, part: Part) -> int:
+        """Read a small part, and those that follow it in the file, into :attr:`window`, and compare it.
+
+        Returns where the data of the part begins in the file; the window says where that is in memory.
+        """
+        begin = part.begin
+        data = self.window.part(begin, part.end - begin)
+        if part.header_nbytes:
+            at = find_data(part, data[: LOCAL_HEADER.size], self.where) - begin
+            data = data[at : at + part.nbytes]
+            begin += at
+        if self.verify and part.crc32 is not None and (crc32 := isal_zlib.crc32(data)) != part.crc32:
+            check_crc32(part, begin, crc32, self.where)
+        return begin
+
+    def read_range(self, part: Part, offset: int, target: Memory, *, checksum: bool = True) -> int:
+        """Fill ``target`` from an offset in the data of a part. The part is not compared: use :meth:`check` before, or
+        :meth:`check_read` afterwards. Returns the CRC32 of the range, or 0 without ``checksum``."""
+        return self._reader.read(self.data_begin(part) + offset, target, checksum=checksum)
+
+    def read_raw(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from an offset in the file. Nothing is compared."""
+        self._reader.read(offset, buffer, checksum=False)
+
+    def check(self, part: Part) -> None:
+        """Read all of a part in bounded memory and compare it, once in the life of this reader."""
+        if self.verify and part.crc32 is not None and part.name not in self._sound:
+            check_crc32(part, self.data_begin(part), self._crc32_of(part), self.where)
+            self._sound.add(part.name)
+
+    def check_read(self, part: Part, crc32: int) -> None:
+        """Compare a part that was read by ranges: ``crc32`` is that of all its data."""
+        if self.verify:
+            check_crc32(part, self.data_begin(part), crc32, self.where)
+
+    def find_damage(self, part: Part, progress: Callable[[int], object]) -> Damage | None:
+        """Read all of a part in bounded memory and compare it. A CRC32 that differs is returned, not raised.
+
+        Args:
+            part: has a CRC32.
+            progress: called with the bytes of the part that have been read, after every few MiB.
+        """
+        return find_damage(part, self.data_begin(part), self._crc32_of(part, progress))
+
+    def _crc32_of(self, part: Part, progress: Callable[[int], object] = lambda done: None) -> int:
+        block = memoryview(bytearray(min(part.nbytes, _BLOCK_NBYTES)))
+        crc32 = 0
+        for at in range(0, part.nbytes, _BLOCK_NBYTES):
+            piece = block[: part.nbytes - at]
+            crc32 = isal_zlib.crc32_combine(crc32, self.read_range(part, at, piece), piece.nbytes)
+            progress(at + piece.nbytes)
+        return crc32

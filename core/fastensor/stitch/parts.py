@@ -1,0 +1,83 @@
+"""The parts of a checkpoint that carry checksums, whichever container they are in. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fastensor.errors import CorruptCheckpointError
+
+
+class Part(NamedTuple):
+    """A run of bytes with a CRC32 of its own: a record of a torch file, or a tensor of a safetensors file."""
+
+    name: str
+    nbytes: int
+    """Size of its data."""
+    crc32: int | None
+    """Of its data; None if the file carries no checksum of it."""
+    begin: int
+    """Where its space begins in the file. The space of a record begins with a local header."""
+    end: int
+    """Where its space ends."""
+    header_nbytes: int = 0
+    """Size of the local header, including the name but not the extra field; 0 if there is no local header."""
+    dtype: str = ""
+    """What a safetensors file calls the dtype, such as ``BF16``. The dtypes of torch files are in the pickle."""
+    shape: tuple[int, ...] = ()
+    """In a safetensors file: the shape, in elements of the torch dtype. A torch element of F4 holds two of the file's.
+    """
+
+    @property
+    def title(self) -> str:
+        """What messages call it, such as ``record 'archive/data/0'``."""
+        return f"{'record' if self.header_nbytes else 'tensor'} {self.name!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A part of a file whose bytes are not those that were saved."""
+
+    part: str
+    """Such as ``record 'archive/data/0'``."""
+    offset: int
+    """Where it begins in the file."""
+    nbytes: int
+    found: int
+    """The CRC32 that its bytes have."""
+    expected: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.part} ({self.nbytes} bytes at offset {self.offset}) has CRC32 {self.found:08x}, "
+            f"expected {self.expected:08x}"
+        )
+
+
+def find_damage(part: Part, offset: int, found: int) -> Damage | None:
+    """Compare the CRC32 of the data of a part with the one in the file.
+
+    Args:
+        part: the part.
+        offset: where its data begins.
+        found: the CRC32 of the data that was read.
+
+    Returns:
+        The damage; None if both are equal, or if the file carries no checksum of the part.
+    """
+    if part.crc32 is None or found == part.crc32:
+        return None
+    return Damage(part.title, offset, part.nbytes, found, part.crc32)
+
+
+def check_crc32(part: Part, offset: int, found: int, where: str) -> None:
+    """Raise what a load raises if a part is damaged. The arguments are those of :func:`find_damage`.
+
+    Raises:
+        CorruptCheckpointError: the CRC32s differ.
+    """
+    if damage := find_damage(part, offset, found):
+        raise CorruptCheckpointError(
+            f"{where}: {damage}: the file was damaged after it was written. Load an older checkpoint, or pass "
+            f"verify=False to get the damaged values"
+        )
