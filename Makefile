@@ -6,8 +6,20 @@ STAMP := $(VENV)/.installed
 
 GDS := $(VENV)/gds
 
-.PHONY: demo test test-gds check torture bench gpu wheels clean
-.DEFAULT_GOAL := check
+.PHONY: help demo quick test test-gds check torture bench gpu wheels clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      train, be killed, resume; time saves and loads on this machine"
+	@echo "make quick     units, golden files, round trips, gradients: what to run while you write"
+	@echo "make test      all tests but the long ones"
+	@echo "make check     what has to pass: formatting, lint, types, direction of imports, make test"
+	@echo "make torture   all tests with their long tails: random states, killed processes, fuzzed files"
+	@echo "make bench     the figures of the README, on this machine"
+	@echo "make gpu       tests and benchmarks that need a GPU (wheels from WHEELS, see make wheels)"
+	@echo "make wheels    fill WHEELS for a machine without network"
+	@echo "make test-gds  tests of the backend gds alone"
+	@echo "make clean     remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +29,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python examples/resume_after_kill.py
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
+	    tests/offload/test_gradients.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not torture" --ignore tests/gds

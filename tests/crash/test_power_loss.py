@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from disk_model import File, Link, Operation, Rename, Resize, SyncFile, SyncFolder, Write
+from power_loss import look_at, power_failures, recorded, replay
 
 import fastensor
 from fastensor import FastensorError
 from fastensor.backends.fallback import available_names
-from fastensor.testing.disk import File, Link, Operation, Rename, Resize, SyncFile, SyncFolder, Write
-from fastensor.testing.power_loss import look_at, power_failures, recorded, replay
 
 WAYS = [*((backend, "x") for backend in available_names()), ("direct", "x.safetensors")]
 SAMPLE, LARGE_SAMPLE = 8, 600

@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-import fastensor
-from fastensor.testing import calls, failing_call, short_call
-from fastensor.testing.disk import (
+from disk_model import (
     BLOCK_NBYTES,
     Create,
     File,
@@ -25,7 +22,10 @@ from fastensor.testing.disk import (
     Unlink,
     Write,
 )
-from fastensor.testing.power_loss import power_failures, replay
+from power_loss import power_failures, replay
+
+import fastensor
+from fastensor.testing import calls, failing_call, short_call
 
 HARMLESS = {
     *("environ", "fspath", "fsencode", "fsdecode", "getpid", "path", "strerror"),

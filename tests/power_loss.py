@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastensor.testing.calls import Call, intercepted
-from fastensor.testing.disk import (
+from disk_model import (
     Create,
     Disk,
     File,
@@ -36,6 +35,8 @@ from fastensor.testing.disk import (
     Unlink,
     Write,
 )
+
+from fastensor.testing.calls import Call, intercepted
 
 _fstat, _lstat = os.fstat, os.lstat  # as they are outside of any block
 
@@ -74,7 +75,7 @@ def power_failures(
 ) -> Iterator[tuple[int, State]]:
     """What can be found under ``name`` if the power fails after the first so many operations, for every number of them.
 
-    See :mod:`fastensor.testing.disk` for what can happen. Of what was not synced, on the disk are: all, nothing, what
+    See :mod:`disk_model` for what can happen. Of what was not synced, on the disk are: all, nothing, what
     the first operations made, all operations but one, one alone; all blocks but one, one alone, random ones.
 
     Args:
