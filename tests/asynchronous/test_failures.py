@@ -19,7 +19,7 @@ import torch
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
 from fastensor.backends import arena, posix, snapshot
-from fastensor.checkpoint import deliver, ordering, publish
+from fastensor.checkpoint import ordering, publish
 from fastensor.checkpoint.asynchronous import exits, operations, queue
 from fastensor.checkpoint.asynchronous import writer as writer_module
 from fastensor.stitch import torch_layout

@@ -15,7 +15,6 @@ import torch
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
-from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, opened
@@ -23,6 +22,7 @@ from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
+from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
@@ -115,8 +115,8 @@ def convert(
             stack.callback(source_tensors.close)
             return replace(planned, storages=tuple(_TensorBytes(source_tensors, one) for one in order))
 
-        delivery = Delivery(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
-        return delivery.deliver(plan)
+        transaction = SaveTransaction(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
+        return transaction.run(plan)
 
 
 def _is_same_file(source: Location, target: Location) -> bool:

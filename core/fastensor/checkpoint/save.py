@@ -11,9 +11,9 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback, record_fallback
-from fastensor.checkpoint.deliver import Delivery, Planner
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.save_transaction import Planner, SaveTransaction
 from fastensor.errors import LayoutError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
@@ -102,8 +102,8 @@ def save(
     settings = SaveSettings(
         metadata, checksums, container, backend, durable, follow_symlinks, pickle_module, pickle_protocol
     )
-    delivery, plan = settings.prepare(obj, path)
-    return delivery.deliver(plan)
+    transaction, plan = settings.prepare(obj, path)
+    return transaction.run(plan)
 
 
 class SaveOptions(TypedDict, total=False):
@@ -132,7 +132,7 @@ class SaveSettings:
     pickle_module: Any = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
 
-    def prepare(self, obj: object, path: Location) -> tuple[Delivery, Planner]:
+    def prepare(self, obj: object, path: Location) -> tuple[SaveTransaction, Planner]:
         """Look at where an object is to be saved, and find out how. Nothing is written yet.
 
         Raises:
@@ -154,14 +154,14 @@ class SaveSettings:
         def let_torch_write(file: BinaryIO) -> None:
             torch.save(obj, file, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
 
-        delivery = Delivery(
+        transaction = SaveTransaction(
             path,
             let_torch_write,
             backend=self.backend,
             durable=self.durable,
             follow_symlinks=self.follow_symlinks,
         )
-        return delivery, plan
+        return transaction, plan
 
 
 def choose_container(

@@ -17,8 +17,8 @@ from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.handle import SaveHandle, SaveStage
 from fastensor.checkpoint.asynchronous.pace import Pace
-from fastensor.checkpoint.deliver import Delivery
 from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.errors import CheckpointWriteError, SaveDroppedError
 from fastensor.stitch.source import Plan
 
@@ -120,10 +120,10 @@ class Operation:
 class Save(Operation):
     """A save: prepared, opened with a snapshot, staged by the caller, and run by the writer's thread."""
 
-    def __init__(self, place: str, owner: Owner, delivery: Delivery) -> None:
+    def __init__(self, place: str, owner: Owner, transaction: SaveTransaction) -> None:
         super().__init__(place, owner, leaves_file=True)
-        self.delivery = delivery
-        self.handle = SaveHandle(delivery.where, self)
+        self.transaction = transaction
+        self.handle = SaveHandle(transaction.where, self)
         self.nbytes = 0
         self.moved_nbytes = 0
         self._snapshot: Snapshot | None = None
@@ -132,7 +132,7 @@ class Save(Operation):
         self._dropped: tuple[Drop, str] | None = None
         self._committed = False
         self._stall_seconds: float | None = None
-        delivery.before_publishing = self._commit
+        transaction.before_publishing = self._commit
 
     def open(self, snapshot: Snapshot) -> None:
         """Create the file that will take the target's place. From now on it has to be run, or failed.
@@ -140,7 +140,7 @@ class Save(Operation):
         Raises:
             CheckpointWriteError: the directory does not let files be created.
         """
-        self.delivery.open()
+        self.transaction.open()
         self._busy_thread = threading.get_ident()
         self._snapshot = snapshot
         self.nbytes = snapshot.nbytes
@@ -201,8 +201,8 @@ class Save(Operation):
                 self._snapshot.wait_to_move()
             self._check_dropped()
             ordering.wait_for_earlier(self, self.place)
-            with self.delivery:
-                report = self.delivery.move(self._snapshot)
+            with self.transaction:
+                report = self.transaction.move(self._snapshot)
         except BaseException as error:  # noqa: BLE001  # told to whoever asks, or calls next
             self.fail(error)
         else:
@@ -216,9 +216,9 @@ class Save(Operation):
         """
         self._busy_thread = self._snapshot = None
         try:
-            with self.delivery:
-                ordering.wait_to_replace(self.delivery.target)
-                report = self.delivery.move(plan)
+            with self.transaction:
+                ordering.wait_to_replace(self.transaction.target)
+                report = self.transaction.move(plan)
         except BaseException as error:
             self.tell()
             self.fail(error)
@@ -231,7 +231,7 @@ class Save(Operation):
 
     def forget(self) -> None:
         super().forget()
-        self.delivery.forget()
+        self.transaction.forget()
         self.handle.forget(SaveDroppedError(f"{self.handle.path}: the process that was forked saves it"))
 
     def _check_dropped(self) -> None:
@@ -260,27 +260,27 @@ class Save(Operation):
                 self._snapshot.fail(error)  # somebody may still be staging
                 self._snapshot.discard()
             self._busy_thread = self._snapshot = None
-            self.delivery.close()
+            self.transaction.close()
         finally:
             told: BaseException
             if self._dropped is not None:
                 self.is_told = True
                 self.outcome, told = self._dropped[0], SaveDroppedError(self._dropped[1])
             else:
-                self.outcome, told = "failed", _as_told_elsewhere(error, self.delivery)
+                self.outcome, told = "failed", _as_told_elsewhere(error, self.transaction)
             self._end(told)
             self.handle.end(self.outcome, told)  # its callbacks come last: they may use the writer
 
 
-def _as_told_elsewhere(error: BaseException, delivery: Delivery) -> BaseException:
+def _as_told_elsewhere(error: BaseException, transaction: SaveTransaction) -> BaseException:
     """What is raised in another thread than the one that failed."""
     if isinstance(error, Exception):
-        error.add_note(f"in an asynchronous save to {delivery.where}, stage {delivery.stage!r}")
+        error.add_note(f"in an asynchronous save to {transaction.where}, stage {transaction.stage!r}")
         return error
     stopped = CheckpointWriteError(
         errno.EINTR,
-        f"the save was stopped in stage {delivery.stage!r} ({error!r}); what was there before is kept",
-        delivery.where,
+        f"the save was stopped in stage {transaction.stage!r} ({error!r}); what was there before is kept",
+        transaction.where,
     )
     stopped.__cause__ = error
     return stopped

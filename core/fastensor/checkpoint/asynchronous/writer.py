@@ -26,10 +26,10 @@ from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue, in_drain_thread
 from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
 from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
-from fastensor.checkpoint.deliver import Planner
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.publish import Target
 from fastensor.checkpoint.save import SaveOptions, SaveSettings
+from fastensor.checkpoint.save_transaction import Planner
 from fastensor.stitch.source import Plan
 
 _logger = logging.getLogger("fastensor")
@@ -145,16 +145,16 @@ class AsyncWriter:
                 raise TypeError(
                     f"expected a path or a URL, found {type(path).__name__}; fastensor.save takes open files"
                 )
-            delivery, plan = SaveSettings(**options).prepare(obj, path)
-            assert isinstance(delivery.target, Target | RemotePath)
-            save = Save(ordering.place_of(delivery.target), self, delivery)
+            transaction, plan = SaveSettings(**options).prepare(obj, path)
+            assert isinstance(transaction.target, Target | RemotePath)
+            save = Save(ordering.place_of(transaction.target), self, transaction)
             if reason := self._reason_to_wait():
                 self._save_in_between(save, plan, reason)
                 return save.handle
             with self._turn:
                 outer, self._staged_save = self._staged_save, save
                 try:
-                    self._save(save, delivery.plan(plan), started)
+                    self._save(save, transaction.plan(plan), started)
                 finally:
                     self._staged_save = outer
             return save.handle
@@ -390,7 +390,7 @@ class AsyncWriter:
             save.drop("skipped", "the save was skipped, because earlier ones were not done")
             save.run()
             return
-        remote = isinstance(save.delivery.target, RemotePath)
+        remote = isinstance(save.transaction.target, RemotePath)
         known = stream.checksums_of(plan) if remote and plan.checksums_first else None
         held_up = self._settings.max_bytes_per_second is not None
         snapshot = Snapshot(
@@ -421,7 +421,7 @@ class AsyncWriter:
 
     def _is_in_place(self, save: Save) -> bool:
         try:
-            return save.delivery.is_in_place()
+            return save.transaction.is_in_place()
         except BaseException as error:
             save.tell()
             save.fail(error)
@@ -432,7 +432,7 @@ class AsyncWriter:
         announce("saving asynchronously", reason)
         if self._staged_save is not None and self._staged_save.place == save.place:
             self._staged_save.drop("replaced", "a signal handler has saved to the same path")
-        planned = save.delivery.plan(plan)
+        planned = save.transaction.plan(plan)
         if in_drain_thread():  # what is pending there would come later, and may wait for this thread
             for earlier in ordering.pending(save.place):
                 if isinstance(earlier, Save):

@@ -47,7 +47,7 @@ class _Written(NamedTuple):
     atomic: bool
 
 
-class Delivery:
+class SaveTransaction:
     """One file on its way to where it is to be: planned, opened, moved. Used by one thread at a time.
 
     What was at the target before is replaced in the last instant of :meth:`move`, or never, unless it has to be written
@@ -98,7 +98,7 @@ class Delivery:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def deliver(self, plan: Planner) -> SaveReport:
+    def run(self, plan: Planner) -> SaveReport:
         """Do all of it, behind everything that this process has accepted for the target.
 
         Raises:
@@ -124,7 +124,7 @@ class Delivery:
         return planned
 
     def open(self) -> None:
-        """Open what is to be written for a local target. From now on the delivery is to be left by ``with``.
+        """Open what is to be written for a local target. From now on the transaction is to be left by ``with``.
 
         Raises:
             CheckpointWriteError: the target can neither be replaced nor written in place.
