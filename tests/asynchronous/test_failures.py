@@ -19,7 +19,7 @@ import torch
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
 from fastensor.backends import arena, posix, snapshot
-from fastensor.checkpoint import ordering, publish
+from fastensor.checkpoint import ordering, publish, save_transaction
 from fastensor.checkpoint.asynchronous import exits, operations, queue
 from fastensor.checkpoint.asynchronous import writer as writer_module
 from fastensor.stitch import torch_layout
@@ -507,7 +507,8 @@ def test_nothing_refers_to_what_was_saved(tmp_path: Path, gate: Any, name: str) 
 
 
 OWN_FILES = {
-    module.__file__ for module in (arena, deliver, operations, ordering, publish, queue, snapshot, writer_module)
+    module.__file__
+    for module in (arena, operations, ordering, publish, queue, save_transaction, snapshot, writer_module)
 }
 OF_THREADS = ("start", "wait", "__init__", "_set_ident")
 

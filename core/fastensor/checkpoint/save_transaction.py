@@ -1,4 +1,4 @@
-"""Bringing a planned file to where it is to be: a path of this machine, a URL, or an open file."""
+"""Writing one planned file to its target: a path of this machine, a URL, or an open file."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ class _Written(NamedTuple):
 
 
 class SaveTransaction:
-    """One file on its way to where it is to be: planned, opened, moved. Used by one thread at a time.
+    """One save of one file: planned, opened, written, published. Use it in one thread at a time.
 
-    What was at the target before is replaced in the last instant of :meth:`move`, or never, unless it has to be written
-    in place.
+    The last step of :meth:`move` replaces the target, or nothing does, unless the target has to be written in place.
 
     Args:
-        path: where to.
-        let_torch_write: writes the file if it cannot be planned.
+        path: the target.
+        let_torch_write: writes the file if the file cannot be planned.
         backend, durable, follow_symlinks: as for :func:`fastensor.save`.
 
     Raises:
