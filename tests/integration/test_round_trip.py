@@ -201,7 +201,7 @@ def test_records_over_four_gibibytes(tmp_path: Path) -> None:
                 for position, index in segment.blanks:
                     data[position : position + 4] = checksums[index].to_bytes(4, "little")
                 file.write(data)
-            elif segment.index == 1:
+            elif segment.storage == 1:
                 file.write(small)
     with zipfile.ZipFile(path) as archive:
         assert archive.getinfo("archive/data/0").file_size == nbytes

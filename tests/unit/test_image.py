@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.stitch.image import Blank, Header, Image, Payload
+from fastensor.stitch.image import Header, Image, Payload
 
 
 @st.composite
@@ -15,7 +15,7 @@ def images(draw: st.DrawFn) -> Image:
     position = index = 0
     for nbytes in draw(st.lists(st.integers(1, 50), min_size=1, max_size=12)):
         if draw(st.booleans()):
-            blanks = (Blank(0, index - 1),) if index and nbytes >= 4 else ()
+            blanks = ((0, index - 1),) if index and nbytes >= 4 else ()
             segments.append(Header(position, bytes(range(nbytes)), blanks))
         else:
             segments.append(Payload(position, nbytes, index))
@@ -50,8 +50,8 @@ def test_sizes_add_up(image: Image) -> None:
         ([Header(0, b"xy"), Payload(3, 1, 0)], "not 2"),
         ([Header(0, b"xy"), Payload(1, 1, 0)], "not 2"),
         ([Payload(0, 1, 0), Payload(1, 1, 0)], "occurs twice"),
-        ([Header(0, b"xxxx", (Blank(0, 0),)), Payload(4, 1, 0)], "before the storage"),
-        ([Payload(0, 1, 0), Header(1, b"xxxx", (Blank(1, 0),))], "not inside"),
+        ([Header(0, b"xxxx", ((0, 0),)), Payload(4, 1, 0)], "before the storage"),
+        ([Payload(0, 1, 0), Header(1, b"xxxx", ((1, 0),))], "not inside"),
     ],
 )
 def test_what_is_no_image(segments: list[Header | Payload], message: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
+import io
 import logging
 import pickle
 import warnings
 import weakref
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +22,8 @@ from hypothesis import given
 
 import fastensor
 from fastensor.errors import LayoutError
-from fastensor.stitch import torch_layout, torch_zip
-from fastensor.stitch.image import Header, Payload
+from fastensor.stitch import plain_tensors, torch_layout, torch_zip
+from fastensor.stitch.image import Header, Image, Payload
 
 STATE = {"w": torch.arange(100), "b": torch.ones(3), "empty": torch.empty(0)}
 
@@ -31,14 +35,14 @@ def plan(obj: object) -> torch_zip.TorchZip:
 def test_payload_segments_are_the_storages_in_the_order_of_the_pickle() -> None:
     source = plan(STATE)
     payload = [segment for segment in source.image.segments if isinstance(segment, Payload)]
-    assert [source.storages[p.index].data_ptr() for p in payload] == [STATE["w"].data_ptr(), STATE["b"].data_ptr()]
+    assert [source.storages[p.storage].data_ptr() for p in payload] == [STATE["w"].data_ptr(), STATE["b"].data_ptr()]
     assert [p.nbytes for p in payload] == [800, 12]
     assert all(p.offset % 64 == 0 for p in payload)
 
 
 def test_every_storage_has_two_blanks() -> None:
     headers = [segment for segment in plan(STATE).image.segments if isinstance(segment, Header)]
-    assert sorted(blank.storage for header in headers for blank in header.blanks) == [0, 0, 1, 1]
+    assert sorted(storage for header in headers for _, storage in header.blanks) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [([], 64), ([0], 64), ([409_601], 4096), ([409_600], 64), ([100], 64)])
@@ -46,74 +50,165 @@ def test_alignment(sizes: list[int], expected: int) -> None:
     assert torch_zip.choose_alignment(sizes) == expected
 
 
+def test_segments_can_be_looked_at_in_any_way() -> None:
+    segments = plan(STATE).image.segments
+    listed = list(segments)
+    assert [segments[number] for number in range(len(segments))] == listed
+    assert segments[-1] == listed[-1]
+    assert segments[1:3] == listed[1:3]
+    assert Image(listed).nbytes == plan(STATE).image.nbytes  # they tile the file
+    with pytest.raises(IndexError):
+        segments[len(segments)]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0],
+        [5, 0, 7],
+        [4 * GIB - 2],
+        [4 * GIB - 1],
+        [4 * GIB, 3],
+        [4 * GIB - 400, 0, 5, 6],
+        [2 * GIB, 2 * GIB, 1, 0, 2 * GIB + 7],
+        [5 * GIB, 5 * GIB, 0, 3],
+        [1] * 66_000,
+    ],
+    ids=lambda sizes: str(sizes)[:40],
+)
+def test_files_are_laid_out_as_by_torchs_writer(tmp_path: Path, sizes: list[int], alignment: int) -> None:
+    """With records, and offsets, beyond 32 bits, and more records than 16 bits count. torch's file is sparse."""
+    before = [torch_layout.Record("data.pkl", b"pickle"), torch_layout.Record("byteorder", b"little")]
+    path = tmp_path / "archive"
+    writer = torch._C.PyTorchFileWriter(str(path), True, alignment)
+    for record in before:
+        writer.write_record(record.name, record.data, len(record.data))
+    for number, nbytes in enumerate(sizes):
+        writer.write_record_metadata(torch_layout.storage_name(number), nbytes)
+    writer.write_end_of_file()
+    behind = [torch_layout.Record("version", b"3\n")]
+    behind.append(torch_layout.Record(".data/serialization_id", writer.serialization_id().encode()))
+    image = torch_layout.lay_out(before, sizes, behind, alignment)
+    assert image.nbytes == path.stat().st_size
+    payload = [segment for segment in image.segments if isinstance(segment, Payload)]
+    assert [(one.nbytes, one.storage) for one in payload] == [(n, i) for i, n in enumerate(sizes) if n]
+    with path.open("rb") as file:
+        for segment in image.segments:
+            if isinstance(segment, Header):
+                file.seek(segment.offset)
+                assert file.read(segment.nbytes) == segment.data  # CRC32s of sparse records are 0, as are blanks
+    assert torch_zip.hash_of_names(("data.pkl", "byteorder"), len(sizes)) == behind[1].data[:20]
+
+
+class Subclass(torch.Tensor):
+    """Not plain."""
+
+
+def with_attribute() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.note = "kept"  # type: ignore[attr-defined]
+    return tensor
+
+
+def with_hook() -> torch.Tensor:
+    tensor = torch.ones(3, requires_grad=True)
+    tensor.register_hook(lambda grad: grad)
+    return tensor
+
+
+TENSORS = {
+    **{str(dtype): torch.empty(3, dtype=dtype) for dtype in states.DTYPES},
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+    "view": torch.arange(10)[2:8:2],
+    "transposed": torch.ones(3, 4).t(),
+    "needs gradients": torch.ones(3, requires_grad=True),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "not a leaf": torch.ones(3, requires_grad=True) * 2,
+    "conjugated": torch.ones(3, dtype=torch.complex64).conj(),
+    "negated": torch.ones(3, dtype=torch.complex64).conj().imag,
+    "sparse": torch.eye(3).to_sparse(),
+    "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": torch.ones(3, device="meta"),
+    "subclass": torch.ones(3).as_subclass(Subclass),
+    "attribute": with_attribute(),
+    "hook": with_hook(),
+    "typed storage": torch.ones(3)._typed_storage(),
+    "storage": torch.ones(3).untyped_storage(),
+    "dict of hooks": OrderedDict(),
+    "ordered dict": OrderedDict(a=torch.ones(1)),
+}
+
+
+def pickle_of_torch(obj: object, protocol: int) -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(obj, file, pickle_protocol=protocol)
+    with zipfile.ZipFile(file) as archive:
+        return archive.read("archive/data.pkl")
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_kind_of_tensor_is_pickled_as_by_torch(name: str, protocol: int) -> None:
+    tensor = TENSORS[name]
+    state = {"one": tensor, "again": tensor, "both": [tensor, torch.ones(2)]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planned = torch_zip.plan(state, pickle_module=pickle, pickle_protocol=protocol)
+    assert planned.recording.data == pickle_of_torch(state, protocol)
+
+
+@given(state=states.trees())
+def test_any_state_is_pickled_as_by_torch(state: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert plan(state).recording.data == pickle_of_torch(state, 2)
+
+
+@pytest.mark.parametrize("state", [TENSORS["conjugated"], TENSORS["view"], TENSORS["typed storage"], STATE])
+def test_with_an_unknown_torch_torch_itself_is_asked(monkeypatch: pytest.MonkeyPatch, state: Any) -> None:
+    expected = plan(state)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(plain_tensors, "reduce_plain", mock.Mock(side_effect=AssertionError("was called")))
+    assert plan(state).recording.data == expected.recording.data
+
+
+def test_an_unknown_torch_that_names_storages_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_zip, "torch_is_known", lambda: False)
+    monkeypatch.setattr(torch.serialization, "location_tag", mock.Mock(side_effect=["cpu", "elsewhere"]))
+    with pytest.raises(LayoutError, match="names a storage"):
+        plan(STATE)
+
+
+def test_what_others_make_of_tensors_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (str, ("somebody's",)))
+    assert b"somebody's" in plan([torch.ones(3)]).recording.data
+
+
+def test_storages_that_are_viewed_as_two_dtypes_are_refused_as_by_torch() -> None:
+    tensor = torch.ones(4)
+    state = [tensor, tensor.view(torch.int32)]
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        torch.save(state, io.BytesIO())
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        plan(state)
+
+
 def test_what_was_planned_before_makes_no_difference() -> None:
     small, large = {"w": torch.arange(100)}, {"w": torch.arange(100_000)}
     first = [plan(state) for state in (small, small, large, large)]
     again = [plan(state) for state in (large, small, large, small)]
     assert [one.alignment for one in first] == [64, 64, 4096, 4096]
-    assert first[0].image.segments == first[1].image.segments == again[1].image.segments
-    assert first[2].image.segments == again[0].image.segments == again[2].image.segments
-
-
-@pytest.fixture
-def written_by_torch(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Grows when torch writes a skeleton, and not only pickles."""
-    calls: list[bool] = []
-    write = torch_layout.Layout.of
-    monkeypatch.setattr(torch_layout.Layout, "of", lambda *args: calls.append(True) or write(*args))
-    monkeypatch.setattr(torch_zip, "_likely_layout", None)
-    return calls
-
-
-def test_a_state_of_the_structure_of_the_last_one_is_laid_out_as_if_there_had_been_none(
-    written_by_torch: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def state(step: int) -> Any:
-        return {"w": torch.full((100_000,), step), "step": step, "loss": step / 7, "text": f"step {step}"}
-
-    plan(state(11))
-    quick = plan(state(23))
-    assert len(written_by_torch) == 1
-    monkeypatch.setattr(torch_zip, "_likely_layout", None)
-    assert plan(state(23)).image.segments == quick.image.segments
-    assert plan(state(11)).image.segments != quick.image.segments
-    assert plan(state(1000)).recording.structure != quick.recording.structure
-    assert len(written_by_torch) == 3
-
-
-@given(before=states.trees(), after=states.trees())
-def test_what_was_laid_out_before_makes_no_difference_to_any_state(before: Any, after: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch_zip._likely_layout = None
-        alone = plan(after)
-        for state in (before, after, after):
-            again = plan(state)
-    assert again.image.segments == alone.image.segments
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"w": torch.arange(101), "b": torch.ones(3)},
-        {"w": torch.arange(100), "b": torch.ones(4)},
-        {"w": torch.arange(100), "c": torch.ones(3), "d": torch.ones(1)},
-        {"w": torch.arange(100)},
-        {},
-    ],
-)
-def test_another_structure_is_laid_out_anew(written_by_torch: list[bool], other: Any) -> None:
-    for state in (STATE, other, STATE):
-        source = plan(state)
-    assert len(written_by_torch) == 3
-    assert sum(isinstance(segment, Payload) for segment in source.image.segments) == 2
-
-
-def test_a_large_layout_is_not_kept(written_by_torch: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_zip, "_MOST_KEPT_NBYTES", 1000)
-    for _ in range(2):
-        plan(STATE)
-    assert len(written_by_torch) == 2
+    assert list(first[0].image.segments) == list(first[1].image.segments) == list(again[1].image.segments)
+    assert list(first[2].image.segments) == list(again[0].image.segments) == list(again[2].image.segments)
 
 
 def test_planning_keeps_nothing_alive() -> None:
@@ -135,44 +230,68 @@ def test_planning_keeps_nothing_alive() -> None:
         gc.enable()
 
 
-def test_a_torch_that_puts_the_pickle_elsewhere_is_noticed() -> None:
-    structure = torch_layout.Structure(5, (), (), 64)
-    skeleton = torch_layout.Skeleton()
-    with torch.serialization.skip_data():
-        torch.save(None, skeleton)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="expected a pickle of 5 bytes, found Record"):
-        torch_layout.Layout.of(skeleton, structure)
-    with pytest.raises(LayoutError, match="end-of-directory"):
-        torch_layout.Layout.of(torch_layout.Skeleton(), structure)
-
-
 def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
     with mock.patch.object(torch_zip, "_save"), pytest.raises(LayoutError, match="did not pickle"):
         plan(STATE)
 
 
-def test_a_torch_that_leaves_other_holes_is_noticed() -> None:
+def sample(**changes: bytes) -> bytes:
+    """A small file of torch's, in which some bytes are others of the same length."""
+    file = io.BytesIO()
+    torch.save([torch.arange(count, dtype=torch.uint8).untyped_storage() for count in (3, 0, 70)], file)
+    data = file.getvalue()
+    for old, new in changes.items():
+        assert len(old) == len(new)
+        data = data.replace(old.encode(), new)
+    return data
+
+
+CONTENTS = [bytes(range(count)) for count in (3, 0, 70)]
+
+
+def test_the_sample_is_as_expected() -> None:
+    found = torch_zip._found_in(sample(), CONTENTS, 64)
+    assert [record.name for record in found.before] == [".format_version", ".storage_alignment", "byteorder"]
+    assert [record.name for record in found.behind] == ["version", ".data/serialization_id"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"archive": b"another"},
+        {"data.pkl": b"pickled_"},
+        {"data/1": b"data/9"},
+        {"version": b"verzion"},
+        {"ZZZZ": b"YYYY"},
+        {"little": b"middle"},
+    ],
+)
+def test_a_torch_that_lays_out_otherwise_is_noticed(changes: dict[str, bytes]) -> None:
+    with pytest.raises(LayoutError, match="otherwise than expected"):
+        torch_zip._found_in(sample(**changes), CONTENTS, 64)
+
+
+def test_a_torch_that_writes_no_archive_is_noticed() -> None:
+    torch_zip.small_records_of_torch.cache_clear()
     with (
-        mock.patch.object(torch_layout, "DESCRIPTOR_SIGNATURE", b"PK\x09\x09"),
-        pytest.raises(LayoutError, match="descript"),
+        mock.patch.object(torch_zip, "_save", lambda obj, file: file.write(b"something else")),
+        pytest.raises(LayoutError, match="no zip archive"),
     ):
-        plan(STATE)
-    with mock.patch.object(torch_layout, "_ARCHIVE", "other"), pytest.raises(LayoutError, match="expected a pickle"):
-        plan(STATE)
-    shifted = mock.patch.object(torch_layout, "Payload", lambda offset, *rest: Payload(offset + 1, *rest))
-    with shifted, pytest.raises(LayoutError, match="not at offset"):
-        plan(STATE)
-    with mock.patch.object(torch_layout, "LOCAL_SIGNATURE", b"XX"), pytest.raises(LayoutError, match="local header"):
-        plan(STATE)
-    sink = torch_layout.Skeleton()
-    with pytest.raises(LayoutError, match="seeked"):
-        sink.seek(0)
+        torch_zip.small_records_of_torch(64)
+
+
+def test_a_torch_without_that_writer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "PyTorchFileWriter")
+    torch_zip.hash_of_names.cache_clear()
+    with pytest.raises(LayoutError, match="cannot be asked"):
+        torch_zip.hash_of_names(("data.pkl",), 3)
 
 
 def test_a_save_that_cannot_be_planned_is_torchs_own_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with mock.patch.object(torch_layout, "_ARCHIVE", "other"), caplog.at_level(logging.WARNING, "fastensor"):
+    unknown = mock.patch.object(torch_zip, "small_records_of_torch", side_effect=LayoutError("unknown"))
+    with unknown, caplog.at_level(logging.WARNING, "fastensor"):
         report = fastensor.save(STATE, tmp_path / "x")
     assert report.backend == "torch"
     assert [fallback.backend for fallback in report.fallbacks] == ["stitching"]

@@ -17,10 +17,10 @@ import torch
 
 from fastensor.backends.device_crc32 import PendingCrc32s
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, Shelf
-from fastensor.backends.staging import Checksums, check_size, copy_header, streams_behind_current
+from fastensor.backends.staging import Checksums, copy_header, streams_behind_current
 from fastensor.backends.to_device import entered
 from fastensor.stitch.image import Header, Payload, Piece
-from fastensor.stitch.source import Plan, Source
+from fastensor.stitch.source import Plan, Source, check_size
 
 ALIGNMENT = 4096
 """Of the buffers, and of what is padded: the size of a GPU's page, as GPUDirect Storage wants it."""
@@ -126,7 +126,7 @@ class DeviceStager:
         window.gathered()
         found = window.checksums.values() if window.checksums is not None else []
         for piece, crc32 in zip(window.payloads, found, strict=True):
-            self._checksums.combine(cast(Payload, piece.segment).index, crc32, piece.nbytes)
+            self._checksums.combine(cast(Payload, piece.segment).storage, crc32, piece.nbytes)
         window.checksums = None
         self._copy_headers(window)
 
@@ -137,12 +137,12 @@ class DeviceStager:
         """Nobody waits: a buffer is free, or too many windows are held."""
 
     def _source(self, piece: Piece, payload: Payload) -> torch.Tensor:
-        storage = cast(torch.UntypedStorage, self._plan.storages[payload.index])
+        storage = cast(torch.UntypedStorage, self._plan.storages[payload.storage])
         check_size(storage, payload)
-        if payload.index not in self._sources:
-            self._sources[payload.index] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if payload.storage not in self._sources:
+            self._sources[payload.storage] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         start = payload.before + piece.begin
-        return self._sources[payload.index][start : start + piece.nbytes]
+        return self._sources[payload.storage][start : start + piece.nbytes]
 
     def _copy_headers(self, window: DeviceWindow) -> None:
         """All in one copy from the host, and from there to where they belong."""

@@ -6,6 +6,7 @@ noticed at load.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -16,9 +17,8 @@ from isal import isal_zlib
 
 from fastensor.backends.memory import Buffer, borrowed_ring, copy_memory
 from fastensor.backends.to_device import entered, stream_behind_current
-from fastensor.errors import StateChangedError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Payload, Piece
-from fastensor.stitch.source import FileBytes, Plan, Source
+from fastensor.stitch.source import FileBytes, Plan, Source, check_size
 
 _BLOCK_NBYTES = 512 << 10
 """Copied and checksummed at a time, so that the second pass finds the bytes in the processor's cache."""
@@ -134,14 +134,18 @@ class RingStager:
         window = Window(buffer, 0, offset, nbytes)
         data = window.data
         for piece in self._image.pieces(offset, offset + nbytes):
-            if isinstance(piece.segment, Header):
-                copy_header(piece, piece.segment, data)
+            segment = piece.segment
+            if isinstance(segment, Header):
+                copy_header(piece, segment, data)
                 if self.asynchronous:
                     window.late.append(piece)
-                else:
-                    self._checksums.fill_in(piece, piece.segment, data)
+                elif segment.blanks:
+                    self._checksums.fill_in(piece, segment, data)
+            elif piece.nbytes <= _BLOCK_NBYTES and self._copier.is_on_host(segment):
+                self._copier.copy(piece, segment, buffer, 0)
+                self._checksums.add(piece, segment, data)
             else:
-                self._copy(window, data, piece, piece.segment)
+                self._copy(window, data, piece, segment)
         window.events += self._copier.record_events()
         return window
 
@@ -172,7 +176,7 @@ class RingStager:
 
     def _copy_from_file(self, window: Window, piece: Piece, payload: Payload, file: FileBytes) -> None:
         crc32 = file.readinto(payload.before + piece.begin, window.data[piece.position : piece.position + piece.nbytes])
-        total = self._checksums.combine(payload.index, crc32, piece.nbytes)
+        total = self._checksums.combine(payload.storage, crc32, piece.nbytes)
         if piece.begin + piece.nbytes == payload.nbytes:
             file.check(total)
 
@@ -214,11 +218,11 @@ class Copier:
         """A CUDA device that copies come from, for which buffers are to be pinned."""
 
     def is_on_host(self, payload: Payload) -> bool:
-        return bool(self._addresses[payload.index])
+        return bool(self._addresses[payload.storage])
 
     def file(self, payload: Payload) -> FileBytes | None:
         """Where the payload comes from if it is not in memory."""
-        storage = self._storages[payload.index]
+        storage = self._storages[payload.storage]
         return None if isinstance(storage, torch.UntypedStorage) else storage
 
     def copy(self, piece: Piece, payload: Payload, buffer: Buffer, begin: int) -> None:
@@ -227,10 +231,10 @@ class Copier:
         Raises:
             StateChangedError: the storage has another size than when the file was planned.
         """
-        storage = cast(torch.UntypedStorage, self._storages[payload.index])
+        storage = cast(torch.UntypedStorage, self._storages[payload.storage])
         check_size(storage, payload)
         start, at = payload.before + piece.begin, begin + piece.position
-        if address := self._addresses[payload.index]:
+        if address := self._addresses[payload.storage]:
             copy_memory(buffer.address + at, address + start, piece.nbytes)
             return
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -274,7 +278,7 @@ class Checksums:
 
     def add(self, piece: Piece, payload: Payload, window: memoryview) -> None:
         data = window[piece.position : piece.position + piece.nbytes]
-        self._values[payload.index] = isal_zlib.crc32(data, self._values[payload.index])
+        self._values[payload.storage] = isal_zlib.crc32(data, self._values[payload.storage])
 
     def combine(self, index: int, crc32: int, nbytes: int) -> int:
         """Add bytes of which only the CRC32 is known; returns that of all so far."""
@@ -284,7 +288,10 @@ class Checksums:
     def fill_in(self, piece: Piece, header: Header, window: memoryview) -> None:
         """Write the checksums into a part of a header; a blank may be cut by its ends."""
         _, begin, count, at = piece
-        for position, storage in header.blanks:
+        blanks = header.blanks
+        for position, storage in blanks[bisect_left(blanks, (begin - CHECKSUM_NBYTES + 1, 0)) :]:
+            if position >= begin + count:
+                break
             crc32 = self._values[storage].to_bytes(CHECKSUM_NBYTES, "little")
             if begin <= position <= begin + count - CHECKSUM_NBYTES:
                 target = at + position - begin
@@ -301,18 +308,6 @@ def _address(storage: torch.UntypedStorage | FileBytes) -> int:
     if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
         return storage.data_ptr()
     return 0
-
-
-def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
-    """
-    Raises:
-        StateChangedError: the storage has another size than when the file was planned.
-    """
-    if storage.nbytes() != payload.storage_nbytes:
-        raise StateChangedError(
-            f"a storage of {payload.storage_nbytes} bytes was resized to {storage.nbytes()} while it was being saved; "
-            "keep the state unchanged until save returns"
-        )
 
 
 def streams_behind_current(devices: Iterable[torch.device], purpose: str) -> dict[torch.device, torch.cuda.Stream]:

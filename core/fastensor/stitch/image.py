@@ -8,27 +8,25 @@ so one pass in file order can produce the whole image.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 CHECKSUM_NBYTES = 4
 
 
-class Blank(NamedTuple):
-    """Four bytes of a header that are the CRC32 (IEEE 802.3, little endian) of a storage."""
-
-    position: int
-    """Counted from the header's start."""
-    storage: int
-    """Which one, as in :class:`Payload`."""
+Blank: TypeAlias = tuple[int, int]
+"""Four bytes of a header that are the CRC32 (IEEE 802.3, little endian) of a storage: where they are, counted from the
+header's start, and which storage it is, as in :class:`Payload`. Plain tuples of integers are no work for the garbage
+collector, however many there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Bytes that are known when the image is planned, but for the blanks."""
+class Header(NamedTuple):
+    """Bytes that are known when the image is planned, but for the blanks.
+
+    This and :class:`Payload` are tuples, because a small checkpoint has thousands of segments and is to be saved in
+    milliseconds.
+    """
 
     offset: int
     data: bytes
@@ -42,13 +40,12 @@ class Header:
         return len(self.data) or self.forgotten_nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """The bytes of one storage, or a part of them."""
 
     offset: int
     nbytes: int
-    index: int
+    storage: int
     """Which storage: its position in the sequence that accompanies the image."""
     before: int = 0
     """How many bytes of the storage come before the part."""
@@ -64,10 +61,7 @@ Segment: TypeAlias = Header | Payload
 
 
 class Piece(NamedTuple):
-    """The part of a segment that falls into a window of the file.
-
-    A tuple, because a small checkpoint has thousands of pieces and is to be saved in milliseconds.
-    """
+    """The part of a segment that falls into a window of the file."""
 
     segment: Segment
     begin: int
@@ -92,19 +86,33 @@ class Image:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         _check_tiling(segments)
-        self.segments = tuple(segments)
+        self.segments = segments
         self._offsets = [segment.offset for segment in segments]
         self.nbytes = segments[-1].offset + segments[-1].nbytes if segments else 0
+
+    @classmethod
+    def tiled(cls, segments: Sequence[Segment], offsets: list[int], nbytes: int) -> Image:
+        """An image of segments that are known to tile the file, which are not looked at.
+
+        Args:
+            segments: as above.
+            offsets: where each begins.
+            nbytes: of the file.
+        """
+        image = cls(())
+        image.segments, image._offsets, image.nbytes = segments, offsets, nbytes
+        return image
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """Yield what stands in ``[begin, end)`` of the file, in order.
 
-        >>> image = Image([Header(0, b"abcd"), Payload(4, 10, index=0), Header(14, bytes(4), (Blank(0, storage=0),))])
+        >>> image = Image([Header(0, b"abcd"), Payload(4, 10, 0), Header(14, bytes(4), ((0, 0),))])
         >>> [(type(p.segment).__name__, p.begin, p.nbytes, p.position) for p in image.pieces(2, 8)]
         [('Header', 2, 2, 0), ('Payload', 0, 4, 2)]
         """
         first = max(bisect_right(self._offsets, begin) - 1, 0)
-        for segment in islice(self.segments, first, None):
+        for number in range(first, len(self.segments)):
+            segment = self.segments[number]
             offset, nbytes = segment.offset, segment.nbytes
             if offset >= end:
                 return
@@ -116,47 +124,14 @@ class Image:
                 start = max(begin, offset)
                 yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
 
-    def patched(self, patches: Iterable[tuple[int, bytes]]) -> Image:
-        """The same layout with other bytes from some offsets on.
-
-        >>> Image([Header(0, b"abcd"), Payload(4, 10, index=0)]).patched([(1, b"BC")]).segments[0].data
-        b'aBCd'
-
-        Raises:
-            ValueError: not all of a patch is in one header.
-        """
-        changed: dict[int, bytearray] = {}
-        for offset, data in patches:
-            index, header = self._header_at(offset, len(data))
-            at = offset - header.offset
-            if index not in changed:
-                changed[index] = bytearray(header.data)
-            changed[index][at : at + len(data)] = data
-        segments = list(self.segments)
-        for index, contents in changed.items():
-            segments[index] = replace(cast(Header, segments[index]), data=bytes(contents))
-        image = copy(self)
-        image.segments = tuple(segments)
-        return image
-
     def without_headers(self) -> Image:
         """The same layout, its headers forgotten but for their blanks: for whoever has the file's bytes elsewhere."""
         image = copy(self)
         image.segments = tuple(
-            replace(one, data=b"", forgotten_nbytes=one.nbytes) if isinstance(one, Header) else one
+            one._replace(data=b"", forgotten_nbytes=one.nbytes) if isinstance(one, Header) else one
             for one in self.segments
         )
         return image
-
-    def _header_at(self, offset: int, nbytes: int) -> tuple[int, Header]:
-        index = max(bisect_right(self._offsets, offset) - 1, 0)
-        found = self.segments[index] if self.segments else None
-        if (
-            not isinstance(found, Header)
-            or not found.offset <= offset <= offset + nbytes <= found.offset + found.nbytes
-        ):
-            raise ValueError(f"no header holds the {nbytes} bytes from offset {offset} on: there is {found!r}")
-        return index, found
 
 
 def _check_tiling(segments: Sequence[Segment]) -> None:
@@ -167,11 +142,11 @@ def _check_tiling(segments: Sequence[Segment]) -> None:
             raise ValueError(f"segments do not tile the file: {segment!r} stands at {segment.offset}, not {position}")
         position += segment.nbytes
         if isinstance(segment, Payload):
-            if segment.index in copied:
-                raise ValueError(f"storage {segment.index} occurs twice")
-            copied.add(segment.index)
-        for blank in segment.blanks if isinstance(segment, Header) else ():
-            if blank.storage not in copied:
-                raise ValueError(f"a blank for the checksum of storage {blank.storage} stands before the storage")
-            if not 0 <= blank.position <= segment.nbytes - CHECKSUM_NBYTES:
-                raise ValueError(f"{blank} is not inside its header of {segment.nbytes} bytes")
+            if segment.storage in copied:
+                raise ValueError(f"storage {segment.storage} occurs twice")
+            copied.add(segment.storage)
+        for at, storage in segment.blanks if isinstance(segment, Header) else ():
+            if storage not in copied:
+                raise ValueError(f"a blank for the checksum of storage {storage} stands before the storage")
+            if not 0 <= at <= segment.nbytes - CHECKSUM_NBYTES:
+                raise ValueError(f"the blank at {at} is not inside its header of {segment.nbytes} bytes")

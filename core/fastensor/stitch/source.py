@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from fastensor.errors import UnsupportedContentError
-from fastensor.stitch.image import Image
+from fastensor.errors import StateChangedError, UnsupportedContentError
+from fastensor.stitch.image import Image, Payload
 
 
 class FileBytes(Protocol):
@@ -97,6 +97,19 @@ class Plan:
     def released(self) -> Plan:
         """The same plan, without what it borrows."""
         return replace(self, storages=())
+
+
+def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
+    """Check that a storage has the size for which the file was planned.
+
+    Raises:
+        StateChangedError: the storage has another size than when the file was planned.
+    """
+    if storage.nbytes() != payload.storage_nbytes:
+        raise StateChangedError(
+            f"a storage of {payload.storage_nbytes} bytes was resized to {storage.nbytes()} while it was being saved; "
+            "keep the state unchanged until save returns"
+        )
 
 
 def skips_values() -> bool:

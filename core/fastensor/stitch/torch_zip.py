@@ -1,61 +1,60 @@
 """Planning the image of a torch checkpoint: the file that ``torch.save`` would have written, without its payload.
 
-torch itself produces every byte but the storages', through public interfaces:
-
 1. ``torch.save`` pickles the object through a pickle module of ours, which records the pickle's bytes and, from what
    torch's ``persistent_id`` returns, which storage has which key. Recording tensors instead gives silent wrong values
-   (a DTensor adds a storage that is not in the file, raw storages go unseen).
-2. Once the object is pickled, ``torch.serialization.skip_data`` makes torch leave holes for the storages, and the file
-   is a sink that keeps the headers and notes the holes.
-3. If the sizes, known now, ask for another alignment than the one that was right the last time, ``torch.save`` runs
-   again, replaying the recorded pickle.
+   (a DTensor adds a storage that is not in the file, raw storages go unseen). Then torch is stopped.
+2. The records are laid out as torch's writer does (:mod:`fastensor.stitch.torch_layout`). Which small records there are
+   beside the storages is seen in a small file that torch writes, once in a process and for each alignment. If that file
+   is not what the same layout gives for it, torch has changed, and no file is planned.
 
-When the object has the structure of the last one, the pickle has its size, and all else stands where it stood: then
-torch is stopped as soon as it has pickled, and the last layout gets the new pickle.
-
-The object is pickled exactly once. ``torch.save`` is called as torch has it, not as somebody may have wrapped it: a
-wrapper would be called for each of these steps. ``skip_data`` is never active while user code runs: an object whose
-``__reduce__`` calls ``torch.save`` would come back as zeros.
+The object is pickled exactly once. ``torch.save`` is called as torch has it, not as somebody may have wrapped it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
+from isal import isal_zlib
 from torch.utils.serialization import config as torch_config
 
-from fastensor.errors import LayoutError
-from fastensor.stitch.source import Plan, check_values_are_wanted
-from fastensor.stitch.torch_layout import Layout, Skeleton, Structure
+from fastensor.errors import CorruptCheckpointError, LayoutError
+from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
+from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
+from fastensor.stitch.source import Plan, check_size, check_values_are_wanted
+from fastensor.stitch.torch_layout import ARCHIVE, Record, lay_out, storage_name
+from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
 
 _save = torch.serialization.save
 PAGE_ALIGNMENT = 4096
 TORCH_ALIGNMENT = 64
 _PADDING_LIMIT = 0.01
+_PICKLE = "data.pkl"
+_SAMPLE_SIZES = (3, 0, 70)
+"""Of the storages in the file that shows how torch writes, in bytes."""
 
 _NEVER_STORAGES = frozenset(
-    {str, int, float, bool, bytes, type(None), tuple, list, dict, OrderedDict, type, FunctionType, BuiltinFunctionType}
-)
+    {
+        str, int, float, bool, bytes, type(None), tuple, list, dict, OrderedDict, type, FunctionType,
+        BuiltinFunctionType, torch.Tensor, type(torch.FloatStorage),
+    }
+)  # fmt: skip
 """Nineteen in twenty of the objects in a state dict: torch need not be asked about them, which takes it a millisecond
 per thousand."""
 
 _config_lock = threading.RLock()
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
 _OPTIONS_ARE_PER_THREAD = torch.__version__ >= "2.13"
-_MOST_KEPT_NBYTES = 16 << 20
-_likely_alignment = TORCH_ALIGNMENT
-"""The next object is probably of the kind of the last one: a checkpoint of the same training."""
-_likely_layout: Layout | None = None
-"""For the same reason. Not kept if it is large."""
 
 
 def _renew_lock() -> None:
@@ -72,20 +71,10 @@ class Recording:
 
     data: bytes
     """The contents of ``data.pkl``."""
-    references: tuple[tuple[Any, tuple[Any, ...]], ...]
-    """The first storage object met for each key, and torch's persistent id for it, in the order of the keys."""
-
     storages: tuple[torch.UntypedStorage, ...]
-    """Theirs."""
-    structure: Structure
-    """What decides where things stand in the file."""
-
-    @classmethod
-    def of(cls, data: bytes, references: Sequence[tuple[Any, tuple[Any, ...]]]) -> Recording:
-        storages = tuple(_untyped(storage) for storage, _ in references)
-        sizes = tuple(storage.nbytes() for storage in storages)
-        keys = tuple(pid[2] for _, pid in references)
-        return cls(data, tuple(references), storages, Structure(len(data), keys, sizes, choose_alignment(sizes)))
+    """Each once, in the order of the keys that torch has given them, which are numbers."""
+    dtypes: tuple[torch.dtype | None, ...]
+    """The dtype that torch has met each with first; None if that was a storage without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +89,14 @@ class TorchZip(Plan):
         return Plan(self.image.without_headers(), ())
 
     def write_with_torch(self, file: BinaryIO) -> None:
-        """Let ``torch.save`` write the same file, moving the storages itself."""
+        """Let ``torch.save`` write the same file, moving the storages itself.
+
+        Raises:
+            StateChangedError: a storage has another size than when the file was planned.
+        """
+        for segment in self.image.segments:
+            if isinstance(segment, Payload):
+                check_size(self.storages[segment.storage], segment)
         with _saving_options(self.alignment):
             _save(None, file, pickle_module=_Replay(self.recording))
 
@@ -124,30 +120,15 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
         UnsupportedContentError: ``torch.serialization.skip_data`` is active.
         Exception: whatever pickling the object raises, as from ``torch.save``.
     """
-    global _likely_alignment, _likely_layout
     check_values_are_wanted()
-    skeleton, layout = Skeleton(), _likely_layout
-    recorder = _Recorder(pickle_module, None if layout is None else layout.structure)
-    guessed = _likely_alignment if _OPTIONS_ARE_PER_THREAD else None
-    with nullcontext() if guessed is None else _saving_options(guessed):
-        recording = recorder.record(obj, pickle_protocol, skeleton)
-    structure = recording.structure
-    for storage, nbytes in zip(recording.storages, structure.sizes, strict=True):
+    recording = _Recorder(pickle_module).record(obj, pickle_protocol)
+    sizes = [storage.nbytes() for storage in recording.storages]
+    for storage, nbytes in zip(recording.storages, sizes, strict=True):
         if nbytes and storage.device.type == "meta":
             raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
-    if layout is None or layout.structure != structure:
-        if structure.alignment != guessed:
-            skeleton = Skeleton()
-            skeleton.expect(recording.data)
-            with _saving_options(structure.alignment), torch.serialization.skip_data():
-                _save(None, cast(BinaryIO, skeleton), pickle_module=_Replay(recording))
-        layout = Layout.of(skeleton, structure)
-        image = layout.image
-        _likely_alignment = structure.alignment
-        _likely_layout = layout if layout.headers_nbytes <= _MOST_KEPT_NBYTES else None
-    else:
-        image = layout.with_pickle(recording.data)
-    return TorchZip(image, recording.storages, recording, structure.alignment)
+    alignment = choose_alignment(sizes)
+    image = small_records_of_torch(alignment).lay_out(recording.data, sizes, alignment)
+    return TorchZip(image, recording.storages, recording, alignment)
 
 
 def choose_alignment(storage_nbytes: Sequence[int]) -> int:
@@ -160,6 +141,108 @@ def choose_alignment(storage_nbytes: Sequence[int]) -> int:
     return PAGE_ALIGNMENT if padding < _PADDING_LIMIT * sum(storage_nbytes) else TORCH_ALIGNMENT
 
 
+@dataclass(frozen=True, slots=True)
+class SmallRecords:
+    """What torch writes beside the pickle and the storages."""
+
+    before: tuple[Record, ...]
+    """Between the pickle and the storages."""
+    behind: tuple[Record, ...]
+    """Behind the storages; the last one is the serialization id, by which torch tells files apart in its logs."""
+
+    def lay_out(self, data: bytes, sizes: Sequence[int], alignment: int) -> Image:
+        """The image of a file.
+
+        The second half of torch's serialization id is made of all CRC32s. Those of the storages are not known yet:
+        ours is that of the pickle alone.
+
+        Args:
+            data: the pickle.
+            sizes: of the storages, in bytes.
+            alignment: that of these records.
+        """
+        before = (Record(_PICKLE, data), *self.before)
+        *behind, identity = self.behind
+        names = hash_of_names(tuple(record.name for record in before), len(sizes))
+        of_pickle = b"%0*d" % (len(identity.data) - len(names), isal_zlib.crc32(data))
+        return lay_out(before, sizes, (*behind, identity._replace(data=names + of_pickle)), alignment)
+
+
+@cache
+def small_records_of_torch(alignment: int) -> SmallRecords:
+    """The small records of torch's files with such an alignment.
+
+    Raises:
+        LayoutError: torch lays out files otherwise than :mod:`fastensor.stitch.torch_layout`.
+    """
+    storages = [torch.arange(count, dtype=torch.uint8).untyped_storage() for count in _SAMPLE_SIZES]
+    file = io.BytesIO()
+    with _saving_options(alignment):
+        _save(storages, file)
+    try:
+        return _found_in(file.getvalue(), [bytes(list(storage)) for storage in storages], alignment)
+    except (CorruptCheckpointError, ValueError) as error:
+        raise LayoutError(f"torch {torch.__version__} writes what is no zip archive: {error}") from error
+
+
+def _found_in(sample: bytes, contents: Sequence[bytes], alignment: int) -> SmallRecords:
+    """The small records of a file with storages of such contents, which has to be laid out as expected."""
+    records = []
+    for one in parse_directory(lambda at, count: sample[at : at + count], len(sample), where="a sample").records:
+        begin = one.header_offset + sum(LOCAL_HEADER.unpack_from(sample, one.header_offset)[-2:], LOCAL_HEADER.size)
+        records.append(Record(one.name.removeprefix(f"{ARCHIVE}/"), sample[begin : begin + one.nbytes]))
+    names = [record.name for record in records]
+    of_storages = [storage_name(index) for index in range(len(contents))]
+    first = names.index(of_storages[0]) if of_storages[0] in names else 0
+    before, behind = records[:first], records[first + len(contents) :]
+    if (
+        names[:1] != [_PICKLE]
+        or names[first : first + len(contents)] != of_storages
+        or not behind
+        or not behind[-1].data.startswith(hash_of_names(tuple(names[:first]), len(contents)))
+        or _assembled(lay_out(before, [len(data) for data in contents], behind, alignment), contents) != sample
+    ):
+        raise LayoutError(f"torch {torch.__version__} lays out its files otherwise than expected")
+    return SmallRecords(tuple(before[1:]), tuple(behind))
+
+
+def _assembled(image: Image, contents: Sequence[bytes]) -> bytes:
+    """The bytes of a file whose storages have such contents."""
+    parts = []
+    for segment in image.segments:
+        if not isinstance(segment, Header):
+            parts.append(contents[segment.storage])
+            continue
+        data = bytearray(segment.data)
+        for position, storage in segment.blanks:
+            crc32 = isal_zlib.crc32(contents[storage])
+            data[position : position + CHECKSUM_NBYTES] = crc32.to_bytes(CHECKSUM_NBYTES, "little")
+        parts.append(bytes(data))
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=16)
+def hash_of_names(first: tuple[str, ...], storages: int) -> bytes:
+    """The first half of torch's serialization id, which torch makes of the names of the records.
+
+    Args:
+        first: names of the records before the storages.
+        storages: how many storages there are.
+
+    Raises:
+        LayoutError: torch does not say.
+    """
+    try:
+        writer = torch._C.PyTorchFileWriter(os.devnull)
+        for name in (*first, *map(storage_name, range(storages))):
+            writer.write_record(name, b"", 0)
+        writer.write_end_of_file()
+        identity: str = writer.serialization_id()
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise LayoutError(f"torch's writer of archives cannot be asked for an id ({error!r})") from error
+    return identity[: len(identity) // 2].encode()
+
+
 @contextmanager
 def _saving_options(alignment: int) -> Iterator[None]:
     """torch's options for saving: CRC32s on, whatever the user chose for ``torch.save``, and this alignment."""
@@ -170,11 +253,7 @@ def _saving_options(alignment: int) -> Iterator[None]:
         yield
 
 
-def _untyped(storage: Any) -> torch.UntypedStorage:
-    return cast(torch.UntypedStorage, getattr(storage, "_untyped_storage", storage))
-
-
-class _StructureIsKnown(Exception):
+class _Pickled(Exception):
     """torch need not write what it has pickled."""
 
 
@@ -185,17 +264,14 @@ class _Recorder:
 
     Args:
         pickle_module: the user's.
-        known: the structure of objects that torch is to pickle, but not to write.
     """
 
-    def __init__(self, pickle_module: Any, known: Structure | None) -> None:
+    def __init__(self, pickle_module: Any) -> None:
         self._module = pickle_module
-        self._known = known
-        self._recorded: Recording | None = None
-        self._references: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-        self._skipping = ExitStack()
-        self._skeleton: Skeleton | None = None
+        self._data: bytes | None = None
+        self._ids = StorageIds()
         recorder = self
+        is_known = torch_is_known()
 
         class RecordingPickler(pickle_module.Pickler):  # type: ignore[misc]  # its base is known at run time only
             def __init__(self, file: io.BytesIO, *args: Any, **kwargs: Any) -> None:
@@ -209,9 +285,9 @@ class _Recorder:
                 def persistent_id(self: Any, obj: Any) -> Any:
                     if type(obj) in _NEVER_STORAGES:
                         return None
-                    pid = by_torch(self, obj)
-                    if pid is not None:
-                        recorder._references.setdefault(pid[2], (obj, pid))
+                    pid = recorder._ids.of(obj)
+                    if not is_known and pid != (of_torch := by_torch(self, obj)):
+                        raise LayoutError(f"torch {torch.__version__} names a storage {of_torch}, expected {pid}")
                     return pid
 
                 cls.persistent_id = persistent_id
@@ -221,31 +297,26 @@ class _Recorder:
                 type(self).persistent_id = _no_more
                 if hasattr(self, "clear_memo"):
                     self.clear_memo()  # it holds what large arrays were turned into on the way
-                recorded = Recording.of(self._fastensor_file.getvalue(), tuple(recorder._references.values()))
-                recorder._recorded = recorded
-                if recorded.structure == recorder._known:
-                    raise _StructureIsKnown
-                if recorder._skeleton is not None:
-                    recorder._skeleton.expect(recorded.data)
-                recorder._skipping.enter_context(torch.serialization.skip_data())
+                recorder._data = self._fastensor_file.getvalue()
+                raise _Pickled
 
+        if is_known and pickle_module is pickle:
+            RecordingPickler.reducer_override = staticmethod(reduce_plain)
         self.Pickler = RecordingPickler
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def record(self, obj: object, pickle_protocol: int, skeleton: Skeleton) -> Recording:
-        """Have the object pickled, and written to the skeleton unless its structure is known."""
-        self._skeleton = skeleton
+    def record(self, obj: object, pickle_protocol: int) -> Recording:
+        """Have the object pickled."""
         try:
-            with self._skipping, suppress(_StructureIsKnown):
-                _save(obj, cast(BinaryIO, skeleton), pickle_module=self, pickle_protocol=pickle_protocol)
-            recorded = self._recorded
+            with suppress(_Pickled):
+                _save(obj, io.BytesIO(), pickle_module=self, pickle_protocol=pickle_protocol)
+            if self._data is None:
+                raise LayoutError("torch.save did not pickle through the pickle module that it was given")
+            return Recording(self._data, tuple(self._ids.storages), tuple(self._ids.dtypes))
         finally:
-            self._recorded, self._references, self._skeleton = None, {}, None
-        if recorded is None:
-            raise LayoutError("torch.save did not pickle through the pickle module that it was given")
-        return recorded
+            self._data, self._ids = None, StorageIds()
 
 
 def _no_more(self: Any, obj: Any) -> None:
@@ -268,9 +339,10 @@ class _Replay:
 
             def dump(self, obj: object) -> None:
                 recording = to_show.pop()
-                for storage, pid in recording.references:
-                    if self.persistent_id(storage) != pid:
-                        raise LayoutError(f"torch names storage {pid[2]!r} differently on its second pass")
+                for index, (storage, dtype) in enumerate(zip(recording.storages, recording.dtypes, strict=True)):
+                    shown = storage if dtype is None else typed_storage(storage, dtype)
+                    if self.persistent_id(shown)[2] != str(index):
+                        raise LayoutError(f"torch names storage {index} differently on its second pass")
                 type(self).persistent_id = _no_more  # type: ignore[method-assign]  # as torch has done
                 self._file.write(recording.data)
 

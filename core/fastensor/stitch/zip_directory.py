@@ -20,20 +20,20 @@ LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 LOCAL_SIGNATURE = b"PK\x03\x04"
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 DESCRIPTOR_CRC_OFFSET = 4
-_END = struct.Struct("<4s4H2LH")
-_END_SIGNATURE = b"PK\x05\x06"
-_END64_LOCATOR = struct.Struct("<4sLQL")
-_END64_LOCATOR_SIGNATURE = b"PK\x06\x07"
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_END64_SIGNATURE = b"PK\x06\x06"
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_ENTRY_SIGNATURE = b"PK\x01\x02"
-_ENTRY_CRC_OFFSET = 16
-_ZIP64_EXTRA = 0x0001
+END = struct.Struct("<4s4H2LH")
+END_SIGNATURE = b"PK\x05\x06"
+END64_LOCATOR = struct.Struct("<4sLQL")
+END64_LOCATOR_SIGNATURE = b"PK\x06\x07"
+END64 = struct.Struct("<4sQ2H2L4Q")
+END64_SIGNATURE = b"PK\x06\x06"
+ENTRY = struct.Struct("<4s6H3L5H2L")
+ENTRY_SIGNATURE = b"PK\x01\x02"
+ENTRY_CRC_OFFSET = 16
+ZIP64_EXTRA = 0x0001
 _DIRECTORY_ATTRIBUTE = 0x10
 _NOT_AS_THEY_ARE = 0x60
 """Flags of strong encryption and of patches."""
-_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT = 0xFFFF
 
 ReadAt = Callable[[int, int], bytes]
@@ -98,28 +98,28 @@ def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
 
 def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, int]:
     """Number of entries, size and offset of the central directory."""
-    tail_nbytes = min(nbytes, _END.size + _MAX_COMMENT)
+    tail_nbytes = min(nbytes, END.size + _MAX_COMMENT)
     tail = read(nbytes - tail_nbytes, tail_nbytes)
-    at = tail.rfind(_END_SIGNATURE, 0, max(len(tail) - _END.size + len(_END_SIGNATURE), 0))
+    at = tail.rfind(END_SIGNATURE, 0, max(len(tail) - END.size + len(END_SIGNATURE), 0))
     if at < 0:
         raise CorruptCheckpointError(
             f"{where}: no zip end-of-directory record in the last {tail_nbytes} bytes; the file was cut off "
             f"(an interrupted copy, say) or is not a checkpoint"
         )
     end = nbytes - tail_nbytes + at
-    _, disk, start_disk, here, count, size, offset, _ = _END.unpack_from(tail, at)
+    _, disk, start_disk, here, count, size, offset, _ = END.unpack_from(tail, at)
     limit = end
-    saturated = _MAX16 in (here, count) or _MAX32 in (size, offset)
+    saturated = MAX16 in (here, count) or MAX32 in (size, offset)
     if saturated or _has_locator(read, end):  # torch goes by the zip64 record wherever there is one
         classic = (count, size, offset)
         limit, disk, start_disk, here, count, size, offset = _read_end64(read, end, where)
-        if any(old not in (new, _MAX16, _MAX32) for old, new in zip(classic, (count, size, offset), strict=True)):
+        if any(old not in (new, MAX16, MAX32) for old, new in zip(classic, (count, size, offset), strict=True)):
             raise CorruptCheckpointError(
                 f"{where}: the end of the directory at offset {end} and the zip64 one at {limit} contradict each other"
             )
     if disk or start_disk or here != count:
         raise CorruptCheckpointError(f"{where}: an archive in several parts; expected one whole file")
-    if offset + size > limit or count * _ENTRY.size > size:
+    if offset + size > limit or count * ENTRY.size > size:
         raise CorruptCheckpointError(
             f"{where}: the directory claims {count} entries in {size} bytes from offset {offset}, "
             f"but it must end before {limit}"
@@ -128,31 +128,31 @@ def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, in
 
 
 def _has_locator(read: ReadAt, end: int) -> bool:
-    at = end - _END64_LOCATOR.size
-    return at >= 0 and read(at, len(_END64_LOCATOR_SIGNATURE)) == _END64_LOCATOR_SIGNATURE
+    at = end - END64_LOCATOR.size
+    return at >= 0 and read(at, len(END64_LOCATOR_SIGNATURE)) == END64_LOCATOR_SIGNATURE
 
 
 def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int, int, int, int]:
-    at = end - _END64_LOCATOR.size
-    locator = _END64_LOCATOR.unpack(read(at, _END64_LOCATOR.size)) if at >= 0 else (b"", 0, 0, 0)
-    if locator[0] != _END64_LOCATOR_SIGNATURE:
+    at = end - END64_LOCATOR.size
+    locator = END64_LOCATOR.unpack(read(at, END64_LOCATOR.size)) if at >= 0 else (b"", 0, 0, 0)
+    if locator[0] != END64_LOCATOR_SIGNATURE:
         raise CorruptCheckpointError(f"{where}: a zip64 archive without its locator at offset {at}")
     offset64 = locator[2]
-    if offset64 + _END64.size > at:
+    if offset64 + END64.size > at:
         raise CorruptCheckpointError(f"{where}: the zip64 locator points to {offset64}, outside the file")
-    signature, _, _, _, disk, start_disk, here, count, size, offset = _END64.unpack(read(offset64, _END64.size))
-    if signature != _END64_SIGNATURE:
+    signature, _, _, _, disk, start_disk, here, count, size, offset = END64.unpack(read(offset64, END64.size))
+    if signature != END64_SIGNATURE:
         raise CorruptCheckpointError(f"{where}: no zip64 end-of-directory record at offset {offset64}")
     return offset64, disk, start_disk, here, count, size, offset
 
 
 def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[Record, int]:
-    if at + _ENTRY.size > len(data):
+    if at + ENTRY.size > len(data):
         raise _defect(where, number, base + at, "cut off")
     (signature, _, _, flags, method, _, _, crc32, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _,
-     attributes, header_offset) = _ENTRY.unpack_from(data, at)  # fmt: skip
-    if signature != _ENTRY_SIGNATURE:
-        raise _defect(where, number, base + at, f"found {signature!r}, expected {_ENTRY_SIGNATURE!r}")
+     attributes, header_offset) = ENTRY.unpack_from(data, at)  # fmt: skip
+    if signature != ENTRY_SIGNATURE:
+        raise _defect(where, number, base + at, f"found {signature!r}, expected {ENTRY_SIGNATURE!r}")
     if flags & 1:
         raise _defect(where, number, base + at, "encrypted, which no checkpoint is")
     if flags & _NOT_AS_THEY_ARE:
@@ -160,7 +160,7 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
     if attributes & _DIRECTORY_ATTRIBUTE and nbytes:
         what = f"a directory with {nbytes} bytes of contents; torch would not read them"
         raise _defect(where, number, base + at, what)
-    name_at = at + _ENTRY.size
+    name_at = at + ENTRY.size
     extra_at = name_at + name_nbytes
     stop = extra_at + extra_nbytes + comment_nbytes
     if stop > len(data):
@@ -169,7 +169,7 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
         name = data[name_at:extra_at].decode()
     except UnicodeDecodeError as error:
         raise _defect(where, number, base + at, "its name is not UTF-8") from error
-    if _MAX32 in (nbytes, stored, header_offset):
+    if MAX32 in (nbytes, stored, header_offset):
         found = _apply_zip64(data[extra_at : extra_at + extra_nbytes], nbytes, stored, header_offset)
         if found is None:
             raise _defect(where, number, base + at, "sizes are said to be in a zip64 field, which is missing")
@@ -177,7 +177,7 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
     if method == 0 and stored != nbytes:
         what = f"{name!r} is not compressed, yet {nbytes} bytes take {stored}"
         raise _defect(where, number, base + at, what)
-    crc_offset, data_offset = base + at + _ENTRY_CRC_OFFSET, header_offset + LOCAL_HEADER.size + name_nbytes
+    crc_offset, data_offset = base + at + ENTRY_CRC_OFFSET, header_offset + LOCAL_HEADER.size + name_nbytes
     return Record(name, nbytes, stored, crc32, header_offset, crc_offset, data_offset, method != 0), stop
 
 
@@ -188,12 +188,12 @@ def _defect(where: str, number: int, offset: int, what: str) -> CorruptCheckpoin
 def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int) -> tuple[int, int, int] | None:
     """The fields, the saturated ones from the zip64 extra field (APPNOTE 4.5.3); None if that is missing."""
     values = [nbytes, stored, offset]
-    saturated = [i for i, value in enumerate(values) if value == _MAX32]
+    saturated = [i for i, value in enumerate(values) if value == MAX32]
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
         body = extra[at + 4 : at + 4 + length]
-        if kind == _ZIP64_EXTRA and len(body) >= 8 * len(saturated):
+        if kind == ZIP64_EXTRA and len(body) >= 8 * len(saturated):
             for i, value in zip(saturated, struct.unpack_from(f"<{len(saturated)}Q", body), strict=True):
                 values[i] = value
             return values[0], values[1], values[2]

@@ -72,7 +72,9 @@ def pack(tensor: Tensor) -> Packed:
     kind = _kind_of(tensor)
     reason = npy.reason_to_refuse(tensor) or f"is a {kind}"
     planned = _plan_for_torch(tensor)
-    return Packed(tensor, kind, None, tensor.requires_grad, sum(planned.recording.structure.sizes), reason, planned)
+    return Packed(
+        tensor, kind, None, tensor.requires_grad, sum(storage.nbytes() for storage in planned.storages), reason, planned
+    )
 
 
 def _pack_dense(tensor: Tensor) -> Packed:

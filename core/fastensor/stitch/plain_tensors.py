@@ -1,0 +1,122 @@
+"""What torch tells the pickler about plain tensors and their storages, told in less than half of the time.
+
+A state of thousands of small tensors spends most of a save in ``torch.Tensor.__reduce_ex__`` and in the persistent ids
+of ``torch.save``, which ask each object what it is. Here the common answers are found first. Both depend on the release
+of torch: where it is another than those known here, torch itself is asked.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import re
+from collections import OrderedDict
+from typing import Any, TypeAlias, cast
+
+import torch
+
+_KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
+"""Releases of torch whose ``Tensor.__reduce_ex__`` and ``torch.serialization._save`` have been read."""
+_reduce_ex = torch.Tensor.__reduce_ex__
+_PLAIN_DTYPES = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
+"""Dtypes that have a class of storages, by which torch names them in a pickle."""
+_TYPED = torch.storage.TypedStorage
+_classes: dict[torch.dtype, Any] = {}
+_PLAIN_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def torch_is_known() -> bool:
+    """Whether tensors are pickled by torch, and by a torch that is known."""
+    return (
+        _KNOWN_TORCH.fullmatch(torch.__version__) is not None
+        and torch.Tensor.__reduce_ex__ is _reduce_ex
+        and getattr(_reduce_ex, "__module__", "") == "torch._tensor"
+        and torch.Tensor not in copyreg.dispatch_table
+    )
+
+
+def reduce_plain(obj: Any) -> Any:
+    """What ``__reduce_ex__`` returns for a plain tensor, or its dict of hooks; ``NotImplemented`` for anything else.
+
+    It suits ``Pickler.reducer_override``. A plain tensor is a dense one of no subclass and of an ordinary dtype, on the
+    host or a CUDA device, without attributes, hooks, or a conjugation or negation that is still to be done.
+    """
+    if type(obj) is OrderedDict and not obj and not obj.__dict__:
+        return OrderedDict, ()
+    if (
+        type(obj) is not torch.Tensor
+        or obj.dtype not in _PLAIN_DTYPES
+        or obj.layout is not torch.strided
+        or obj.device.type not in _PLAIN_DEVICES
+        or obj.is_nested
+        or obj.__dict__
+        or obj._backward_hooks
+        or torch._utils.get_tensor_metadata(obj)  # type: ignore[no-untyped-call]  # torch gives it no types
+    ):
+        return NotImplemented
+    storage = typed_storage(obj.untyped_storage(), obj.dtype)
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    arguments = (storage, obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, hooks)
+    return torch._utils._rebuild_tensor_v2, arguments
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """A storage as torch shows it to the pickler."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+StorageId: TypeAlias = tuple[str, Any, str, str, int]
+"""What ``torch.save`` writes for a storage: "storage", its class, its key, its location, its number of elements."""
+
+
+class StorageIds:
+    """The persistent ids of one pickle, as ``torch.save`` gives them."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        """Each once, in the order of their keys, which are numbers."""
+        self.dtypes: list[torch.dtype | None] = []
+        """The dtype that each was met with first; None if that was a storage without one."""
+        self._keys: dict[int, str] = {}
+        """By the storages' identities in C++."""
+        self._dtypes_at: dict[int, torch.dtype] = {}
+        """By the addresses of the storages."""
+
+    def of(self, obj: Any) -> StorageId | None:
+        """The id of a storage, or None of any other object.
+
+        Raises:
+            RuntimeError: two storages view the same memory with different dtypes.
+        """
+        storage: torch.UntypedStorage
+        dtype: torch.dtype | None
+        if isinstance(obj, _TYPED):
+            storage, dtype = obj._untyped_storage, obj.dtype
+            kind, numel = _class_of(obj), storage.nbytes() // dtype.itemsize
+        elif torch.is_storage(obj):
+            storage, dtype = cast(torch.UntypedStorage, obj), None
+            kind, numel = getattr(torch, type(obj).__name__), obj.nbytes()
+        else:
+            return None
+        if storage.device.type != "meta" and (address := storage.data_ptr()):
+            seen_as = dtype or torch.uint8
+            if self._dtypes_at.setdefault(address, seen_as) != seen_as:
+                raise RuntimeError(
+                    "Cannot save multiple tensors or storages that view the same data as different types"
+                )
+        key = self._keys.get(storage._cdata)
+        if key is None:
+            key = self._keys[storage._cdata] = str(len(self._keys))
+            self.storages.append(storage)
+            self.dtypes.append(dtype)
+        return "storage", kind, key, torch.serialization.location_tag(storage), numel
+
+
+def _class_of(storage: Any) -> Any:
+    """The class by which torch names storages of a dtype in a pickle."""
+    found = _classes.get(storage.dtype)
+    if found is None:
+        found = _classes[storage.dtype] = getattr(torch, storage._pickle_storage_type())
+    return found
