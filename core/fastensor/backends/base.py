@@ -45,6 +45,14 @@ class Reader(Protocol):
         """Stop reading ahead and give back memory. The file stays open. Calling it again does nothing."""
 
 
+@runtime_checkable
+class BatchReader(Reader, Protocol):
+    """A reader to which the order does not matter, and which fills several buffers by several threads at once."""
+
+    def read_batch(self, pieces: Sequence[tuple[int, memoryview]], *, checksum: bool) -> list[int]:
+        """As :meth:`Reader.readinto`, for buffers each with its offset. Returns the CRC32 of each."""
+
+
 class Slots(Protocol):
     """An open file any part of which is written and read, again and again. Every method may be called from several
     threads at once, for parts that do not overlap. What has been written stays out of the page cache, or leaves it."""

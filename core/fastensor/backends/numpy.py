@@ -5,8 +5,9 @@ For small files, and for reading what is in the page cache already: resident byt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -15,8 +16,7 @@ from fastensor.backends import posix
 from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.memory import BUFFER_NBYTES, copy_memory, populate
 from fastensor.backends.staging import open_stager
-from fastensor.backends.threads import Pool, finish, open_pool, shut_down, submit, usable_cores
-from fastensor.errors import BackendUnavailableError
+from fastensor.backends.threads import run_each, usable_cores
 from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 1 << 20
@@ -24,9 +24,7 @@ _WINDOW_NBYTES = 1 << 20
 _BLOCK_NBYTES = 512 << 10
 """Populated, filled and checksummed at a time, so that each step finds it in the processor's cache."""
 _PARALLEL_NBYTES = 2 << 20
-"""Reads from this size on are shared by several threads."""
-_PARALLEL_FILE_NBYTES = 16 << 20
-"""Of files from this size on. Starting the threads takes longer than they save with smaller ones."""
+"""Reads from this size on are shared by several threads. For smaller ones, starting threads takes longer."""
 _MAX_THREADS = 4
 
 
@@ -57,7 +55,7 @@ class NumpyBackend:
         return stager.checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
-        return BufferedReader(fd, _MAX_THREADS if nbytes >= _PARALLEL_FILE_NBYTES else 1)
+        return BufferedReader(fd)
 
     def open_slots(self, fd: int) -> BufferedSlots:
         return BufferedSlots(fd)
@@ -83,56 +81,54 @@ class BufferedSlots:
 
 
 class BufferedReader:
-    """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.Reader`.
+    """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.BatchReader`.
 
-    Goes on in a forked child, with threads of its own.
+    Goes on in a forked child.
     """
 
-    def __init__(self, fd: int, max_threads: int = _MAX_THREADS) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._threads = usable_cores(max_threads)
-        self._pool: Pool | None = None
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
-        if buffer.nbytes < _PARALLEL_NBYTES or self._threads == 1:
-            return _read_with_checksum(self._fd, offset, buffer, checksum)
-        try:
-            if self._pool is None or self._pool.is_of_parent:
-                self._pool = open_pool(self._threads, "fastensor-read")
-            return self._read_in_parallel(self._pool, offset, buffer, checksum)
-        except BackendUnavailableError:  # the interpreter exits: this thread has to do it alone
-            self._threads = 1
-            return _read_with_checksum(self._fd, offset, buffer, checksum)
+        return self.read_batch([(offset, buffer)], checksum=checksum)[0]
+
+    def read_batch(self, pieces: Sequence[tuple[int, memoryview]], *, checksum: bool) -> list[int]:
+        blocks = [block for number, piece in enumerate(pieces) for block in _blocks_of(number, *piece)]
+        threads = usable_cores(_MAX_THREADS) if sum(buffer.nbytes for _, buffer in pieces) >= _PARALLEL_NBYTES else 1
+        # Each thread fills memory that lies together: threads that fault in neighbouring pages wait for each other.
+        shares = [blocks[len(blocks) * n // threads : len(blocks) * (n + 1) // threads] for n in range(threads)]
+        found = run_each(lambda share: [_read_block(self._fd, block, checksum) for block in share], shares)
+        crc32s = [0] * len(pieces)
+        for block, crc32 in zip(blocks, chain.from_iterable(found), strict=True):
+            crc32s[block.number] = isal_zlib.crc32_combine(crc32s[block.number], crc32, block.buffer.nbytes)
+        return crc32s
 
     def close(self) -> None:
-        if self._pool is not None:
-            shut_down(self._pool)
-
-    def _read_in_parallel(self, pool: Pool, offset: int, buffer: memoryview, checksum: bool) -> int:
-        share = -(-buffer.nbytes // self._threads // _BLOCK_NBYTES) * _BLOCK_NBYTES
-        parts = [(at, buffer[at : at + share]) for at in range(0, buffer.nbytes, share)]
-        futures: list[Future[int]] = []
-        try:
-            for at, part in parts:
-                futures.append(submit(pool, _read_with_checksum, self._fd, offset + at, part, checksum))
-        finally:
-            finish(futures)  # nobody writes to the buffer any more when its owner hears of a failure
-        crc32 = 0
-        for (_, part), future in zip(parts, futures, strict=True):
-            crc32 = isal_zlib.crc32_combine(crc32, future.result(), part.nbytes)
-        return crc32
+        pass
 
 
-def _read_with_checksum(fd: int, offset: int, buffer: memoryview, checksum: bool) -> int:
+class _Block(NamedTuple):
+    """A part of a buffer that one thread fills."""
+
+    number: int
+    """Of the buffer."""
+    offset: int
+    """Where its bytes begin in the file."""
+    buffer: memoryview
+    address: int
+
+
+def _blocks_of(number: int, offset: int, buffer: memoryview) -> Iterator[_Block]:
     address = np.frombuffer(buffer, np.uint8).ctypes.data if buffer.nbytes else 0
-    crc32 = 0
     for at in range(0, buffer.nbytes, _BLOCK_NBYTES):
-        block = buffer[at : at + _BLOCK_NBYTES]
-        populate(address + at, block.nbytes)
-        posix.check_end(posix.read_fully(fd, block, offset + at), block.nbytes, offset + at)
-        if checksum:
-            crc32 = isal_zlib.crc32(block, crc32)
-    return crc32
+        yield _Block(number, offset + at, buffer[at : at + _BLOCK_NBYTES], address + at)
+
+
+def _read_block(fd: int, block: _Block, checksum: bool) -> int:
+    nbytes = block.buffer.nbytes
+    populate(block.address, nbytes)
+    posix.check_end(posix.read_fully(fd, block.buffer, block.offset), nbytes, block.offset)
+    return int(isal_zlib.crc32(block.buffer)) if checksum else 0
 
 
 def copy_with_checksum(target: memoryview, source: memoryview, checksum: bool) -> int:

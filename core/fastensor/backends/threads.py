@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastensor.errors import BackendUnavailableError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class NoThreadsError(BackendUnavailableError):
@@ -84,7 +85,7 @@ def run_together(work: Callable[[], None], threads: int) -> None:
     others = []
     try:
         for number in range(threads - 1):
-            other = threading.Thread(target=work, name=f"fastensor-copy_{number}", daemon=True)
+            other = threading.Thread(target=work, name=f"fastensor-work_{number}", daemon=True)
             try:
                 other.start()
             except RuntimeError:  # the interpreter exits, or there are too many
@@ -94,6 +95,31 @@ def run_together(work: Callable[[], None], threads: int) -> None:
     finally:
         for other in others:
             uninterrupted(other.join)
+
+
+def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Call ``function`` with each item, in this thread and one other for each further item, as far as they start.
+
+    Returns the results in the order of the items, when none of the calls runs any more. The first error that one of
+    them raises is raised then; items that have not been begun by that time are left out.
+    """
+    results: list[R | None] = [None] * len(items)
+    errors: list[BaseException] = []
+    todo = iter(range(len(items)))
+
+    def work() -> None:
+        for number in todo:
+            if errors:
+                break
+            try:
+                results[number] = function(items[number])
+            except BaseException as error:  # noqa: BLE001  # raised below
+                errors.append(error)
+
+    run_together(work, len(items))
+    if errors:
+        raise errors[0]
+    return cast("list[R]", results)
 
 
 def uninterrupted_call(function: Callable[..., T], *arguments: Any) -> T:

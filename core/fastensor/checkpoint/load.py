@@ -71,7 +71,8 @@ def load(
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
 
-    Memory beyond the object: a ring of 32 MiB, and one tensor on the host when loading to a device. Tensors of up to
+    Memory beyond the object: a ring of 32 MiB. When loading to a device, one tensor on the host, or, if several are
+    read at a time from the page cache, 128 MiB of them. Tensors of up to
     64 KiB that are neighbours in the file share memory of up to 1 MiB, which goes with the last of them. The backend
     ``direct`` leaves the page cache alone; the others fill it.
 

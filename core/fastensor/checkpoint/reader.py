@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
-from fastensor.backends.base import Extent
+from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.fallback import Fallback
 from fastensor.backends.to_device import Filler
 from fastensor.backends.window import SMALL_NBYTES, Window, joined
@@ -28,8 +31,11 @@ from fastensor.stitch.torch_records import find_data
 from fastensor.stitch.zip_directory import LOCAL_HEADER
 
 _BLOCK_NBYTES = 4 << 20
+BATCH_NBYTES = 128 << 20
+"""So much of a file, but at least one part, is read at a time."""
 _PAD_NBYTES = 512
 """What a local header, alignment to 64 bytes and a data descriptor take at most, with an ordinary name."""
+T = TypeVar("T")
 Memory: TypeAlias = memoryview | torch.UntypedStorage
 """Memory that is filled: of the host, or a storage on any device."""
 
@@ -61,6 +67,7 @@ class MeasuredReader:
         with explained(file.where):
             self.backend, self.reason, self._reader, self._transfer = file.open_reader(order, options, fallbacks)
         self._filler = Filler(self._reader)
+        self.batches = isinstance(self._reader, BatchReader)
         self._last = order[-1].begin if order else 0
         self._seconds = time.perf_counter() - self._transfer.started if self._transfer else 0.0
         self._reached_last = self._compared = self._failed = False
@@ -72,12 +79,26 @@ class MeasuredReader:
             CorruptCheckpointError: the file ends before.
             CheckpointReadError: the operating system, or the backend, fails.
         """
+        if isinstance(target, memoryview):
+            return self._measured(
+                offset + target.nbytes, checksum, lambda: self._reader.readinto(offset, target, checksum=checksum)
+            )
+        return self._measured(
+            offset + target.nbytes(), checksum, lambda: self._filler.fill(target, offset, checksum=checksum)
+        )
+
+    def read_batch(self, pieces: Sequence[tuple[int, memoryview]], *, checksum: bool) -> list[int]:
+        """:meth:`read` for several pieces: offsets and what is filled from there. Returns the CRC32 of each. Use this
+        only if :attr:`batches`."""
+        reader = cast(BatchReader, self._reader)
+        end = max(offset + target.nbytes for offset, target in pieces)
+        return self._measured(end, checksum, lambda: reader.read_batch(pieces, checksum=checksum))
+
+    def _measured(self, end: int, checksum: bool, read: Callable[[], T]) -> T:
+        """Read up to an offset of the file, and note how long that takes."""
         started = time.perf_counter()
         try:
-            if isinstance(target, memoryview):
-                nbytes, found = target.nbytes, self._reader.readinto(offset, target, checksum=checksum)
-            else:
-                nbytes, found = target.nbytes(), self._filler.fill(target, offset, checksum=checksum)
+            found = read()
         except BaseException as error:
             self._failed = True  # so that a read that ended early does not count as a fast one
             if isinstance(error, Exception):
@@ -85,7 +106,7 @@ class MeasuredReader:
             raise
         self._seconds += time.perf_counter() - started
         self._compared |= checksum
-        self._reached_last |= offset + nbytes > self._last
+        self._reached_last |= end > self._last
         return found
 
     def close(self) -> None:
@@ -108,6 +129,23 @@ class MeasuredReader:
             raise CheckpointReadError(errno.EIO, reason, self.where) from error
 
 
+class _Ahead(NamedTuple):
+    """Data that was read."""
+
+    begin: int
+    """Where it begins in the file."""
+    array: npt.NDArray[np.uint8]
+    crc32: int
+    """Of what was read; 0 if nobody asked for it."""
+
+
+def new_array(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of a fixed size, as ``torch.load`` makes it. torch refuses a tensor that reaches beyond it; an ordinary
+    storage would grow."""
+    memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+    return memory
+
+
 class PartReader:
     """Reads parts of one checkpoint and compares them with their CRC32s. Used by one thread, in a ``with`` block.
 
@@ -117,6 +155,7 @@ class PartReader:
         options: how it is read.
         verify: whether CRC32s are compared.
         fallbacks: backends that could not be used are added here.
+        parts: what :meth:`read_array` will be asked for, in this order, as far as it is known.
         keep: whether the memory of the window stays valid. If not, it is valid until the next :meth:`read_small`.
 
     Every method raises :class:`~fastensor.errors.CorruptCheckpointError` where the file ends too early, where a local
@@ -132,6 +171,7 @@ class PartReader:
         *,
         verify: bool,
         fallbacks: list[Fallback] | None = None,
+        parts: Sequence[Part] = (),
         keep: bool = False,
     ) -> None:
         self.where = file.where
@@ -144,6 +184,10 @@ class PartReader:
         """Where the data of records begins, by where their local headers do."""
         self._sound: set[str] = set()
         """Names of parts whose CRC32 has been compared by :meth:`check`."""
+        self._unread = OrderedDict((part.begin, part) for part in parts if part.nbytes)
+        """The parts that :meth:`read_array` has not read yet, by where they begin."""
+        self._ahead: dict[int, _Ahead] = {}
+        """Parts that were read and not asked for yet, by where they begin."""
 
     @property
     def backend(self) -> str:
@@ -189,6 +233,40 @@ class PartReader:
         found = self._reader.read(begin, target, checksum=compare)
         if compare:
             check_crc32(part, begin, found, self.where)
+
+    def read_array(self, part: Part) -> npt.NDArray[np.uint8]:
+        """Read all data of a part into new memory of the host, and compare it.
+
+        Parts that are asked for in the order that was announced are read several at a time where the backend can do
+        that, ahead by up to ``BATCH_NBYTES``.
+        """
+        if part.begin not in self._ahead:
+            self._read_ahead(part)
+        begin, array, crc32 = self._ahead.pop(part.begin)
+        if self.verify and part.crc32 is not None:
+            check_crc32(part, begin, crc32, self.where)
+        return array
+
+    def _read_ahead(self, first: Part) -> None:
+        """Read a part; and, if parts are asked for in the order that was announced, those behind it."""
+        in_order = first.begin == next(iter(self._unread), None) and not self._ahead
+        self._unread.pop(first.begin, None)
+        batch = [first]
+        room = BATCH_NBYTES - first.nbytes
+        while self._reader.batches and in_order and self._unread:
+            following = next(iter(self._unread.values()))
+            room -= following.nbytes
+            if room < 0:
+                break
+            batch.append(self._unread.pop(following.begin))
+        pieces = [(self.data_begin(part), new_array(part.nbytes)) for part in batch]
+        checksum = self.verify and any(part.crc32 is not None for part in batch)
+        if self._reader.batches:
+            crc32s = self._reader.read_batch([(begin, array.data) for begin, array in pieces], checksum=checksum)
+        else:
+            crc32s = [self._reader.read(begin, array.data, checksum=checksum) for begin, array in pieces]
+        for part, (begin, array), crc32 in zip(batch, pieces, crc32s, strict=True):
+            self._ahead[part.begin] = _Ahead(begin, array, crc32)
 
     def read_small(self, part: Part) -> int:
         """Read a small part, and those that follow it in the file, into :attr:`window`, and compare it.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
 
 from fastensor.backends.memory import copy_memory
+from fastensor.backends.to_device import storage_on
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, read_exactly
-from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
+from fastensor.checkpoint.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
 from fastensor.checkpoint.reader import PartReader, extents_of, is_joined
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
@@ -25,6 +27,7 @@ from fastensor.stitch.safetensors import (
 )
 from fastensor.stitch.shape import row_major
 
+_HOST = torch.device("cpu")
 _SAVED_FROM = "cpu"
 """The format does not say where tensors were."""
 
@@ -39,13 +42,18 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     if request.mmap:
         return Loaded(_map(file, parts, request.map_location), "torch", MAPPED, False)
     order = sorted(parts, key=attrgetter("begin"))
+    read = _read_to_device if may_be_filled_at_once(request.map_location) else _read_by_way_of_host
     tensors = dict.fromkeys((part.name for part in parts), torch.empty(0))  # in the order of the header
     with PartReader(
-        file, extents_of(order), request.options, verify=request.checked, fallbacks=request.fallbacks
+        file,
+        extents_of(order),
+        request.options,
+        verify=request.checked,
+        fallbacks=request.fallbacks,
+        parts=[part for part in order if not is_joined(part)],
     ) as reader:
         for part in order:
-            storage = _read(reader, part, request.map_location)
-            tensors[part.name] = _as_tensor(storage, part, file.where)
+            tensors[part.name] = _as_tensor(read(reader, part, request.map_location), part, file.where)
         verified = header.checked and request.checked
         return Loaded(tensors, reader.backend, reader.reason, verified, header.unchecked)
 
@@ -57,17 +65,21 @@ def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
     return parse_header(data, file.nbytes, where=file.where, verify=verify)
 
 
-def _read(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
+def _read_to_device(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
     """The bytes of a tensor, verified, where ``map_location`` says."""
+    return filled(part.nbytes, _SAVED_FROM, map_location, partial(reader.read, part))
 
-    def fill(storage: torch.UntypedStorage) -> None:
-        if is_joined(part) and storage.device.type == "cpu":
+
+def _read_by_way_of_host(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
+    """The same where no device is filled at once: neighbours are read together."""
+    if is_joined(part):
+        storage = storage_on(_HOST, part.nbytes)
+        if part.nbytes:
             begin = reader.read_small(part)
             copy_memory(storage.data_ptr(), reader.window.address_of(begin), part.nbytes)
-        else:
-            reader.read(part, storage)
-
-    return filled(part.nbytes, _SAVED_FROM, map_location, fill)
+    else:
+        storage = torch.from_numpy(reader.read_array(part)).untyped_storage()
+    return place(storage, _SAVED_FROM, map_location)
 
 
 def _chosen(parts: Sequence[Part], keys: Iterable[str] | None, where: str) -> Sequence[Part]:

@@ -22,7 +22,7 @@ import torch
 from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
-from fastensor.checkpoint.reader import PartReader, is_joined
+from fastensor.checkpoint.reader import PartReader, is_joined, new_array
 from fastensor.stitch.source import skips_values
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -138,21 +138,11 @@ class Storages:
             begin = self._reader.read_small(record)
             data = self._reader.window.array(begin, nbytes)
             return torch.from_numpy(data if begin % ALIGNMENT == 0 else _aligned_copy(data)).untyped_storage()
-        memory = _aligned(nbytes)
-        if nbytes:
-            self._reader.read(record, memory.data)
-        return torch.from_numpy(memory).untyped_storage()
-
-
-def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory of a fixed size, as ``torch.load`` makes it. torch refuses a tensor that reaches beyond it; an ordinary
-    storage would grow."""
-    memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
-    return memory
+        return torch.from_numpy(self._reader.read_array(record) if nbytes else new_array(0)).untyped_storage()
 
 
 def _aligned_copy(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """For files of tools that do not align storages as torch does."""
-    memory = _aligned(data.nbytes)
+    memory = new_array(data.nbytes)
     memory[:] = data
     return memory

@@ -18,7 +18,7 @@ from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile
 from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
-from fastensor.checkpoint.reader import PartReader, extents_of
+from fastensor.checkpoint.reader import PartReader, extents_of, is_joined
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
 from fastensor.checkpoint.torch_errors import explain, is_refused_global
@@ -170,9 +170,16 @@ def _load_through_torch(
 def _open_reader(
     file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection, *, keep: bool = False
 ) -> PartReader:
-    parts = (part for part in archive.storages.values() if part.nbytes and part.name not in selection.skipped)
-    order = extents_of(parts)
-    return PartReader(file, order, request.options, verify=request.checked, fallbacks=request.fallbacks, keep=keep)
+    parts = [part for part in archive.storages.values() if part.nbytes and part.name not in selection.skipped]
+    return PartReader(
+        file,
+        extents_of(parts),
+        request.options,
+        verify=request.checked,
+        fallbacks=request.fallbacks,
+        parts=[part for part in parts if not is_joined(part)],
+        keep=keep,
+    )
 
 
 def _place_skipped_on_meta(view: CheckedFile, map_location: MapLocation) -> MapLocation:
