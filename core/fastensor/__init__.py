@@ -38,8 +38,9 @@ from fastensor.stitch.parts import Damage
 from fastensor.store.ref import TensorRef
 from fastensor.store.tensor_store import TensorStore
 from fastensor.store.tools import StoreStatistics
+from fastensor.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     # saving and loading

@@ -214,12 +214,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 def test_a_machine_that_tells_nothing(tree: Tree, tmp_path: Path, installed: dict[str, str]) -> None:
     found = identity(tmp_path, tree({"proc/version": ""}))
-    assert set(found) == {"cpu", "torch"}
+    assert set(found) == {"cpu", "fastensor", "torch"}
     assert identity("/dev/null/x/y", tmp_path / "nothing") == found
 
 
-def test_versions(tree: Tree, tmp_path: Path, installed: dict[str, str]) -> None:
-    installed.update({"fastensor": "3.4.5.dev1", "kvikio-cu13": "25.10.0"})
+def test_versions(tree: Tree, tmp_path: Path, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "VERSION", "3.4.5.dev1")
+    installed["kvikio-cu13"] = "25.10.0"
     found = identity(tmp_path, tree({"proc/version": ""}))
     assert (found["fastensor"], found["torch"], found["kvikio"]) == ("3.4", torch.__version__, "25.10.0")
 

@@ -117,10 +117,10 @@ def test_a_broken_one_does_not_keep_others_away(
 def test_damaged_metadata_of_anybody_is_survived(
     forgetful: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*, group: str) -> None:
+    def fail(group: str) -> None:
         raise ValueError("a line without a section")
 
-    monkeypatch.setattr(registry, "entry_points", fail)
+    monkeypatch.setattr(registry, "entry_points_of", fail)
     assert registry.names() == ("direct", "gds", "numpy", "torch")
     assert "a line without a section" in caplog.text
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from fastensor.backends.base import Backend
 from fastensor.backends.direct import DirectBackend
@@ -22,6 +22,7 @@ from fastensor.backends.gds import GdsBackend
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import UnknownBackendError
+from fastensor.files.installed import entry_points_of, is_mentioned
 
 AUTO = "auto"
 PAPER_NAMES = {"cpy": "gds", "npy": "numpy", "pt": "torch"}
@@ -85,7 +86,7 @@ def names() -> tuple[str, ...]:
 
 def _register_others() -> None:
     try:
-        points = tuple(entry_points(group=GROUP))
+        points = entry_points_of(GROUP)
     except Exception as error:  # noqa: BLE001  # somebody's metadata is damaged
         _logger.warning("other packages cannot be asked for backends: %r", error)
         return
@@ -103,5 +104,6 @@ def _make(point: EntryPoint) -> Backend:
     return made
 
 
+is_mentioned(GROUP)  # while packages are imported anyway: the first save or load would read many small files
 for _backend in (DirectBackend(), GdsBackend(), NumpyBackend(), TorchBackend()):
     register(_backend)

@@ -21,8 +21,14 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from fastensor.version import VERSION
+
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
 """Names of the distribution on PyPI and conda."""
+_RELEASE = re.compile(r"\d+\.\d+")
+_PROCESSOR = re.compile(r"^processor\b", re.MULTILINE)
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_NUMBER = re.compile(r"[0-9]{1,20}")
 _SECTOR_NBYTES = 512
 """The unit in which Linux gives sizes of disks."""
 
@@ -70,13 +76,13 @@ def storage_kind(filesystem: str) -> StorageKind:
 
 @cache
 def _hardware(root: Path) -> dict[str, str]:
-    release = re.match(r"\d+\.\d+", _read(root / "proc/sys/kernel/osrelease"))
+    release = _RELEASE.match(_read(root / "proc/sys/kernel/osrelease"))
     return {"cpu": _cpu(root), "gpu": ", ".join(sorted(set(_gpus(root)))), "linux": release[0] if release else ""}
 
 
 def _cpu(root: Path) -> str:
     text = _read(root / "proc/cpuinfo")
-    count = len(re.findall(r"^processor\b", text, re.MULTILINE)) or os.cpu_count()
+    count = len(_PROCESSOR.findall(text)) or os.cpu_count()
     fields = _fields(text)
     arm = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
     model = fields.get("model name") or fields.get("cpu") or " ".join(["ARM", *arm] if arm else [platform.machine()])
@@ -131,10 +137,9 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
 def _mount_of(folder: Path, number: int, mounts: list[_Mount]) -> _Mount | None:
     """The mount of a folder: by its device number, or by its name if no mount has the number (subvolumes of btrfs)."""
     device = f"{os.major(number)}:{os.minor(number)}"
-    above = [mount for mount in mounts if folder.is_relative_to(mount.point)]
-    return max(
-        [mount for mount in mounts if mount.device == device] or above, key=lambda mount: len(mount.point), default=None
-    )
+    found = [mount for mount in mounts if mount.device == device]
+    found = found or [mount for mount in mounts if folder.is_relative_to(mount.point)]
+    return max(found, key=lambda mount: len(mount.point), default=None)
 
 
 def _block_device(mount: _Mount, root: Path) -> Path | None:
@@ -176,7 +181,7 @@ def _kind(folder: Path) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"fastensor": ".".join(_version("fastensor").split(".")[:2]), "torch": str(torch.__version__)}
+    found = {"fastensor": ".".join(VERSION.split(".")[:2]), "torch": str(torch.__version__)}
     return found | {"kvikio": next(filter(None, map(_version, _KVIKIO)), "")}
 
 
@@ -185,6 +190,9 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return ""
+
+
+_versions()  # while packages are imported anyway: the first save or load would search many folders
 
 
 def nearest(path: str | os.PathLike[str]) -> tuple[Path, int]:
@@ -216,7 +224,7 @@ def _unescaped(text: str) -> str:
     >>> _unescaped("/my\\\\040disk")
     '/my disk'
     """
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text) if "\\" in text else text
 
 
 def _binary_size(nbytes: int) -> str:
@@ -233,7 +241,7 @@ def _entries(folder: Path) -> list[Path]:
 def _number(path: Path) -> int:
     """The number in a small file; 0 if there is none."""
     text = _read(path)
-    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else 0
+    return int(text) if _NUMBER.fullmatch(text) else 0
 
 
 def _read(path: Path) -> str:

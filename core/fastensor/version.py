@@ -1,0 +1,3 @@
+"""The version of Fastensor."""
+
+VERSION = "0.1.0"
