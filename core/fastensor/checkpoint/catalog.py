@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,8 @@ class Catalog:
     """What the pickle of a torch file describes, symbolically."""
     by_identity: Mapping[int, Located] = field(default_factory=dict)
     """The located tensors by the identity of what the structure has for them: names may be ambiguous."""
+    globals: bytes = b""
+    """A pickle that names the globals that the pickle of a torch file does. It is not to be run."""
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
@@ -128,12 +131,13 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     archive = read_archive(file)
     if archive.why_torch:
         raise UnsupportedContentError(f"{file.where}: {archive.why_torch}; load it whole")
-    structure = read_structure(read_pickle(file, archive, verify=verify), where=file.where)
+    structure, rest = read_structure(read_pickle(file, archive, verify=verify), where=file.where)
     tensors: dict[str, TensorInfo] = {}
     located: dict[str, Located] = {}
     others: dict[str, str] = {}
     by_identity: dict[int, Located] = {}
     seen: Counter[str] = Counter()
+    is_swapped = archive.swapped
     for path, value in walk(structure, file.where):
         seen[path] += 1
         name = path if seen[path] == 1 else f"{path}#{seen[path]}"
@@ -144,9 +148,9 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         crc32 = part.crc32 if part else None
         info = TensorInfo(name, value.kind, value.dtype, value.shape, part.name if part else "", crc32)
         tensors[name] = info
-        if part is not None and value.plain and not archive.swapped:
+        if part is not None and value.plain and not is_swapped:
             located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, archive.checked, "", structure, by_identity)
+    return Catalog("torch", tensors, located, others, {}, archive.checked, "", structure, by_identity, rest)
 
 
 _EMPTY = Part("", 0, None, 0, 0)
@@ -161,8 +165,8 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
     """
     if tensor.storage is None:
         return None
-    numel = torch.Size(tensor.shape).numel()
-    end = tensor.offset + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True)) + 1
+    numel, reach = _numel_and_reach(tensor.shape, tensor.stride)
+    end = tensor.offset + reach
     part = parts.get(tensor.storage.key, _EMPTY)
     if numel and part.nbytes == tensor.storage.nbytes == 0:
         raise UnsupportedContentError(
@@ -175,6 +179,12 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
             f"which has {part.nbytes}; the file was damaged, or is not one of torch's"
         )
     return part
+
+
+@lru_cache(maxsize=4096)
+def _numel_and_reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements a tensor has, and how many lie between its first and behind its last one."""
+    return torch.Size(shape).numel(), sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
 def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,7 +12,7 @@ import torch
 
 from fastensor.checkpoint.catalog import TensorInfo, overlapping, read_catalog
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import FileView, OpenedFile, opened
+from fastensor.checkpoint.opened import opened
 from fastensor.stitch.containers import Container
 
 
@@ -71,13 +73,18 @@ def inspect(path: Location) -> Inspection:
             tensors=tuple(catalog.tensors.values()),
             others=catalog.others,
             metadata=catalog.metadata,
-            refused=_refused(file) if catalog.container == "torch" else (),
+            refused=_refused(catalog.globals) if catalog.container == "torch" else (),
             ties=tuple(map(tuple, overlapping(catalog.located))),
         )
 
 
-def _refused(file: OpenedFile) -> tuple[str, ...]:
+def _refused(pickled: bytes) -> tuple[str, ...]:
+    """What torch's restricted unpickler refuses of a pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
     try:
-        return tuple(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, FileView(file))))
+        return tuple(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file)))
     except Exception as error:  # noqa: BLE001  # torch's reader knows fewer pickles than ours
         return (f"the pickle ({error})",)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -129,13 +131,27 @@ class Program:
     """Whether it consists of what protocol 2 has, and numbers nothing in the memo twice."""
 
 
-def read_structure(data: bytes, *, where: str) -> Any:
-    """The object that the pickle describes: dicts, lists and plain values as they are, the rest as records.
+class Structure(NamedTuple):
+    """What a pickle describes."""
+
+    value: Any
+    """Dicts, lists and plain values as they are, the rest as records."""
+    rest: bytes
+    """The pickle without the calls that make plain tensors, which name no global: it names those that the pickle does.
+    """
+
+
+def read_structure(data: bytes, *, where: str) -> Structure:
+    """The object that the pickle describes.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of torch's.
     """
-    return read_program(data, where=where).structure
+    interpreter = _Interpreter(data, recognizes=True)
+    try:
+        return Structure(_run(interpreter, where), interpreter.rest())
+    except _ForgottenError:
+        return Structure(_run(_Interpreter(data), where), data)
 
 
 def read_program(data: bytes, *, where: str) -> Program:
@@ -145,9 +161,13 @@ def read_program(data: bytes, *, where: str) -> Program:
         CorruptCheckpointError: as :func:`read_structure`.
     """
     interpreter = _Interpreter(data)
+    return interpreter.program(_run(interpreter, where))
+
+
+def _run(interpreter: _Interpreter, where: str) -> Any:
     try:
-        return interpreter.program(interpreter.load())
-    except MemoryError:
+        return interpreter.load()
+    except (MemoryError, _ForgottenError):
         raise
     except RecursionError as error:
         raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be one of torch's") from error
@@ -368,6 +388,46 @@ def _then_light(load: Callable[[Any], None]) -> Callable[[_Interpreter], None]:
     return load_light
 
 
+_GET, _PUT, _INT = rb"(?:h.|j....)", rb"(?:q.|r....)", rb"(?:K.|M..|J...[\x00-\x7f])"
+_INTS = rb"(?:\)|%(i)b\x85|%(i)b{2}\x86|%(i)b{3}\x87|\(%(i)b{4,}t)" % {b"i": _INT}
+_PLAIN_TENSOR = re.compile(
+    rb"\(\((?P<word>%(get)b)(?P<kind>%(get)b)X(?P<length>[\x01-\x09])\0\0\0(?P<key>[0-9]{1,9})(?P<put_key>%(put)b)"
+    rb"(?P<location>%(get)b)(?P<numel>%(int)b)t(?P<put_id>%(put)b)Q"
+    rb"(?P<offset>%(int)b)(?P<size>%(ints)b)(?P<put_size>%(put)b)?(?P<stride>%(ints)b)(?P<put_stride>%(put)b)?"
+    rb"[\x88\x89](?P<hooks>%(get)b)\)R(?P<put_hooks>%(put)b)t(?P<put_arguments>%(put)b)R(?P<tensor>%(put)b)"
+    % {b"get": _GET, b"put": _PUT, b"int": _INT, b"ints": _INTS},
+    re.DOTALL,
+)
+"""The arguments of ``torch._utils._rebuild_tensor_v2`` for a plain tensor, and its call, as torch's pickler writes them
+behind the first tensor of a kind: the persistent id of a storage (the word, class, key, location, number of elements),
+the offset, the size, the strides, ``requires_grad``, an empty dict of hooks."""
+_FORGOTTEN: Any = object()
+"""In the memo, what was not made because torch never takes it from there."""
+
+
+class _ForgottenError(Exception):
+    """A pickle takes from the memo what was forgotten: it has to be run step by step."""
+
+
+def _number(operation: bytes) -> int:
+    """The number behind an opcode."""
+    return int.from_bytes(operation[1:], "little")
+
+
+@lru_cache(maxsize=4096)
+def _run_of_numbers(operations: bytes) -> tuple[int, ...]:
+    """The tuple that opcodes make: integers, and then what puts them together."""
+    found = []
+    at = 1 if operations[:1] == pickle.MARK else 0
+    while (nbytes := _INTEGER_NBYTES.get(operations[at : at + 1])) is not None:
+        found.append(int.from_bytes(operations[at + 1 : at + 1 + nbytes], "little"))
+        at += 1 + nbytes
+    return tuple(found)
+
+
+_INTEGER_NBYTES = {pickle.BININT1: 1, pickle.BININT2: 2, pickle.BININT: 4}
+
+
 class _Interpreter(pickle._Unpickler):
     """The pure Python one: the memo of the one in C takes 64 GiB if a pickle of ten bytes asks it to."""
 
@@ -387,9 +447,13 @@ class _Interpreter(pickle._Unpickler):
     metastack: list[list[Any]]
     memo: dict[int, Any]
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, *, recognizes: bool = False) -> None:
         super().__init__(io.BytesIO(data))
         self._data = data
+        self._recognizes = recognizes
+        """Whether the calls that make plain tensors are run in one go. Then there is no account of them."""
+        self._recognized: list[Range] = []
+        """What of the data they are."""
         self._made: dict[int, tuple[int, int]] = {}
         self._puts: dict[int, int] = {}
         self._atoms: dict[int, int] = {}
@@ -428,7 +492,13 @@ class _Interpreter(pickle._Unpickler):
             if key in _GETS:
                 number = int.from_bytes(read(_GETS[key]), "little")
                 stack.append(memo[number])
+                if stack[-1] is _FORGOTTEN:
+                    raise _ForgottenError
                 begins.append(at)
+                if self._recognizes and stack[-1] is _rebuild_tensor and (tensor := self._plain_tensor(tell())):
+                    stack[-1] = tensor
+                    file.seek(self._recognized[-1][1])
+                    continue
                 self._gets.append(at)
                 self._got.append(number)
                 continue
@@ -465,6 +535,58 @@ class _Interpreter(pickle._Unpickler):
                 self._named.append((at, tell()))
             elif key not in _OTHERS:
                 self._can_be_cut = False
+
+    def _plain_tensor(self, at: int) -> TensorRef | None:
+        """Run the call of ``_rebuild_tensor`` that begins with its arguments at an offset, if it is an ordinary one.
+
+        The key and the tensor are put into the memo; what torch never takes from there is forgotten. What is out of the
+        ordinary in any way is left to be run step by step, or to be refused.
+        """
+        found = _PLAIN_TENSOR.match(self._data, at)
+        if found is None:
+            return None
+        memo = self.memo
+        word, kind, length, key, put_key, location, numel, offset, size, stride, hooks, put_tensor = found.group(
+            "word",
+            "kind",
+            "length",
+            "key",
+            "put_key",
+            "location",
+            "numel",
+            "offset",
+            "size",
+            "stride",
+            "hooks",
+            "tensor",
+        )
+        of_kind, of_location = memo[_number(kind)], memo[_number(location)]
+        shape, steps = _run_of_numbers(size), _run_of_numbers(stride)
+        if (
+            memo[_number(word)] != "storage"
+            or type(of_kind) is not _StorageKind
+            or length[0] != len(key)
+            or type(of_location) is not str
+            or memo[_number(hooks)] is not OrderedDict
+            or len(shape) != len(steps)
+            or not is_shape(shape)
+        ):
+            return None
+        memo[_number(put_key)] = text = self.light(key.decode())
+        for put in found.group("put_id", "put_size", "put_stride", "put_hooks", "put_arguments"):
+            if put is not None:  # an empty tuple is not put into the memo
+                memo[_number(put)] = _FORGOTTEN
+        storage = StorageRef(text, of_kind.dtype, of_location, _number(numel) * of_kind.dtype.itemsize)
+        tensor = TensorRef("Tensor", of_kind.dtype, shape, storage, _number(offset), steps)
+        memo[_number(put_tensor)] = tensor
+        self._recognized.append((at, found.end()))
+        return tensor
+
+    def rest(self) -> bytes:
+        """The program without the arguments of the calls that were run in one go."""
+        ends = [0, *(end for _, end in self._recognized)]
+        begins = [*(begin for begin, _ in self._recognized), len(self._data)]
+        return b"".join([self._data[end:begin] for end, begin in zip(ends, begins, strict=True)])
 
     def program(self, structure: Any) -> Program:
         """What has been run, and made that."""
