@@ -65,6 +65,7 @@ torture: $(STAMP)
 bench: $(STAMP)
 	benchmarks/install-fio.sh
 	$(BIN)/python benchmarks/new_user.py
+	$(BIN)/python benchmarks/first_use.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/async_checkpoint.py
 	$(BIN)/python benchmarks/tensor_io.py

@@ -141,6 +141,7 @@ def _load_dcp(path: Path, device: str) -> State:
 OURS = "fastensor"
 OURS_SAFETENSORS = "fastensor, safetensors"
 REFERENCE = "torch"
+MAPPED = "torch, no crc / mmap"
 SAFETENSORS = "safetensors"
 CONTENDERS = (
     Contender(OURS, lambda state, path: fastensor.save(state, path), lambda path, d: fastensor.load(path, d)),
@@ -151,7 +152,7 @@ CONTENDERS = (
     ),
     Contender(REFERENCE, _save_torch, lambda path, d: torch.load(path, d)),
     Contender(
-        "torch, no crc / mmap",
+        MAPPED,
         _save_torch_without_crc,
         lambda path, d: _usable(torch.load(path, mmap=True), d),
     ),

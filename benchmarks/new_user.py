@@ -2,9 +2,9 @@
 
 Each run is a fresh process with a dictionary folder of its own. It saves the same state durably to the same file ten
 times, as training does, or loads the file ten times from the disk; nothing is left out, the first use included. The
-processes of all ways take turns. Ways are ours by default, ours by each backend's name, and the other tools. Between
-saves nothing is waited for: what a save leaves to be done is paid for by the next one, and the total of a run ends when
-all of it is done. Run by ``make bench``.
+processes of all ways take turns. Ways are ours by default, ours by each backend's name, and the other tools that write
+the same container. Between saves nothing is waited for: what a save leaves to be done is paid for by the next one, and
+the total of a run ends when all of it is done. Run by ``make bench``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contenders import CONTENDERS, OURS, OURS_SAFETENSORS, State, build_state
+from contenders import CONTENDERS, MAPPED, OURS, OURS_SAFETENSORS, REFERENCE, SAFETENSORS, State, build_state
 from measuring import describe_machine
 
 import fastensor
@@ -31,8 +31,28 @@ from fastensor.backends.fallback import available_names
 from fastensor.checkpoint.freeing import wait_for_space
 
 USES = 10
-PEERS = [one.name for one in CONTENDERS if one.name not in (OURS, OURS_SAFETENSORS) and not one.name.startswith("dcp")]
 NAMED = [name for name in available_names() if name != "torch"]
+
+
+class Container(NamedTuple):
+    """The ways to write and read one kind of file."""
+
+    suffix: str
+    ours: str
+    """By default."""
+    named: dict[str, str]
+    """Ours by the names of backends."""
+    peers: list[str]
+
+    @property
+    def ways(self) -> list[str]:
+        return [self.ours, *self.named, *self.peers]
+
+
+CONTAINERS = (
+    Container(".ckpt", OURS, {name: name for name in NAMED}, [REFERENCE, MAPPED]),
+    Container(".safetensors", OURS_SAFETENSORS, {f"{name}, safetensors": name for name in NAMED}, [SAFETENSORS]),
+)
 ONE_TOTAL = 1.10
 """Promised: the total of ours, over that by the best backend's name."""
 EACH_USE = 1.3
@@ -58,19 +78,20 @@ class Run(NamedTuple):
 
 def use_often(model: str, operation: str, way: str, path: Path) -> Run:
     """Do one thing ten times, in this process."""
-    contender = next((one for one in CONTENDERS if one.name == way), None)
-    backend = "auto" if way == OURS else way
+    container = next(one for one in CONTAINERS if way in one.ways)
+    peer = next((one for one in CONTENDERS if one.name == way and way in container.peers), None)
+    backend = container.named.get(way, "auto")
     backends: list[str] = []
 
     def save(state: State) -> None:
-        if contender is not None and way != OURS:
-            contender.save(state, path)
+        if peer is not None:
+            peer.save(state, path)
         else:
             backends.append(fastensor.save(state, path, backend=backend).backend)
 
     def load() -> State:
-        if contender is not None and way != OURS:
-            return contender.load(path, "cpu")
+        if peer is not None:
+            return peer.load(path, "cpu")
         loaded, report = fastensor.load_with_report(path, backend=backend)
         backends.append(report.backend)
         found: State = loaded
@@ -96,12 +117,19 @@ def use_often(model: str, operation: str, way: str, path: Path) -> Run:
 
 
 def evict(path: Path) -> None:
-    """Make the next load cold."""
+    """Make the next load of a file cold: none of its pages, and no inode, is in memory afterwards.
+
+    The pages of programs stay. A process that has just begun has read its libraries, and a load that reads them again,
+    because they were dropped behind its back, measures how much code it needs.
+    """
     os.sync()
-    if os.geteuid() == 0:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
+    nbytes = path.stat().st_size
     with path.open("rb") as file:
-        posix.evict(file.fileno(), path.stat().st_size)
+        posix.evict(file.fileno(), nbytes)
+        if resident := posix.resident_fraction(file.fileno(), nbytes):
+            raise SystemExit(f"{path}: {resident:.0%} of it stays in the page cache")
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("2")
 
 
 def in_fresh_process(model: str, operation: str, way: str, path: Path) -> Run:
@@ -118,11 +146,12 @@ def in_fresh_process(model: str, operation: str, way: str, path: Path) -> Run:
 
 def measure(models: Sequence[str], runs: int, folder: Path, say: Callable[[str], None]) -> list[Run]:
     found = []
-    ways = [OURS, *NAMED, *PEERS]
+    ways = [way for container in CONTAINERS for way in container.ways]
     for model in models:
         for number in range(runs):
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                path = folder / f"{ways.index(way)}.ckpt"
+                suffix = next(one.suffix for one in CONTAINERS if way in one.ways)
+                path = folder / f"{ways.index(way)}{suffix}"
                 for operation in ("save", "cold load"):
                     say(f"{model}, run {number + 1} of {runs}, {way}, {operation}")
                     found.append(in_fresh_process(model, operation, way, path))
@@ -151,24 +180,31 @@ def summarize(found: list[Run]) -> tuple[list[str], list[dict[str, Any]]]:
                     f"| {model} | {way} | {totals[way]:.3f} ({min(spread):.3f}–{max(spread):.3f}) | {each[way][0]:.3f} "
                     f"| {each[way][1]:.3f} | {statistics.median(later):.3f} | {max(later):.3f} | {names} |"
                 )
-            named = min(NAMED, key=totals.__getitem__)
-            peer = min(PEERS, key=totals.__getitem__)
-            worst = max(mine / theirs for mine, theirs in zip(each[OURS], each[named], strict=True))
-            for what, measured, bound in (
-                (f"total / by the best name ({named})", totals[OURS] / totals[named], ONE_TOTAL),
-                (f"total / the best other tool ({peer})", totals[OURS] / totals[peer], 1.0),
-                (f"largest ratio of one use / by the best name ({named})", worst, EACH_USE),
-            ):
-                verdicts.append(
-                    {"model": model, "promise": f"{operation}: {what} ≤ {bound}", "measured": round(measured, 3),
-                     "holds": measured <= bound}
-                )  # fmt: skip
+            for container in CONTAINERS:
+                for what, measured, bound in compare(container, totals, each):
+                    verdicts.append(
+                        {"model": model, "promise": f"{operation}, {container.suffix}: {what} ≤ {bound}",
+                         "measured": round(measured, 3), "holds": measured <= bound}
+                    )  # fmt: skip
     lines += ["", "## promises", "", "| model | promise | measured | holds |", "|---|---|---:|---|"]
     lines += [
         f"| {one['model']} | {one['promise']} | {one['measured']:.2f} | {'yes' if one['holds'] else '**no**'} |"
         for one in verdicts
     ]
     return lines, verdicts
+
+
+def compare(
+    container: Container, totals: dict[str, float], each: dict[str, list[float]]
+) -> Iterator[tuple[str, float, float]]:
+    """What was promised of one container, what was measured, and the bound."""
+    ours, named, peer = (
+        min(ways, key=totals.__getitem__) for ways in ([container.ours], container.named, container.peers)
+    )
+    yield f"total / by the best name ({named})", totals[ours] / totals[named], ONE_TOTAL
+    yield f"total / the best other tool ({peer})", totals[ours] / totals[peer], 1.0
+    worst = max(mine / theirs for mine, theirs in zip(each[ours], each[named], strict=True))
+    yield f"largest ratio of one use / by the best name ({named})", worst, EACH_USE
 
 
 def use_medians(runs: list[Run]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The benchmark of a new user's first uses."""
+"""The benchmarks of a new user's first uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,15 +17,42 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], ModuleType]:
+    """Import a benchmark."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path))
-    spec = importlib.util.spec_from_file_location("new_user", BENCHMARKS / "new_user.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def benchmark(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("new_user")
+
+
+@pytest.mark.parametrize("operation", ["durable save", "cold load", "warm load", "inspect"])
+@pytest.mark.parametrize("way", ["fastensor", "fastensor, safetensors"])
+def test_one_use(tmp_path: Path, load: Callable[[str], ModuleType], operation: str, way: str) -> None:
+    first_use = load("first_use")
+    first_use.use_once("tiny", "durable save", way, tmp_path / "x")
+    assert 0 < first_use.use_once("tiny", operation, way, tmp_path / "x") < 60
+
+
+def test_lines_of_one_use(load: Callable[[str], ModuleType]) -> None:
+    first_use = load("first_use")
+    saved, *_, inspected, _, _, _ = first_use.ROWS
+    line, measured = first_use.line_of(saved, {"fastensor": [1.0, 3.0, 2.0], "torch": [1.0, 1.0, 1.0]})
+    assert (measured, line.endswith("| 2.00 | 1 | **no** |")) == (2.0, True)
+    line, measured = first_use.line_of(inspected, {inspected.ours: [0.5]})
+    assert (measured, line.endswith("| – | – | 0.50 s | 1 | yes |")) == (0.5, True)
 
 
 @pytest.mark.parametrize("operation", ["save", "cold load"])
@@ -51,12 +79,15 @@ def test_ten_uses_in_a_process(tmp_path: Path, operation: str) -> None:
 
 
 def test_promises(benchmark: ModuleType) -> None:
-    ways = [benchmark.OURS, *benchmark.NAMED, *benchmark.PEERS]
     found = [
         benchmark.Run("x", operation, way, [seconds] * 9 + [2 * seconds], 11 * seconds, ["direct"])
         for operation in ("save", "cold load")
-        for way, seconds in zip(ways, [1.2, 1.0, 3.0, *[1.1] * len(benchmark.PEERS)], strict=True)
+        for container in benchmark.CONTAINERS
+        for way, seconds in zip(container.ways, [1.2, 1.0, 3.0, *[1.1] * len(container.peers)], strict=True)
     ]
     lines, verdicts = benchmark.summarize(found)
-    assert [(one["measured"], one["holds"]) for one in verdicts[:3]] == [(1.2, False), (1.091, False), (1.2, True)]
+    assert [(one["measured"], one["holds"]) for one in verdicts[3:6]] == [(1.2, False), (1.091, False), (1.2, True)]
+    assert [one["promise"].split(":")[0] for one in verdicts[::3]] == [
+        f"{operation}, {container}" for operation in ("save", "cold load") for container in (".ckpt", ".safetensors")
+    ]
     assert "| x | fastensor | 13.200 (13.200–13.200) | 1.200 | 1.200 | 1.200 | 2.400 | direct |" in lines
