@@ -213,7 +213,7 @@ def train(model: str, contender: str, steps: int, folder: str, least_nbytes: int
 def _so_far(offload: Any) -> tuple[float, int]:
     if isinstance(offload, ActivationOffload):
         found = offload.statistics()
-        return found.hook_seconds, found.offloaded_nbytes
+        return found.hook_seconds, found.offloaded_bytes
     return (0.0, 0) if offload is None else (offload.blocked_seconds, offload.offloaded_nbytes)
 
 

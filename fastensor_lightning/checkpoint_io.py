@@ -72,7 +72,7 @@ class FastensorCheckpointIO(CheckpointIO):
         durable: whether saves are synced, as in :func:`fastensor.save`.
         map_location: where checkpoints are loaded to when Lightning does not say, which it never does for resuming.
             ``"cpu"`` is what Lightning does by itself; ``"cuda"`` loads every tensor to the process's own device.
-        verify: as in :func:`fastensor.load`.
+        verify: compare everything that is loaded with the CRC32s in the file, as :func:`fastensor.load` does.
         asynchronous: whether saves return when the state has been copied, as with :class:`fastensor.AsyncWriter`; a
             dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how; None means False. Loads and removals
             keep to the order of the calls; an old checkpoint is only removed when what was saved after it is durable; a
@@ -104,7 +104,7 @@ class FastensorCheckpointIO(CheckpointIO):
         backend: str | fastensor.Selector = "auto",
         durable: bool = True,
         map_location: Any = "cpu",
-        verify: bool | None = None,
+        verify: bool = True,
         asynchronous: bool | AsyncOptions | None = False,
     ) -> None:
         super().__init__()

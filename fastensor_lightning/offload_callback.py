@@ -172,8 +172,8 @@ def _of_batch(before: OffloadStatistics, after: OffloadStatistics) -> dict[str, 
     hits = after.prefetch_hits - before.prefetch_hits
     wanted = hits + after.prefetch_late - before.prefetch_late + after.misses - before.misses
     return {
-        "offload/written_bytes": float(after.written_nbytes - before.written_nbytes),
-        "offload/read_bytes": float(after.read_nbytes - before.read_nbytes),
+        "offload/written_bytes": float(after.written_bytes - before.written_bytes),
+        "offload/read_bytes": float(after.read_bytes - before.read_bytes),
         "offload/stall_seconds": after.stall_seconds - before.stall_seconds,
         "offload/prefetch_hit_rate": hits / wanted if wanted else 1.0,
     }

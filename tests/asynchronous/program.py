@@ -293,7 +293,7 @@ def fork(path: str) -> None:
         assert handle.stage == "cancelled"
         assert isinstance(handle.exception(), fastensor.SaveDroppedError)
         writer.wait()
-        assert writer.statistics().staging_nbytes == 0
+        assert writer.statistics().staging_bytes == 0
         go.set()
         mine = writer.save(STATE, path + "-child")
         assert mine.result().durable

@@ -92,7 +92,7 @@ def test_a_file_that_is_written_in_place_needs_no_memory_and_is_not_skipped(tmp_
         assert content(tmp_path / "2") == 2
     with (tmp_path / "3").open("w+b") as file, AsyncWriter() as writer:
         writer.save(state(3), f"/dev/fd/{file.fileno()}")
-        assert writer.statistics().staging_nbytes == 0
+        assert writer.statistics().staging_bytes == 0
 
 
 def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:

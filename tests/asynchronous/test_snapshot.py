@@ -87,7 +87,7 @@ def test_a_file_larger_than_the_staging_memory(
         assert fastensor.verify(tmp_path / name).complete
         assert report.nbytes == (tmp_path / name).stat().st_size
         if staging_bytes is not None:
-            assert BLOCK_NBYTES <= statistics.peak_staging_nbytes <= staging_bytes
+            assert BLOCK_NBYTES <= statistics.peak_staging_bytes <= staging_bytes
         used = "numpy" if backend == "torch" else backend
         assert backend == "auto" or report.backend == used
         assert [fallback.backend for fallback in report.fallbacks] == (["torch"] if backend == "torch" else [])
@@ -120,8 +120,8 @@ def test_memory_is_reused(tmp_path: Path) -> None:
             state["w"].fill_(number)
             writer.save(state, tmp_path / "x")
         writer.wait()
-        assert writer.statistics().staging_nbytes == 9 * BLOCK_NBYTES
-    assert writer.statistics().staging_nbytes == 0
+        assert writer.statistics().staging_bytes == 9 * BLOCK_NBYTES
+    assert writer.statistics().staging_bytes == 0
     assert fastensor.load(tmp_path / "x")["w"][0] == 4
 
 
@@ -135,7 +135,7 @@ def test_the_budget_holds_for_any_sizes(
         for number, nbytes in enumerate(sizes):
             writer.save({"w": torch.full((nbytes,), number, dtype=torch.uint8)}, folder / str(number))
         writer.wait()
-        assert writer.statistics().peak_staging_nbytes <= blocks * BLOCK_NBYTES
+        assert writer.statistics().peak_staging_bytes <= blocks * BLOCK_NBYTES
     for number, nbytes in enumerate(sizes):
         assert torch.equal(fastensor.load(folder / str(number))["w"], torch.full((nbytes,), number, dtype=torch.uint8))
 

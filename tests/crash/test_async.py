@@ -179,7 +179,7 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
         thread.join()
     for writer in writers:
         writer.close()
-        assert writer.statistics().peak_staging_nbytes <= 4 * BLOCK_NBYTES
+        assert writer.statistics().peak_staging_bytes <= 4 * BLOCK_NBYTES
     assert not problems
     assert not ordering._operations
     assert not leftovers(tmp_path)

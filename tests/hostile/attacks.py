@@ -109,7 +109,7 @@ def inspect(path: Path) -> Reading:
     tensors = [(one.name, one.kind, one.dtype, one.shape, one.nbytes) for one in found.tensors]
     refused = [] if any(reason.startswith("the pickle (") for reason in found.refused) else sorted(found.refused)
     rest = dict(found.others), dict(found.metadata), refused  # where torch cannot read a file, that says so
-    return Reading((found.container, tensors, rest, found.ties, found.tensor_nbytes), found.checked)
+    return Reading((found.container, tensors, rest, found.ties, found.tensor_bytes), found.checked)
 
 
 def verify(path: Path) -> Reading:

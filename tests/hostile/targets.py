@@ -92,7 +92,7 @@ def inspection(data: bytes) -> None:
     """The same for ``inspect``."""
     with contextlib.suppress(FastensorError):
         found = fastensor.inspect(io.BytesIO(data))
-        assert found.tensor_nbytes >= 0
+        assert found.tensor_bytes >= 0
 
 
 def _read_all(file: io.BytesIO) -> None:

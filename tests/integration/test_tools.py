@@ -195,7 +195,7 @@ def test_what_is_inside(ckpt: Path, tensors: Path) -> None:
     found = fastensor.inspect(ckpt)
     assert [one.name for one in found.tensors] == ["state_dict.w", "state_dict.b", "state_dict.s", "lists.0"]
     assert dict(found.others) == {"epoch": "3", "lists.1": "'text'"}
-    assert (found.container, found.checked, found.tensor_nbytes, found.refused) == ("torch", True, 2430, ())
+    assert (found.container, found.checked, found.tensor_bytes, found.refused) == ("torch", True, 2430, ())
     found = fastensor.inspect(tensors)
     assert (found.container, found.checked, dict(found.metadata)) == ("safetensors", True, {"made": "here"})
     assert {one.name: one.crc32 is not None for one in found.tensors} == dict.fromkeys(WEIGHTS, True)

@@ -74,7 +74,7 @@ def test_what_cannot_be_written_stays_in_memory(
     assert "stays in memory, because it could not be written" in caplog.text
     assert is_clean(offload)
     assert equal(gradients(TRANSFORMER, offload), expected)
-    written = offload.statistics().written_nbytes - found.written_nbytes
+    written = offload.statistics().written_bytes - found.written_bytes
     assert bool(written) == (code == errno.ENOSPC), "a disk that fails is not used again, a full one is"
 
 
@@ -82,9 +82,9 @@ def test_space_that_cannot_be_reserved(make: Any, expected: list[torch.Tensor]) 
     offload = make()
     with failing("fallocate64", errno.ENOSPC):
         assert equal(gradients(TRANSFORMER, offload), expected)
-    assert offload.statistics().written_nbytes == 0
+    assert offload.statistics().written_bytes == 0
     assert equal(gradients(TRANSFORMER, offload), expected)
-    assert offload.statistics().written_nbytes > 0
+    assert offload.statistics().written_bytes > 0
 
 
 def test_a_failed_write_is_raised_once_if_that_is_wanted(make: Any, expected: list[torch.Tensor]) -> None:
@@ -197,7 +197,7 @@ def test_threads_that_cannot_be_started(
     offload = make(staging_bytes=1)
     with mock.patch.object(transfers, "open_pool", mock.Mock(side_effect=NoThreadsError("there are too many"))):
         assert equal(gradients(TRANSFORMER, offload), expected)
-    assert offload.statistics().written_nbytes == 0
+    assert offload.statistics().written_bytes == 0
     assert "no activations are offloaded any more: there are too many" in caplog.text
 
 
@@ -209,7 +209,7 @@ def test_threads_that_die(make: Any, expected: list[torch.Tensor]) -> None:
     assert offload.statistics().failed_writes > 0
     assert is_clean(offload)
     assert equal(gradients(TRANSFORMER, offload), expected)
-    assert offload.statistics().written_nbytes > 0
+    assert offload.statistics().written_bytes > 0
 
 
 def test_a_slow_disk_changes_nothing_but_the_time(make: Any, expected: list[torch.Tensor]) -> None:
@@ -244,8 +244,8 @@ def test_budgets_hold_at_every_instant(make: Any, expected: list[torch.Tensor], 
     for _ in range(2):
         assert equal(gradients(TRANSFORMER, offload), expected)
     found = offload.statistics()
-    assert found.peak_pending_nbytes <= budget
-    assert found.peak_loaded_nbytes <= 2 * budget, "what is needed at once may come on top"
+    assert found.peak_pending_bytes <= budget
+    assert found.peak_loaded_bytes <= 2 * budget, "what is needed at once may come on top"
 
 
 def test_what_several_nodes_share_does_not_stay_beyond_the_budget(make: Any) -> None:
@@ -268,8 +268,8 @@ def test_what_several_nodes_share_does_not_stay_beyond_the_budget(make: Any) -> 
     for _ in range(2):
         assert equal(run(offload), run(None))
     found = offload.statistics()
-    assert found.shared_nbytes > 20 * 40_000
-    assert found.peak_loaded_nbytes <= 100_000 + 40_000
+    assert found.shared_bytes > 20 * 40_000
+    assert found.peak_loaded_bytes <= 100_000 + 40_000
     assert is_clean(offload)
 
 
@@ -408,7 +408,7 @@ def test_storages_that_are_resized(make: Any, settled: bool) -> None:
     if settled:
         offload.settle()
         found = offload.statistics()
-        assert (found.failed_writes, found.written_nbytes) == (0, y.nbytes)
+        assert (found.failed_writes, found.written_bytes) == (0, y.nbytes)
     y.untyped_storage().resize_(0)
     if settled:
         loss.backward()
@@ -439,7 +439,7 @@ def test_closing_while_others_work(make: Any) -> None:
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while offload.statistics().written_nbytes < 4 * x.nbytes:
+    while offload.statistics().written_bytes < 4 * x.nbytes:
         pass
     offload.close()
     stopped.set()

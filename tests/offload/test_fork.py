@@ -87,7 +87,7 @@ def test_a_child_trains_with_what_its_parent_has_used(make: Any, options: dict[s
             training.check_step(offload)
         found = offload.statistics()
         assert found.steps == 2
-        assert found.written_nbytes >= before.written_nbytes > 0
+        assert found.written_bytes >= before.written_bytes > 0
         assert found.kept["buffer"] > 0
         assert ("module" in found.kept) == ("module" in before.kept)
 
@@ -119,7 +119,7 @@ def test_a_fork_in_the_middle_of_a_step(
         else:
             raise AssertionError("the child has what it cannot have")
         training.check_step(offload)
-        assert offload.statistics().written_nbytes > 0
+        assert offload.statistics().written_bytes > 0
 
     with offload.step():
         loss = training.loss()

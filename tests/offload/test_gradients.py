@@ -42,7 +42,7 @@ def test_gradients_are_the_same(make: Any, name: str, way: str) -> None:
         assert equal(gradients(CASES[name], offload), expected)
     found = offload.statistics()
     if way != "only dram" and name not in ("tiny_and_empty", "sparse"):
-        assert found.written_nbytes > 0
+        assert found.written_bytes > 0
         assert found.misses + found.prefetch_hits + found.prefetch_late > 0
     usage = offload.memory_usage()
     assert not any(usage[what] for what in ("pending", "in_dram", "loaded", "on_ssd")), usage
@@ -82,7 +82,7 @@ def test_large_ones_by_way_of_the_host(make: Any) -> None:
         offload = make(**options)
         assert equal(gradients(large, offload), expected)
         found = offload.statistics()
-        assert (found.failed_writes, found.written_nbytes > 0) == (0, True)
+        assert (found.failed_writes, found.written_bytes > 0) == (0, True)
 
 
 @pytest.mark.usefixtures("staged")
@@ -92,7 +92,7 @@ def test_blocks_are_touched_before_they_are_filled(make: Any, monkeypatch: pytes
     offload = make()
     for _ in range(2):
         assert equal(gradients(large, offload), gradients(large, None))
-    assert offload.statistics().read_nbytes > 0
+    assert offload.statistics().read_bytes > 0
 
 
 def test_what_is_wanted_again_at_once_is_read_once(make: Any) -> None:
@@ -110,9 +110,9 @@ def test_what_is_wanted_again_at_once_is_read_once(make: Any) -> None:
         offload.settle()
         torch.autograd.grad(loss, x)
         found = offload.statistics()
-        moved = found.read_nbytes - before.read_nbytes
+        moved = found.read_bytes - before.read_bytes
         assert found.misses - before.misses == 1, "the first, which nothing has announced"
-        assert moved == found.written_nbytes - before.written_nbytes > 0
+        assert moved == found.written_bytes - before.written_bytes > 0
 
 
 @pytest.mark.usefixtures("staged")
@@ -124,10 +124,10 @@ def test_host_memory_is_read_ahead_from_as_well(make: Any) -> None:
         misses = offload.statistics().misses
         assert equal(gradients(large, offload), expected)
     found = offload.statistics()
-    assert (found.written_nbytes, found.read_nbytes) == (0, 0)
+    assert (found.written_bytes, found.read_bytes) == (0, 0)
     assert found.misses - misses == 1, "nothing is read before the first one is wanted"
     assert found.prefetch_hits + found.prefetch_late > 0
-    assert found.peak_dram_nbytes > 30 << 20
+    assert found.peak_dram_bytes > 30 << 20
     assert found.wait_to_read_seconds > 0
 
 
@@ -252,7 +252,7 @@ def test_tensors_that_share_memory_are_written_once(make: Any) -> None:
         loss = torch.stack([layer(x).sum() for layer in layers]).sum()
     offload.settle()
     found = offload.statistics()
-    assert (found.offloaded, found.written_nbytes, found.shared_nbytes) == (1, x.nbytes, 2 * x.nbytes)
+    assert (found.offloaded, found.written_bytes, found.shared_bytes) == (1, x.nbytes, 2 * x.nbytes)
     loss.backward()
     assert torch.equal(layers[0].weight.grad, layers[2].weight.grad)  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def test_straight_from_where_it_is_saved(make: Any, monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         assert equal(gradients(CASES[name], offload), expected)
     found = offload.statistics()
-    assert (found.failed_writes, found.written_nbytes > 0) == (0, True)
+    assert (found.failed_writes, found.written_bytes > 0) == (0, True)
 
 
 @pytest.mark.parametrize(("begin", "lead"), [(0, 0), (3, None), (64, 64), (4096 - 64, 4096 - 64), (4096, 0)])
@@ -305,12 +305,12 @@ def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | No
         loss = weight.masked_fill(mask, 0.0).sum()
     del mask
     offload.settle()
-    assert offload.statistics().written_nbytes == nbytes
+    assert offload.statistics().written_bytes == nbytes
     pages[:] = 1  # nobody reads it any more
     loss.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, expected)
-    assert offload.statistics().read_nbytes == nbytes
+    assert offload.statistics().read_bytes == nbytes
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_a_part_of_which_the_rest_is_changed_meanwhile(make: Any, held_writes: A
     rest.zero_()
     held_writes.go.set()
     offload.settle()
-    assert offload.statistics().written_nbytes == 4 << 20
+    assert offload.statistics().written_bytes == 4 << 20
     del part, rest
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-    assert offload.statistics().read_nbytes == 4 << 20
+    assert offload.statistics().read_bytes == 4 << 20

@@ -154,7 +154,7 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
             offload.settle()
             gc.collect()
             sizes.append(
-                (len(os.listdir("/proc/self/fd")), threading.active_count(), offload.statistics().reserved_ssd_nbytes)
+                (len(os.listdir("/proc/self/fd")), threading.active_count(), offload.statistics().reserved_ssd_bytes)
             )
             resident.append(resident_nbytes())
     del loss
@@ -338,7 +338,7 @@ def test_backward_passes_begin_at_once_from_memory(make: Any) -> None:
         loss = x.exp().sin().sum()
     loss.backward()
     found = offload.statistics()
-    assert (found.written_nbytes, found.read_nbytes, found.taken_back_nbytes) == (0, 0, x.nbytes)
+    assert (found.written_bytes, found.read_bytes, found.taken_back_bytes) == (0, 0, x.nbytes)
 
 
 def test_after_closing(make: Any) -> None:
@@ -405,7 +405,7 @@ def test_what_has_come_back_is_there_in_forked_children(make: Any) -> None:
         offload.settle()
         loss.backward()
         del loss
-        assert offload.statistics().read_nbytes
+        assert offload.statistics().read_bytes
         found, expected = x.grad.numpy(), x.detach().exp().numpy()  # type: ignore[attr-defined]
         pid = os.fork()
         if pid == 0:
@@ -496,7 +496,7 @@ def test_a_folder_in_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
             loss = torch.randn(100, requires_grad=True).exp().sum()
         offload.settle()
         loss.backward()
-        assert offload.statistics().written_nbytes > 0
+        assert offload.statistics().written_bytes > 0
     assert "/dev/shm is on tmpfs, which is in memory" in caplog.text
 
 

@@ -19,7 +19,7 @@ class ElsewhereBackend:
         return Availability(True)
 
     @property
-    def extra_nbytes(self) -> int:
+    def extra_bytes(self) -> int:
         return _WINDOW_NBYTES
 
     def can_write(self, source: Source) -> bool:

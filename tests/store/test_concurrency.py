@@ -39,7 +39,7 @@ def test_threads_put_get_and_delete_at_once(tmp_path: Path) -> None:
     assert {ref.file for ref in refs} == set(os.listdir(tmp_path))
     statistics = store.statistics()
     assert (statistics.puts, statistics.gets, statistics.deletes) == (160, 160, 80)
-    assert statistics.written_nbytes == statistics.read_nbytes == 2 * sum(tensor_of(seed).nbytes for seed in range(80))
+    assert statistics.written_bytes == statistics.read_bytes == 2 * sum(tensor_of(seed).nbytes for seed in range(80))
     assert statistics.written_by.keys() <= set(available_names())
 
 

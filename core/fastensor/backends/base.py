@@ -121,7 +121,7 @@ class Backend(Protocol):
         """Whether the backend can work here at all. A single file may still be refused."""
 
     @property
-    def extra_nbytes(self) -> int | None:
+    def extra_bytes(self) -> int | None:
         """The most memory in bytes, beyond the state itself, that one transfer takes. None: as much as the largest
         storage on a device, because the backend copies such storages to the host whole."""
 

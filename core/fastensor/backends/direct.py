@@ -35,7 +35,7 @@ class DirectBackend:
         return Availability(True)
 
     @property
-    def extra_nbytes(self) -> int:
+    def extra_bytes(self) -> int:
         return BUFFER_COUNT * BUFFER_NBYTES
 
     def can_write(self, source: Source) -> bool:

@@ -53,7 +53,7 @@ class GdsBackend:
         return Availability(not reason, reason)
 
     @property
-    def extra_nbytes(self) -> int:
+    def extra_bytes(self) -> int:
         return BUFFER_COUNT * BUFFER_NBYTES + _bounce_nbytes()
 
     def can_write(self, source: Source) -> bool:

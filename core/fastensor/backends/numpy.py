@@ -37,7 +37,7 @@ class NumpyBackend:
         return Availability(True)
 
     @property
-    def extra_nbytes(self) -> int:
+    def extra_bytes(self) -> int:
         return BUFFER_NBYTES
 
     def can_write(self, source: Source) -> bool:

@@ -32,7 +32,7 @@ class TorchBackend:
         return Availability(True)
 
     @property
-    def extra_nbytes(self) -> int | None:
+    def extra_bytes(self) -> int | None:
         return None
 
     def can_write(self, source: Source) -> bool:

@@ -37,7 +37,7 @@ class Inspection:
     """Groups of names of tensors that share bytes."""
 
     @property
-    def tensor_nbytes(self) -> int:
+    def tensor_bytes(self) -> int:
         """Of all tensors together; ties are counted each."""
         return sum(tensor.nbytes for tensor in self.tensors)
 

@@ -31,7 +31,7 @@ def open(  # users write fastensor.open
     path: Location,
     map_location: MapLocation = None,
     *,
-    verify: bool | None = None,
+    verify: bool = True,
     backend: BackendChoice = registry.AUTO,
 ) -> LazyCheckpoint:
     """Open a checkpoint for reading single tensors of it.
@@ -39,9 +39,9 @@ def open(  # users write fastensor.open
     Args:
         path: a file of torch or of safetensors, as for :func:`fastensor.load`.
         map_location: where tensors go, as for ``torch.load``. None means the host.
-        verify: compare what is read with the CRC32s in the file. None means True. A slice can only be verified by
-            reading the whole tensor, in bounded memory, the first time that one of its slices is asked for: with False,
-            only the slice is read.
+        verify: compare what is read with the CRC32s in the file. A slice can only be verified by reading the
+            whole tensor, in bounded memory, the first time that one of its slices is asked for: with False, only the
+            slice is read.
         backend: as for :func:`fastensor.load`; used for large tensors.
 
     Returns:
@@ -71,11 +71,11 @@ def open(  # users write fastensor.open
     check_choice(backend)
     with ExitStack() as stack:
         file = stack.enter_context(opened(path))
-        catalog = read_catalog(file, verify=verify is not False)
-        if verify is not False and not catalog.checked:
+        catalog = read_catalog(file, verify=verify)
+        if verify and not catalog.checked:
             warn_unverified(file.where, catalog.unchecked, stacklevel=3)
         check_destination("cpu", map_location, file.where)
-        return LazyCheckpoint(file, catalog, stack.pop_all(), map_location, verify is not False, backend)
+        return LazyCheckpoint(file, catalog, stack.pop_all(), map_location, verify, backend)
 
 
 class LazyCheckpoint(Mapping[str, torch.Tensor]):

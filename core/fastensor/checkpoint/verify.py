@@ -37,7 +37,7 @@ class VerifyReport:
     """Size of the file."""
     compared: int
     """How many parts were compared with a checksum."""
-    compared_nbytes: int
+    compared_bytes: int
     uncompared: int
     """How many parts carry no checksum."""
     seconds: float
@@ -104,7 +104,7 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         container=container,
         nbytes=file.nbytes,
         compared=tally.compared,
-        compared_nbytes=tally.compared_nbytes,
+        compared_bytes=tally.compared_bytes,
         uncompared=tally.uncompared,
         seconds=time.perf_counter() - started,
         damage=tuple(tally.damage),
@@ -119,13 +119,13 @@ class _Tally:
     """What has been compared so far."""
 
     compared: int = 0
-    compared_nbytes: int = 0
+    compared_bytes: int = 0
     uncompared: int = 0
     damage: list[Damage] = field(default_factory=list)
 
     def add_compared(self, nbytes: int) -> None:
         self.compared += 1
-        self.compared_nbytes += nbytes
+        self.compared_bytes += nbytes
 
 
 def _parts_of_safetensors(file: OpenedFile, tally: _Tally) -> Sequence[Part]:

@@ -69,7 +69,7 @@ def _as_json(found: Inspection, tensors: list[TensorInfo], others: dict[str, str
 def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str], *, most: int) -> None:
     checked = "with checksums" if found.checked else "without checksums"
     print(f"{found.path}: {found.container}, {human_size(found.nbytes)}, {checked}")
-    print(f"{len(found.tensors)} tensors of {human_size(found.tensor_nbytes)}, {len(found.others)} other values")
+    print(f"{len(found.tensors)} tensors of {human_size(found.tensor_bytes)}, {len(found.others)} other values")
     if len(tensors) > most:
         print()
         _print_some(["tensors", "", "dtype", "size"], summarize(tensors), most, right=(1, 3))

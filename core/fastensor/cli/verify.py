@@ -55,14 +55,14 @@ def _verify(file: str) -> dict[str, Any]:
 def _describe(report: VerifyReport) -> str:
     if report.complete:
         return "sound"
-    return "partly checked" if report.compared_nbytes else "no checksums"
+    return "partly checked" if report.compared_bytes else "no checksums"
 
 
 def _print(results: list[dict[str, Any]]) -> None:
     rows = []
     for one in results:
         if "nbytes" in one:
-            rate = human_size(one["compared_nbytes"] / max(one["seconds"], 1e-9))
+            rate = human_size(one["compared_bytes"] / max(one["seconds"], 1e-9))
             compared = f"{one['compared']} of {one['compared'] + one['uncompared']} parts"
             cells = [one["container"], human_size(one["nbytes"]), compared, f"{rate}/s" if one["compared"] else ""]
         else:

@@ -171,27 +171,27 @@ class ActivationOffload:
         usage = self.memory_usage()
         with self._lock:
             moved, seconds = Counter(self._counters.counts), dict(self._counters.seconds)
-            kept = self._kept + Counter({"not moved": moved["kept_nbytes"]})
+            kept = self._kept + Counter({"not moved": moved["kept_bytes"]})
         written_by = {
             name.removeprefix(WRITTEN_BY): nbytes for name, nbytes in moved.items() if name.startswith(WRITTEN_BY)
         }
         return OffloadStatistics(
             steps=self._counts["steps"],
             packed=self._counts["packed"],
-            shared_nbytes=self._counts["shared_nbytes"],
+            shared_bytes=self._counts["shared_bytes"],
             kept={why: nbytes for why, nbytes in kept.items() if nbytes},
             wait_to_write_seconds=seconds.get("wait_to_write", 0.0),
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),
             hook_seconds=self._hook_seconds,
-            reserved_ssd_nbytes=usage.get("reserved_on_ssd", 0),
+            reserved_ssd_bytes=usage.get("reserved_on_ssd", 0),
             written_by=written_by,
             drive_days=drive_days(
-                moved["written_nbytes"], time.monotonic() - self._begun, self.config.drive_tbw
+                moved["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
             ),
             **{name: moved[name] for name in (
-                "offloaded", "offloaded_nbytes", "written_nbytes", "read_nbytes", "taken_back_nbytes", "failed_writes",
-                "prefetch_hits", "prefetch_late", "misses", "peak_pending_nbytes", "peak_loaded_nbytes",
-                "peak_dram_nbytes", "peak_ssd_nbytes",
+                "offloaded", "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "failed_writes",
+                "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes", "peak_loaded_bytes",
+                "peak_dram_bytes", "peak_ssd_bytes",
             )},
         )  # fmt: skip
 

@@ -169,7 +169,7 @@ class StepHooks:
         key = storage._cdata, tensor._version
         forward = self._current_forward(transfers)
         if (handle := self._share(key, base, span, transfers)) is not None:
-            counts["shared_nbytes"] += len(span)
+            counts["shared_bytes"] += len(span)
             return OffloadedTensor.of(tensor, handle, forward, forward.add_again(handle.saved))
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)

@@ -40,15 +40,15 @@ class OffloadStatistics:
     """Tensors that autograd has saved in these blocks."""
     offloaded: int
     """Ranges of memory that were taken over, each for one or several saved tensors."""
-    offloaded_nbytes: int
+    offloaded_bytes: int
     """Bytes of these ranges."""
-    shared_nbytes: int
+    shared_bytes: int
     """Bytes of saved tensors whose memory had been offloaded already for another saved tensor."""
-    written_nbytes: int
+    written_bytes: int
     """Bytes written to SSDs."""
-    read_nbytes: int
+    read_bytes: int
     """Bytes read from SSDs."""
-    taken_back_nbytes: int
+    taken_back_bytes: int
     """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
     """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``alive anyway``, or ``not moved``
@@ -67,15 +67,15 @@ class OffloadStatistics:
     """Time that backward passes have waited for the SSD."""
     hook_seconds: float
     """Time that training threads have spent in the hooks, waiting included."""
-    peak_pending_nbytes: int
+    peak_pending_bytes: int
     """The most bytes that were saved and not on an SSD yet, at any time."""
-    peak_loaded_nbytes: int
+    peak_loaded_bytes: int
     """The most bytes that were read, or being read, and not evicted yet, at any time."""
-    peak_dram_nbytes: int
+    peak_dram_bytes: int
     """The most bytes that stayed in host memory within ``dram_bytes``, at any time."""
-    peak_ssd_nbytes: int
+    peak_ssd_bytes: int
     """The most bytes that were in use of the SSDs, at any time."""
-    reserved_ssd_nbytes: int
+    reserved_ssd_bytes: int
     """Bytes that the files take on the SSDs now."""
     written_by: Mapping[str, int]
     """Bytes written, by backend."""
@@ -88,15 +88,15 @@ class OffloadStatistics:
         return self.wait_to_write_seconds + self.wait_to_read_seconds
 
     def __str__(self) -> str:
-        moved = f"{_human(self.offloaded_nbytes)} offloaded ({_human(self.written_nbytes)} written, "
-        moved += f"{_human(self.read_nbytes)} read)"
+        moved = f"{_human(self.offloaded_bytes)} offloaded ({_human(self.written_bytes)} written, "
+        moved += f"{_human(self.read_bytes)} read)"
         wanted = self.prefetch_hits + self.prefetch_late + self.misses
         lines = [
-            f"{self.steps} steps: {moved}, {_human(self.shared_nbytes)} shared",
+            f"{self.steps} steps: {moved}, {_human(self.shared_bytes)} shared",
             f"stalled {self.stall_seconds:.2f} s, in hooks {self.hook_seconds:.2f} s; "
             f"{self.prefetch_hits} of {wanted} were there in time",
-            f"at most {_human(self.peak_pending_nbytes)} on the way out, {_human(self.peak_loaded_nbytes)} on the "
-            f"way in, {_human(self.peak_ssd_nbytes)} on SSDs",
+            f"at most {_human(self.peak_pending_bytes)} on the way out, {_human(self.peak_loaded_bytes)} on the "
+            f"way in, {_human(self.peak_ssd_bytes)} on SSDs",
             "kept: " + (", ".join(f"{why} {_human(count)}" for why, count in self.kept.items()) or "nothing"),
         ]
         if math.isfinite(self.drive_days):
@@ -104,7 +104,7 @@ class OffloadStatistics:
         return "\n".join(lines)
 
 
-def drive_days(written_nbytes: int, seconds: float, terabytes: float | None) -> float:
+def drive_days(written_bytes: int, seconds: float, terabytes: float | None) -> float:
     """How many days drives last that may be given so many terabytes.
 
     >>> round(drive_days(3 * 10**9, 1.0, 1400.0), 1)
@@ -112,9 +112,9 @@ def drive_days(written_nbytes: int, seconds: float, terabytes: float | None) -> 
     >>> drive_days(0, 1.0, 1400.0)
     inf
     """
-    if terabytes is None or not written_nbytes or seconds <= 0:
+    if terabytes is None or not written_bytes or seconds <= 0:
         return math.inf
-    return terabytes * _TERABYTE / (written_nbytes / seconds * WRITE_AMPLIFICATION) / _SECONDS_PER_DAY
+    return terabytes * _TERABYTE / (written_bytes / seconds * WRITE_AMPLIFICATION) / _SECONDS_PER_DAY
 
 
 def _human(nbytes: int) -> str:

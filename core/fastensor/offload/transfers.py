@@ -239,7 +239,7 @@ class Transfers:
             or self._tiers.broken
             or (only_dram and not (staged and in_dram and self._in_dram.fits(nbytes)))
         ):
-            self._counters.counts["kept_nbytes"] += saved.nbytes
+            self._counters.counts["kept_bytes"] += saved.nbytes
             return None
         while in_dram and not self._in_dram.fits(nbytes):
             oldest = self._in_dram.oldest_first()[0]
@@ -256,7 +256,7 @@ class Transfers:
         if (staged or not in_dram) and not self._begin_write(saved):
             return None
         self._counters.counts["offloaded"] += 1
-        self._counters.counts["offloaded_nbytes"] += saved.nbytes
+        self._counters.counts["offloaded_bytes"] += saved.nbytes
         self._note_peaks()
         return None
 
@@ -300,7 +300,7 @@ class Transfers:
         """Leave a range in memory, and report that."""
         self._in_dram.remove(saved)
         counts = self._counters.counts
-        counts["kept_nbytes"] += saved.nbytes
+        counts["kept_bytes"] += saved.nbytes
         counts["failed_writes"] += 1
         if counts["failed_writes"] == 1:
             _logger.warning("an activation stays in memory, because it could not be written: %s", failure)
@@ -338,7 +338,7 @@ class Transfers:
         """Leave a range where it was saved, if its write has not begun."""
         if (saved in self._pending or saved in self._in_dram) and self._cancel_write(saved):
             self._in_dram.remove(saved)
-            self._counters.counts["taken_back_nbytes"] += saved.nbytes
+            self._counters.counts["taken_back_bytes"] += saved.nbytes
 
     def _original(self, saved: SavedBytes) -> torch.UntypedStorage | None:
         """The storage that was saved, if others have kept it."""
@@ -462,7 +462,7 @@ class Transfers:
 
     def _note_peaks(self) -> None:
         for name, budget in (("pending", self._pending), ("dram", self._in_dram), ("loaded", self._loaded)):
-            self._counters.note_peak(f"peak_{name}_nbytes", budget.nbytes)
+            self._counters.note_peak(f"peak_{name}_bytes", budget.nbytes)
 
     # Jobs: without the lock. ------------------------------------------------------------------------------------------
 
@@ -481,7 +481,7 @@ class Transfers:
             if stored is not None:
                 saved.source = saved.ready = None
                 saved.stored = stored
-                self._counters.counts["written_nbytes"] += saved.nbytes
+                self._counters.counts["written_bytes"] += saved.nbytes
                 self._counters.counts[f"{WRITTEN_BY}{stored.backend}"] += saved.nbytes
             elif failure is None:
                 if not (saved in self._in_dram or saved.released or self._closed):  # newer ranges have taken its place
@@ -525,7 +525,7 @@ class Transfers:
     def _write_slot(self, saved: SavedBytes, backend: str) -> StoredBytes:
         with self._lock:
             slot = self._tiers.allocate(saved)
-            self._counters.note_peak("peak_ssd_nbytes", self._tiers.sizes()["on_ssd"])
+            self._counters.note_peak("peak_ssd_bytes", self._tiers.sizes()["on_ssd"])
         try:
             with self._bounce_block(moving.is_copied_to_write(saved, slot, backend)) as bounce:
                 crc32 = moving.write(
@@ -593,7 +593,7 @@ class Transfers:
         transfer.run(read, self._tiers.slots.record_fallback)
         transfer.done(time.perf_counter() - transfer.started)
         with self._lock:
-            self._counters.counts["read_nbytes"] += saved.nbytes
+            self._counters.counts["read_bytes"] += saved.nbytes
 
     def _bounce_block(self, is_wanted: bool) -> AbstractContextManager[Buffer | None]:
         return self._tiers.bounce_block() if is_wanted else nullcontext()

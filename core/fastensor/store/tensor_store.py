@@ -68,7 +68,9 @@ class TensorStore:
             WRDic. With the latter two, a tensor is read by the backend that wrote it; with ``"write"``, by the
             fastest that reads its container.
         durable: sync file and directory, so that a tensor that has been put survives a power failure. Without, it is
-            still whole or not there for every process on this machine.
+            still whole or not there for every process on this machine. By default False, other than for checkpoints:
+            single tensors are mostly put for the running program, which a power failure ends, and a sync may take
+            longer than the write of a small tensor.
         verify: compare what is read with the CRC32 in its ref.
 
     Raises:

@@ -30,9 +30,9 @@ class StoreStatistics:
     puts: int
     gets: int
     deletes: int
-    written_nbytes: int
+    written_bytes: int
     """Of tensors, without what else is in their files."""
-    read_nbytes: int
+    read_bytes: int
     written_by: Mapping[str, int]
     """How many tensors, by backend."""
     read_by: Mapping[str, int]
@@ -178,8 +178,8 @@ class Tools:
                 puts=written.total(),
                 gets=read.total(),
                 deletes=self._counts["deletes"],
-                written_nbytes=self._counts["write"],
-                read_nbytes=self._counts["read"],
+                written_bytes=self._counts["write"],
+                read_bytes=self._counts["read"],
                 written_by=dict(written),
                 read_by=dict(read),
                 fallbacks=dict(self._fallbacks),

@@ -84,7 +84,7 @@ class BackendTests:
         assert availability.available == (not availability.reason)
 
     def test_keeps_to_the_extra_memory_that_it_states(self, backend: Backend, fd: int) -> None:
-        stated = backend.extra_nbytes
+        stated = backend.extra_bytes
         if stated is None:
             pytest.skip(f"{backend.name} states no bound")
         if not self.survives_fork:

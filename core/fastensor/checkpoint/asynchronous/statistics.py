@@ -27,7 +27,7 @@ class WriterStatistics:
     """Size of all files that were finished."""
     stall_seconds: float
     """How long calls of ``save`` took, all of them together."""
-    staging_nbytes: int
+    staging_bytes: int
     """Memory that is kept for staging, used or not."""
-    peak_staging_nbytes: int
+    peak_staging_bytes: int
     """The most of it that was in use at any instant."""

@@ -299,8 +299,8 @@ class AsyncWriter:
                 replaced=self._counts["replaced"],
                 nbytes=self._nbytes,
                 stall_seconds=self._stall_seconds,
-                staging_nbytes=self._arena.nbytes,
-                peak_staging_nbytes=self._arena.peak_nbytes,
+                staging_bytes=self._arena.nbytes,
+                peak_staging_bytes=self._arena.peak_nbytes,
             )
 
     def __getstate__(self) -> dict[str, Any]:
