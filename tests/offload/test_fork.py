@@ -143,8 +143,8 @@ def locked(offload: ActivationOffload) -> Iterator[None]:
 
     def hold() -> None:
         with ExitStack() as all_at_once:
-            all_at_once.enter_context(offload.transfers()._lock)
-            all_at_once.enter_context(offload._lock)
+            all_at_once.enter_context(offload._engine.transfers()._lock)
+            all_at_once.enter_context(offload._engine._lock)
             for one in forward_passes:
                 all_at_once.enter_context(one._lock)
             held.set()

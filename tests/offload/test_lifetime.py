@@ -145,7 +145,7 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
     x = torch.randn(64, 64)
     with ExitStack() as all_at_once:  # memory that is taken when so many threads first copy at once
         for _ in range(2 * THREADS):
-            all_at_once.enter_context(offload.transfers()._tiers.bounce_block())
+            all_at_once.enter_context(offload._engine.transfers()._tiers.bounce_block())
     sizes, resident = [], []
     for number in range(1000):
         with offload.step():

@@ -8,20 +8,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.offload.copying import event_now, page_offset_of
+from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.transfers import SavedHandle, Transfers
-
-if TYPE_CHECKING:
-    from fastensor.offload.engine import ActivationOffload
 
 _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
@@ -101,10 +99,10 @@ class StepHooks:
     """The hooks of one ``step()`` block, for one forward pass after the other. One thread packs, any thread unpacks.
 
     Args:
-        engine: the offload that the block belongs to.
+        engine: the engine of the block's offload.
     """
 
-    def __init__(self, engine: ActivationOffload) -> None:
+    def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._persistent = engine.persistent_storages()
         self._forward: ForwardPass | None = None

@@ -8,7 +8,8 @@ offset in the first page.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from isal import isal_zlib
@@ -77,7 +78,7 @@ def write(
     if not saved.blocks and moves_device_memory(slots, saved.device):
         return _write_from_device(saved, slot, slots, checksum=checksum, is_stopped=is_stopped)
     crc32 = 0
-    for position, nbytes in _pieces(saved):
+    for position, nbytes in pieces(saved):
         _check(is_stopped)
         data = _in_host_memory(saved, position, nbytes, bounce)
         own = data[0 if position else saved.lead : nbytes]
@@ -91,7 +92,7 @@ def write(
     return int(crc32)
 
 
-def read(
+def read_pieces(
     saved: SavedBytes,
     stored: StoredBytes,
     backend: str,
@@ -99,11 +100,12 @@ def read(
     memory: memoryview | None,
     bounce: Buffer | None,
     free: torch.cuda.Event | None,
+    todo: deque[tuple[int, int]],
     *,
     verify: bool,
     is_stopped: Callable[[], bool],
-) -> None:
-    """Read the range from its slot, and compare the CRC32.
+) -> dict[int, int]:
+    """Read pieces of the range from its slot until none is left to do. Several threads may share the pieces.
 
     Args:
         saved: the range.
@@ -113,44 +115,69 @@ def read(
         memory: the memory of ``target`` if that is in host memory, in whole pages; the range begins at ``saved.lead``.
         bounce: a staging block, if :func:`is_copied_to_read`.
         free: reached when the memory of ``target`` is free.
-        verify: whether the CRC32 is compared.
+        todo: the :func:`pieces` that no thread has taken.
+        verify: whether CRC32s are wanted.
         is_stopped: asked before each piece.
+
+    Returns:
+        The CRC32 of each piece that was read to host memory, by its offset in the slot.
 
     Raises:
         OSError: the disk does not give the bytes.
-        CorruptActivationError: the bytes are not what was written.
         BackendUnavailableError: this backend cannot read from the slot.
         StoppedError: ``is_stopped`` says so.
     """
     slots, begin = stored.slot.file.opened[backend], stored.slot.extent.begin
-    crc32 = 0
-    if moves_device_memory(slots, saved.device):
-        assert isinstance(slots, DeviceSlots)
-        _wait_for(free)
-        for position, nbytes in _pieces(saved):
-            _check(is_stopped)
+    crc32s: dict[int, int] = {}
+    while todo:
+        try:
+            position, nbytes = todo.popleft()
+        except IndexError:  # another thread has taken the last piece
+            break
+        _check(is_stopped)
+        if moves_device_memory(slots, saved.device):
+            assert isinstance(slots, DeviceSlots)
+            _wait_for(free)
             slots.read_to_device(bytes_of(target, position, nbytes), begin + position)
-        crc32 = crc32_of(bytes_of(target, 0, saved.nbytes)) if verify else 0
-    else:
-        for position, nbytes in _pieces(saved):
-            _check(is_stopped)
-            if memory is not None:
-                data = memory[position : position + _whole(nbytes, ALIGNMENT)]
-            else:
-                assert bounce is not None
-                prepare(bounce, saved.device)
-                data = bounce.view[: _whole(nbytes, ALIGNMENT)]
-            slots.read(data, begin + position)
-            if verify:
-                crc32 = isal_zlib.crc32(data[0 if position else saved.lead : nbytes], crc32)
-            if bounce is not None:
-                copy_in(target, position, nbytes, bounce, free)
-    if verify and crc32 != stored.crc32:
+            continue
+        if memory is not None:
+            data = memory[position : position + _whole(nbytes, ALIGNMENT)]
+        else:
+            assert bounce is not None
+            prepare(bounce, saved.device)
+            data = bounce.view[: _whole(nbytes, ALIGNMENT)]
+        slots.read(data, begin + position)
+        if verify:
+            crc32s[position] = isal_zlib.crc32(data[0 if position else saved.lead : nbytes])
+        if bounce is not None:
+            copy_in(target, position, nbytes, bounce, free)
+    return crc32s
+
+
+def check(saved: SavedBytes, stored: StoredBytes, target: torch.UntypedStorage, crc32s: Mapping[int, int]) -> None:
+    """Compare the CRC32 of a range that was read with that of the bytes that were written.
+
+    Args:
+        saved: the range.
+        stored: its copy on the SSD.
+        target: the storage that the range was read to.
+        crc32s: CRC32s of all pieces, by offset in the slot; empty if the pieces were read straight to a device.
+
+    Raises:
+        CorruptActivationError: the bytes are not what was written.
+    """
+    crc32 = 0
+    if not crc32s:
+        crc32 = crc32_of(bytes_of(target, 0, saved.nbytes))
+    for position, nbytes in pieces(saved) if crc32s else ():
+        own = nbytes if position else nbytes - saved.lead
+        crc32 = isal_zlib.crc32_combine(crc32, crc32s[position], own)
+    if crc32 != stored.crc32:
         raise CorruptActivationError(
             f"an activation of {saved.nbytes} bytes has changed on the disk of {stored.slot.file.folder}: its bytes at "
-            f"offset {begin} of the file have CRC32 {crc32:08x}, expected {stored.crc32:08x}. Do not trust this disk; "
-            "take another folder. (Or the program has changed the tensor without autograd's knowledge, by .data or "
-            "otherwise, while it was written.)"
+            f"offset {stored.slot.extent.begin} of the file have CRC32 {crc32:08x}, expected {stored.crc32:08x}. Do "
+            "not trust this disk; take another folder. (Or the program has changed the tensor without autograd's "
+            "knowledge, by .data or otherwise, while it was written.)"
         )
 
 
@@ -177,13 +204,13 @@ def _write_from_device(
     assert saved.source is not None
     _wait_for(saved.ready)
     crc32 = crc32_of(bytes_of(saved.source, saved.origin, saved.nbytes)) if checksum else 0
-    for position, nbytes in _pieces(saved):
+    for position, nbytes in pieces(saved):
         _check(is_stopped)
         slots.write_from_device(bytes_of(saved.source, saved.origin + position, nbytes), slot.extent.begin + position)
     return crc32
 
 
-def _pieces(saved: SavedBytes) -> Iterator[tuple[int, int]]:
+def pieces(saved: SavedBytes) -> Iterator[tuple[int, int]]:
     """Offset in the slot and number of bytes of each piece."""
     total = saved.lead + saved.nbytes
     for position in range(0, total, PIECE_NBYTES):

@@ -51,8 +51,8 @@ class OffloadStatistics:
     taken_back_bytes: int
     """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
-    """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``alive anyway``, or ``not moved``
-    because a disk is full or fails, and others."""
+    """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``externally referenced``, ``not moved``
+    (the disk is full, or fails), and others."""
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
     prefetch_hits: int

@@ -24,9 +24,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -402,8 +402,17 @@ class Transfers:
             storage, memory = self._host.storage(saved.lead + saved.nbytes)
         else:
             storage = storage_on(saved.device, saved.nbytes)
-        job = partial(self._read_in, saved, storage, memory, copying.event_now(saved.device))
-        saved.read = read = submit(self._pool("read"), job)
+        free, pool = copying.event_now(saved.device), self._pool("read")
+        todo = deque(() if saved.blocks else moving.pieces(saved))
+        read_pieces = partial(self._read_pieces, saved, storage, memory, free, todo)
+        helpers: list[Future[dict[int, int]]] = []
+        fill: Callable[[], None] = partial(self._fetch, saved, storage, todo, read_pieces, helpers)
+        if saved.blocks:
+            fill = partial(moving.unstage, saved, storage, free)
+        saved.read = read = submit(pool, self._read_in, saved, storage, memory, fill)
+        read.add_done_callback(lambda _: todo.clear())  # helpers of a cancelled read have nothing to do
+        with suppress(NoThreadsError):  # then the first job reads all pieces
+            helpers += [submit(pool, read_pieces) for _ in range(min(THREADS, len(todo)) - 1)]
         self._loaded.add(saved, saved.nbytes, beyond=urgent)
         saved.prefetched = not urgent
         self._note_peaks()
@@ -539,16 +548,13 @@ class Transfers:
         return StoredBytes(slot, backend, crc32)
 
     def _read_in(
-        self,
-        saved: SavedBytes,
-        target: torch.UntypedStorage,
-        memory: memoryview | None,
-        free: torch.cuda.Event | None,
+        self, saved: SavedBytes, target: torch.UntypedStorage, memory: memoryview | None, fill: Callable[[], None]
     ) -> torch.UntypedStorage | None:
-        """A job: read a range back to ``target``. None if that was not possible, or is not wanted any more."""
+        """A job: read a range back to ``target``, which ``fill`` fills. None if that was not possible, or is not wanted
+        any more."""
         failure: BaseException | None = None
         try:
-            self._fetch(saved, target, memory, free)
+            fill()
         except BaseException as error:  # noqa: BLE001  # noted below, and raised by whoever needs the range
             failure = error
         if memory is not None:
@@ -571,29 +577,69 @@ class Transfers:
         self,
         saved: SavedBytes,
         target: torch.UntypedStorage,
-        memory: memoryview | None,
-        free: torch.cuda.Event | None,
+        todo: deque[tuple[int, int]],
+        read_pieces: Callable[..., dict[int, int]],
+        helpers: list[Future[dict[int, int]]],
     ) -> None:
-        if saved.blocks:
-            moving.unstage(saved, target, free)
-            return
+        """Read a range from its slot, together with the jobs that help, and compare the CRC32.
+
+        Args:
+            todo: the pieces that no thread has taken.
+            read_pieces: what helpers call, too: reads pieces with a backend.
+            helpers: jobs that have the backend that has written the range. Complete once the lock was held.
+        """
         stored = saved.stored
         assert stored is not None
-        backends = tuple(dict.fromkeys((stored.backend, "numpy")))
-        transfer = self._tiers.transfer("read", saved, backends)
+        transfer = self._tiers.transfer("read", saved, tuple(dict.fromkeys((stored.backend, "numpy"))))
 
-        def read(backend: Backend) -> None:
-            copied = moving.is_copied_to_read(saved, stored, backend.name, memory)
-            with self._bounce_block(copied) as bounce:
-                moving.read(
-                    saved, stored, backend.name, target, memory, bounce, free, verify=self._config.verify,
-                    is_stopped=lambda: saved.released or self._closed,
-                )  # fmt: skip
+        def read(backend: Backend) -> dict[int, int]:
+            if backend.name != stored.backend:  # the helpers' backend does not work any more: begin again, alone
+                todo.clear()
+                self._join(helpers)
+                todo.extend(moving.pieces(saved))
+            try:
+                crc32s = read_pieces(backend.name)
+            finally:
+                todo.clear()
+                begun = self._join(helpers)
+            while begun:
+                crc32s |= begun.pop().result()
+            return crc32s
 
-        transfer.run(read, self._tiers.slots.record_fallback)
+        crc32s = transfer.run(read, self._tiers.slots.record_fallback)
+        if self._config.verify:
+            moving.check(saved, stored, target, crc32s)
         transfer.done(time.perf_counter() - transfer.started)
         with self._lock:
             self._counters.counts["read_bytes"] += saved.nbytes
+
+    def _join(self, helpers: list[Future[dict[int, int]]]) -> list[Future[dict[int, int]]]:
+        """Cancel the helpers that have not begun, and wait for the others, which are returned."""
+        with self._lock:
+            begun = [helper for helper in helpers if not helper.cancel()]
+            helpers.clear()
+        wait(begun)
+        return begun
+
+    def _read_pieces(
+        self,
+        saved: SavedBytes,
+        target: torch.UntypedStorage,
+        memory: memoryview | None,
+        free: torch.cuda.Event | None,
+        todo: deque[tuple[int, int]],
+        backend: str = "",
+    ) -> dict[int, int]:
+        """A job: read pieces of a range, by default with the backend that has written the range. See
+        :func:`fastensor.offload.moving.read_pieces`."""
+        stored = saved.stored
+        assert stored is not None
+        backend = backend or stored.backend
+        with self._bounce_block(moving.is_copied_to_read(saved, stored, backend, memory)) as bounce:
+            return moving.read_pieces(
+                saved, stored, backend, target, memory, bounce, free, todo, verify=self._config.verify,
+                is_stopped=lambda: saved.released or self._closed,
+            )  # fmt: skip
 
     def _bounce_block(self, is_wanted: bool) -> AbstractContextManager[Buffer | None]:
         return self._tiers.bounce_block() if is_wanted else nullcontext()

@@ -1,0 +1,130 @@
+"""``ActivationOffload``: tensors that autograd saves in the forward pass go to an SSD, and come back when they are
+needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+
+from fastensor.errors import OffloadError
+from fastensor.offload.config import OffloadConfig
+from fastensor.offload.engine import OffloadEngine
+from fastensor.offload.hooks import StepHooks, untraced
+from fastensor.offload.modules import AttachedModel
+from fastensor.offload.statistics import OffloadStatistics
+
+
+class ActivationOffload:
+    """Moves saved activations to an SSD in the forward pass, and back in the backward pass. Gradients are the same.
+
+    In the ``with`` block of :meth:`step` autograd hands over the tensors that it saves for the backward pass
+    (``torch.autograd.graph.saved_tensors_hooks``), in this thread. Threads write each large tensor to a nameless file,
+    and free its memory as soon as the bytes are written. Parameters, buffers of an attached model, views and casts of
+    these, and tensors that others keep alive stay in memory. The backward pass may run anywhere, any number of times,
+    wholly or in part or not at all. Threads read ahead what the backward pass needs next, in the order of the last step
+    of the same form. When a graph goes, its bytes on the SSD go, too.
+
+    In-place changes of saved tensors are found at the backward pass, as without offloading. Gradients are undefined if
+    a saved tensor is changed without autograd's knowledge (``tensor.data``, other frameworks).
+
+    An interrupt (Ctrl-C), or another unexpected exception inside the offload, closes files and threads: graphs that
+    still live raise an :class:`OffloadError` if they need bytes that are not in memory any more, and the next step
+    begins anew. Nothing hangs, nothing is left on the disk, and no gradient is wrong.
+
+    Every method may be called from several threads; steps may overlap and nest. A pickled offload is a new one with the
+    same configuration; so is the offload in a forked child, attached to the child's model. There, a graph of the parent
+    raises, unless nothing of it was offloaded. Files and threads begin with the first tensor that is offloaded.
+    ``torch.func`` refuses to work under hooks of this kind.
+
+    Args:
+        config: how many bytes go where.
+
+    >>> import torch
+    >>> from fastensor.offload import ActivationOffload, OffloadConfig
+    >>> weight = torch.randn(512, 512, requires_grad=True)
+    >>> with ActivationOffload(OffloadConfig(min_bytes=1 << 16)) as offload:
+    ...     with offload.step():
+    ...         loss = torch.randn(64, 512).mm(weight).sigmoid().mm(weight).exp().sum()
+    ...     loss.backward()
+    ...     offload.statistics().offloaded
+    3
+    """
+
+    def __init__(self, config: OffloadConfig | None = None) -> None:
+        self.config = config or OffloadConfig()
+        self._engine = OffloadEngine(self.config)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Offload what this thread's forward passes save in the block. There may be any number of forward and backward
+        passes in it: each costs what it would in a block of its own.
+
+        Raises:
+            OffloadError: the offload has been closed; or, with ``when_full="raise"``, an activation of this step or of
+                an earlier one could not be written.
+        """
+        engine = self._engine
+        if engine.closed:
+            raise OffloadError("this ActivationOffload has been closed; make another one")
+        if (self.config.include or self.config.exclude) and engine.model is None:
+            raise OffloadError("include and exclude name modules of a model: call attach(model) before the first step")
+        engine.begin_step()
+        hooks = StepHooks(engine)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(untraced(hooks.pack), untraced(hooks.unpack)):
+                yield
+        finally:
+            engine.end_step()
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Name the model that runs in the steps, so that its buffers are not offloaded, and ``include`` and ``exclude``
+        of the configuration can name its modules. A model that was attached before is detached.
+
+        Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
+        attached, and can be loaded where Fastensor is not installed.
+
+        Raises:
+            ValueError: a pattern fits no module of the model.
+            OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters; or a
+                pattern fits a module of TorchScript, which calls no hooks.
+        """
+        attached = AttachedModel(model, self.config.include, self.config.exclude)
+        self.detach()
+        self._engine.model = attached
+
+    def detach(self) -> None:
+        """Take the hooks out of the attached model. Calling it again does nothing."""
+        model, self._engine.model = self._engine.model, None
+        if model is not None:
+            model.remove()
+
+    def settle(self) -> None:
+        """Wait until nothing is being written or read."""
+        self._engine.settle()
+
+    def close(self) -> None:
+        """Give back files, threads and memory. Graphs that still live raise if they need bytes that are not in the
+        memory that they were saved from. Calling it again does nothing."""
+        self.detach()
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.config,)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes in each place now: ``pending``, ``in_dram``, ``loaded``, ``idle``, ``staged`` (memory), ``on_ssd``,
+        ``reserved_on_ssd``. Empty if nothing has been offloaded."""
+        return self._engine.memory_usage()
+
+    def statistics(self) -> OffloadStatistics:
+        """What the offload has done so far."""
+        return self._engine.statistics()
