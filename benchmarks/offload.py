@@ -64,7 +64,7 @@ class Run:
     """Median."""
     blocked_seconds: float
     cpu_seconds: float
-    """Of one step."""
+    """Mean time of one step."""
     memory_nbytes: int
     offloaded_nbytes: int
     """In one step."""
@@ -108,7 +108,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 class Hooks:
-    """Saved tensors go through :meth:`put` and :meth:`get`, but for those that nobody would offload."""
+    """Saved tensors go through :meth:`put` and :meth:`get`, but for those that no contender offloads."""
 
     def __init__(self, least_nbytes: int) -> None:
         self._least_nbytes = least_nbytes
@@ -140,7 +140,7 @@ class Hooks:
         return packed if isinstance(packed, Tensor) else self.get(packed)
 
     def put(self, tensor: Tensor) -> Any:
-        """Of which not the tensor is kept."""
+        """Store a tensor, and return what stands for the tensor in the graph, and does not keep it alive."""
         raise NotImplementedError
 
     def get(self, packed: Any) -> Tensor:

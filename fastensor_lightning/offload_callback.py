@@ -28,19 +28,19 @@ _logger = logging.getLogger(__name__)
 
 
 class SSDActivationOffload(Callback):
-    """Larger batches and deeper models: what training steps save for the backward pass goes to an SSD meanwhile.
+    """Larger batches and deeper models: training steps keep their saved activations on an SSD until the backward pass.
 
     Gradients are the same, to the last bit; see :class:`fastensor.offload.ActivationOffload`. Training steps are
     covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP;
     validation is left alone. Parameters and buffers of the module stay where they are.
 
-    The end of ``fit`` prints what was done (on rank 0), and warns if nothing was offloaded.
-    :attr:`statistics` has the same as numbers.
+    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded. :attr:`statistics`
+    has the same numbers.
 
     Args:
-        config: how much goes where. Without ``directories``, files are in the Trainer's ``default_root_dir``; they have
-            no names, and nothing of them is left when the process ends, however it ends. Each rank has its own, and its
-            own budgets.
+        config: how many bytes go where. Without ``directories``, files are in the Trainer's ``default_root_dir``; they
+            have no names, and nothing of them is left when the process ends, however it ends. Each rank has files and
+            budgets of its own.
         log: whether loggers get ``offload/written_bytes``, ``offload/read_bytes``, ``offload/stall_seconds`` and
             ``offload/prefetch_hit_rate`` of each training batch.
 
@@ -55,12 +55,12 @@ class SSDActivationOffload(Callback):
     def __init__(self, config: OffloadConfig | None = None, *, log: bool = False) -> None:
         super().__init__()
         self.config = config or OffloadConfig()
-        self.log_each_batch = log
+        self._logs_each_batch = log
         self.statistics: OffloadStatistics | None = None
-        """Of the latest run, once it has begun."""
+        """Statistics of the latest run; None before the first run."""
         self._offload: ActivationOffload | None = None
         self._undo: Callable[[], None] = _nothing
-        """Takes the context away again."""
+        """Restores the Trainer's own ``train_step_context``."""
         self._checked = False
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -98,7 +98,7 @@ class SSDActivationOffload(Callback):
         if not self._checked:
             self._checked = True
             self._check(trainer, self.statistics)
-        if self.log_each_batch and before is not None:
+        if self._logs_each_batch and before is not None:
             pl_module.log_dict(_of_batch(before, self.statistics))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -117,11 +117,11 @@ class SSDActivationOffload(Callback):
         self._stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Threads and files begin anew in the process that it is unpickled in."""
+        """The settings: threads and files begin anew in the process that unpickles the callback."""
         return {**self.__dict__, "_offload": None, "_undo": _nothing}
 
     def _stop(self) -> None:
-        """Take the context out, and give files and threads back. Calling it again does nothing."""
+        """Restore the Trainer's context, and give files and threads back. Calling it again does nothing."""
         undo, self._undo = self._undo, _nothing
         undo()
         offload, self._offload = self._offload, None
@@ -130,7 +130,7 @@ class SSDActivationOffload(Callback):
             offload.close()
 
     def _check(self, trainer: Trainer, found: OffloadStatistics) -> None:
-        """After the first batch: whether training steps come by here at all."""
+        """After the first batch, warn if training steps do not run in the context, or nothing was offloaded."""
         if not found.steps:
             _logger.warning(
                 "no activations are offloaded: %s does not run training steps in the precision plugin's "
@@ -165,7 +165,7 @@ def _why_nothing(found: OffloadStatistics, config: OffloadConfig) -> str:
     if not found.packed:
         return "Autograd has saved nothing in training steps: do they run under no_grad?"
     kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in found.kept.items())
-    return f"Of {found.packed} saved tensors, none was to be: {kept} (min_bytes is {config.min_bytes})"
+    return f"All {found.packed} saved tensors stay in memory: {kept} (min_bytes is {config.min_bytes})"
 
 
 def _of_batch(before: OffloadStatistics, after: OffloadStatistics) -> dict[str, float]:

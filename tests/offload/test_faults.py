@@ -23,7 +23,7 @@ import fastensor
 from fastensor.backends import direct, numpy, posix
 from fastensor.backends.threads import NoThreadsError, open_pool, shut_down
 from fastensor.errors import BackendUnavailableError
-from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, slots, transfers
+from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, slots, swapper
 from fastensor.testing.calls import Call, intercepted
 from fastensor.testing.faults import failing_call, short_call
 
@@ -195,7 +195,7 @@ def test_threads_that_cannot_be_started(
     make: Any, expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     offload = make(staging_bytes=1)
-    with mock.patch.object(transfers, "open_pool", mock.Mock(side_effect=NoThreadsError("there are too many"))):
+    with mock.patch.object(swapper, "open_pool", mock.Mock(side_effect=NoThreadsError("there are too many"))):
         assert equal(gradients(TRANSFORMER, offload), expected)
     assert offload.statistics().written_bytes == 0
     assert "no activations are offloaded any more: there are too many" in caplog.text
@@ -289,7 +289,7 @@ def test_memory_for_what_comes_next_is_bounded_at_all_times(make: Any) -> None:
     again.backward()
     del again
     x.grad = None
-    idle = offload._engine.transfers()._host
+    idle = offload._engine.swapper()._host
     with offload.step():
         x.exp()
     assert sum(map(len, idle._returned)) + idle._idle_nbytes <= 100_000
@@ -324,7 +324,7 @@ def test_what_is_closed_while_it_is_written_is_no_failure(
     with offload.step():
         loss = x.exp().sum()
     assert held_writes.begun.wait(60)
-    with mock.patch.object(transfers, "shut_down", lambda pool: (held_writes.go.set(), shut_down(pool))):
+    with mock.patch.object(swapper, "shut_down", lambda pool: (held_writes.go.set(), shut_down(pool))):
         offload.close()
     loss.backward()
     assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
@@ -358,7 +358,7 @@ def test_after_an_interrupt_the_next_step_begins_anew(make: Any, kind: type[Base
     with offload.step():
         loss, wanted = large()
     offload.settle()
-    with mock.patch.object(transfers, "wait", mock.Mock(side_effect=kind)), pytest.raises(kind):
+    with mock.patch.object(swapper, "wait", mock.Mock(side_effect=kind)), pytest.raises(kind):
         loss.backward(retain_graph=True)
     with pytest.raises(OffloadError, match="lost"):
         loss.backward()

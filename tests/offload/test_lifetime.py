@@ -20,7 +20,7 @@ from models import in_threads
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError
-from fastensor.offload.transfers import THREADS, Transfers
+from fastensor.offload.swapper import THREADS, Swapper
 
 
 def empty(offload: ActivationOffload) -> bool:
@@ -106,13 +106,13 @@ def test_parameters_and_buffers_are_never_written(make: Any, attached: bool) -> 
     if attached:
         offload.attach(net)
     written: set[int] = set()
-    admit = Transfers.admit
+    admit = Swapper.admit
 
-    def watch(self: Transfers, saved: Any) -> None:
+    def watch(self: Swapper, saved: Any) -> None:
         written.add(saved.source._cdata)
         admit(self, saved)
 
-    with mock.patch.object(Transfers, "admit", watch):
+    with mock.patch.object(Swapper, "admit", watch):
         for context in (torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False)):
             with offload.step(), context:
                 loss = net(torch.randn(8, 64, requires_grad=True))
@@ -145,7 +145,7 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
     x = torch.randn(64, 64)
     with ExitStack() as all_at_once:  # memory that is taken when so many threads first copy at once
         for _ in range(2 * THREADS):
-            all_at_once.enter_context(offload._engine.transfers()._tiers.bounce_block())
+            all_at_once.enter_context(offload._engine.swapper()._tiers.bounce_block())
     sizes, resident = [], []
     for number in range(1000):
         with offload.step():
@@ -222,17 +222,17 @@ def test_several_threads_at_once(make: Any) -> None:
 
 def test_what_is_saved_while_the_last_that_has_saved_it_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may come in between; here the finalizer does it itself."""
-    offload, release = make(), Transfers.release
+    offload, release = make(), Swapper.release
     x = torch.randn(5000, requires_grad=True)
     held: list[torch.Tensor] = []
     again: list[torch.Tensor] = []
 
-    def saves_again(transfers: Transfers, saved: Any) -> None:
+    def saves_again(swapper: Swapper, saved: Any) -> None:
         if held:
             again.append(held.pop().sin())
-        release(transfers, saved)
+        release(swapper, saved)
 
-    monkeypatch.setattr(Transfers, "release", saves_again)
+    monkeypatch.setattr(Swapper, "release", saves_again)
     with offload.step():
         held.append(x + 1)  # saves nothing
         first = held[0].sin()

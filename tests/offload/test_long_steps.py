@@ -18,7 +18,7 @@ import fastensor.offload
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.statistics import Counters
-from fastensor.offload.transfers import Transfers
+from fastensor.offload.swapper import Swapper
 
 HERE = os.path.dirname(fastensor.offload.__file__)
 Pass = Callable[[], object]
@@ -174,20 +174,20 @@ def test_gradients_of_many_passes_are_the_same(make: Any, kind: str) -> None:
 
 
 def test_what_was_read_ahead_for_nothing_makes_room(tmp_path: Any) -> None:
-    transfers = Transfers(OffloadConfig(directories=(str(tmp_path),), prefetch_bytes=50_000), Counters())
+    swapper = Swapper(OffloadConfig(directories=(str(tmp_path),), prefetch_bytes=50_000), Counters())
     ranges = []
     for value in range(3):
         storage = torch.full((40_000,), value, dtype=torch.uint8).untyped_storage()
         ranges.append(SavedBytes(40_000, 0, storage.device, StorageWeakRef(storage), storage))  # type: ignore[no-untyped-call]
-        transfers.admit(ranges[-1])
+        swapper.admit(ranges[-1])
         del storage
-    transfers.settle()
+    swapper.settle()
     first, second, third = ranges
     first.unread = 2
-    transfers.bring(first, upcoming=[second])
-    transfers.bring(first, unexpected=[second])
-    transfers.settle()
-    storage, _ = transfers.bring(third)
+    swapper.bring(first, upcoming=[second])
+    swapper.bring(first, unexpected=[second])
+    swapper.settle()
+    storage, _ = swapper.bring(third)
     assert set(storage.tolist()[:40_000]) == {2}
-    assert transfers.memory_usage()["loaded"] == 40_000
-    transfers.close()
+    assert swapper.memory_usage()["loaded"] == 40_000
+    swapper.close()

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastensor.backends.base import Extent
 from fastensor.files import budgets
-from fastensor.offload import OffloadConfig, slots, transfers
-from fastensor.offload.extents import Extent, Extents
+from fastensor.offload import OffloadConfig, slots, swapper
+from fastensor.offload.extents import Extents
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules, complete
@@ -28,14 +29,14 @@ def test_extents_never_overlap_and_are_all_free_in_the_end(steps: list[tuple[boo
         if allocates or not held:
             found = extents.allocate(nbytes)
             if found is not None:
-                assert found.nbytes >= nbytes
-                assert found.begin % 4096 == found.nbytes % 4096 == 0
+                assert found.end - found.begin >= nbytes
+                assert found.begin % 4096 == found.end % 4096 == 0
                 assert all(found.end <= other.begin or other.end <= found.begin for other in held)
                 assert found.end <= extents.end <= 400_000
                 held.append(found)
         else:
             extents.free(held.pop(which % len(held)))
-        assert extents.used_nbytes == sum(one.nbytes for one in held)
+        assert extents.used_nbytes == sum(one.end - one.begin for one in held)
     while held:
         extents.free(held.pop())
     assert (extents.end, extents.used_nbytes) == (0, 0)
@@ -52,7 +53,7 @@ def test_what_is_allocated_in_turn_lies_in_turn_in_each_step() -> None:
         for one in reversed(held):
             assert one is not None
             extents.free(one)
-    assert steps[0] == steps[1] == steps[2] == [Extent(0, 4096), Extent(4096, 73728), Extent(77824, 4096)]
+    assert steps[0] == steps[1] == steps[2] == [Extent(0, 4096), Extent(4096, 77824), Extent(77824, 81920)]
 
 
 def test_an_extent_is_freed_once() -> None:
@@ -184,8 +185,8 @@ def test_slots_hold_what_is_put_there(tmp_path: Path, nbytes: int, count: int) -
     assert len({slot.file.fd for slot in found if slot is not None}) == count, "the files take turns"
     for slot in found:
         assert slot is not None
-        assert slot.extent.begin % ALIGNMENT == slot.extent.nbytes % ALIGNMENT == 0
-        assert nbytes <= slot.extent.nbytes < nbytes + ALIGNMENT
+        assert slot.extent.begin % ALIGNMENT == slot.extent.end % ALIGNMENT == 0
+        assert nbytes <= slot.extent.end - slot.extent.begin < nbytes + ALIGNMENT
         files.free(slot)
     assert files.used_nbytes == 0
     assert not any(list(folder.iterdir()) for folder in folders)
@@ -223,12 +224,12 @@ def test_folders_on_one_filesystem_share_its_space(tmp_path: Path) -> None:
 
 
 def test_the_budget_of_host_memory_is_what_a_container_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "available_memory", lambda: 8 << 30)
+    monkeypatch.setattr(swapper, "available_memory", lambda: 8 << 30)
     for name in budgets._LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
-    assert transfers._dram_budget(OffloadConfig(target="dram")) == 4 << 30
+    assert swapper._dram_budget(OffloadConfig(target="dram")) == 4 << 30
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    assert transfers._dram_budget(OffloadConfig(target="dram")) == 1 << 30
+    assert swapper._dram_budget(OffloadConfig(target="dram")) == 1 << 30
 
 
 def test_processes_of_any_launcher_share_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

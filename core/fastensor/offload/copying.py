@@ -94,7 +94,7 @@ def copy_out(
     """Copy a part of a storage to the start of a block.
 
     Args:
-        source: the storage, which nobody changes meanwhile.
+        source: the storage, which no thread changes meanwhile.
         begin: offset in the storage.
         nbytes: number of bytes.
         block: the target, prepared.

@@ -19,7 +19,7 @@ from fastensor.offload.forward import ForwardPass
 from fastensor.offload.modules import AttachedModel
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.statistics import WRITTEN_BY, Counters, OffloadStatistics, drive_days
-from fastensor.offload.transfers import Transfers
+from fastensor.offload.swapper import Swapper
 
 _FORGET_REFERENCED_EVERY = 64
 """Forward passes after which the engine finds out anew which memory others keep alive."""
@@ -31,7 +31,7 @@ _logger = logging.getLogger("fastensor")
 
 
 class OffloadEngine:
-    """The open transfers, the attached model, prefetch schedules and counters of one
+    """The swapper, the attached model, the prefetch schedules and the counters of one
     :class:`~fastensor.offload.ActivationOffload`. Call every method from any thread.
 
     Args:
@@ -45,9 +45,9 @@ class OffloadEngine:
         _engines.add(self)
 
     def begin(self) -> None:
-        """Begin without transfers, and with all counters at zero. The model stays attached."""
+        """Begin without a swapper, and with all counters at zero. The model stays attached."""
         self._lock = threading.Lock()
-        self._transfers: Transfers | None = None
+        self._swapper: Swapper | None = None
         self._counters = Counters()
         self._schedules = PrefetchSchedules()
         self._forward_passes = 0
@@ -58,27 +58,27 @@ class OffloadEngine:
         self._warned_of_wear = False
         self.closed = False
 
-    def transfers(self) -> Transfers:
-        """The open transfers: made for the first tensor that is offloaded, and again after an interrupt."""
+    def swapper(self) -> Swapper:
+        """The open swapper: made for the first tensor that is offloaded, and again after an interrupt."""
         with self._lock:
-            if self._transfers is None:
-                self._transfers = Transfers(self.config, self._counters)
+            if self._swapper is None:
+                self._swapper = Swapper(self.config, self._counters)
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
-                    self._transfers.close()
-            return self._transfers
+                    self._swapper.close()
+            return self._swapper
 
     @contextmanager
-    def guarded(self, transfers: Transfers) -> Iterator[None]:
-        """Close ``transfers``, whose records may be half changed, if the block raises an unexpected exception, such as
-        Ctrl-C. The next step begins with new transfers."""
+    def guarded(self, swapper: Swapper) -> Iterator[None]:
+        """Close ``swapper``, whose records may be half changed, if the block raises an unexpected exception, such as
+        Ctrl-C. The next step begins with a new swapper."""
         try:
             yield
         except _EXPECTED:
             raise
         except BaseException:
-            if self._transfers is transfers and not self.closed:
-                self._transfers = None
-            transfers.close()
+            if self._swapper is swapper and not self.closed:
+                self._swapper = None
+            swapper.close()
             raise
 
     def begin_step(self) -> None:
@@ -87,8 +87,8 @@ class OffloadEngine:
         Raises:
             OffloadError: a tensor of an earlier step could not be written, and ``when_full="raise"``.
         """
-        if (transfers := self._transfers) is not None:
-            transfers.raise_failure()
+        if (swapper := self._swapper) is not None:
+            swapper.raise_failure()
         with self._lock:
             self._counts["steps"] += 1
 
@@ -106,13 +106,13 @@ class OffloadEngine:
                 self.config.drive_tbw,
             )
 
-    def begin_forward(self, transfers: Transfers) -> ForwardPass:
+    def begin_forward(self, swapper: Swapper) -> ForwardPass:
         """The record of a forward pass that begins."""
         with self._lock:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
-                transfers.externally_referenced.clear()
-        return ForwardPass(transfers, self._begin_schedule)
+                swapper.externally_referenced.clear()
+        return ForwardPass(swapper, self._begin_schedule)
 
     def _begin_schedule(self, form: int, saved: Sequence[int]) -> PrefetchSchedule:
         with self._lock:
@@ -142,12 +142,12 @@ class OffloadEngine:
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""
-        if (transfers := self._transfers) is not None:
-            transfers.settle()
+        if (swapper := self._swapper) is not None:
+            swapper.settle()
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now; empty if nothing has been offloaded."""
-        return {} if (transfers := self._transfers) is None else transfers.memory_usage()
+        return {} if (swapper := self._swapper) is None else swapper.memory_usage()
 
     def statistics(self) -> OffloadStatistics:
         """What the offload has done so far."""
@@ -179,17 +179,17 @@ class OffloadEngine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the open transfers. What is saved from now on stays in memory. Calling it again does nothing."""
+        """Close the swapper. What is saved from now on stays in memory. Calling it again does nothing."""
         with self._lock:
             self.closed = True
-            transfers = self._transfers
-        if transfers is not None:
-            transfers.close()
+            swapper = self._swapper
+        if swapper is not None:
+            swapper.close()
 
     def begin_in_child(self) -> None:
         """Begin anew in a forked child: threads, locks and slots are the parent's."""
-        if self._transfers is not None:
-            self._transfers.forget()
+        if self._swapper is not None:
+            self._swapper.forget()
         self.begin()
 
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from typing import NamedTuple
+from bisect import bisect_left
+from operator import attrgetter
 
-
-class Extent(NamedTuple):
-    """A part of a file, in bytes."""
-
-    begin: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
+from fastensor.backends.base import Extent
 
 
 class Extents:
@@ -23,15 +14,15 @@ class Extents:
     were in use at a time, but for gaps.
 
     Args:
-        alignment: begin and length of parts are multiples of this.
+        alignment: begin and end of parts are multiples of this.
         limit: the most bytes that the file may have.
 
     >>> extents = Extents(4096, limit=16384)
     >>> first, second = extents.allocate(5000), extents.allocate(1)
     >>> first, second
-    (Extent(begin=0, nbytes=8192), Extent(begin=8192, nbytes=4096))
+    (Extent(begin=0, end=8192), Extent(begin=8192, end=12288))
     >>> extents.free(first); extents.allocate(10000) is None, extents.allocate(4096), extents.used_nbytes
-    (True, Extent(begin=0, nbytes=4096), 8192)
+    (True, Extent(begin=0, end=4096), 8192)
     """
 
     def __init__(self, alignment: int, limit: int) -> None:
@@ -51,32 +42,33 @@ class Extents:
         """A part for ``nbytes``; None if there is no room."""
         needed = -(-nbytes // self._alignment) * self._alignment
         for index, gap in enumerate(self._free):
-            if gap.nbytes >= needed:
-                rest = Extent(gap.begin + needed, gap.nbytes - needed)
-                self._free[index : index + 1] = [rest] if rest.nbytes else []
+            end = gap.begin + needed
+            if end <= gap.end:
+                self._free[index : index + 1] = [Extent(end, gap.end)] if end < gap.end else []
                 self.used_nbytes += needed
-                return Extent(gap.begin, needed)
+                return Extent(gap.begin, end)
         if self._end + needed > self._limit:
             return None
         self._end += needed
         self.used_nbytes += needed
-        return Extent(self._end - needed, needed)
+        return Extent(self._end - needed, self._end)
 
     def free(self, extent: Extent) -> None:
         """Give a part back."""
-        self.used_nbytes -= extent.nbytes
-        at = bisect_left(self._free, extent)
+        self.used_nbytes -= extent.end - extent.begin
+        at = bisect_left(self._free, extent.begin, key=attrgetter("begin"))
         before = self._free[at - 1] if at else None
         after = self._free[at] if at < len(self._free) else None
         assert before is None or before.end <= extent.begin, f"{extent} was free already"
         assert extent.end <= (after.begin if after else self._end), f"{extent} was free already"
-        if after is not None and after.begin == extent.end:
-            del self._free[at]
-            extent = Extent(extent.begin, extent.nbytes + after.nbytes)
-        if before is not None and before.end == extent.begin:
-            del self._free[at - 1]
-            extent = Extent(before.begin, before.nbytes + extent.nbytes)
-        if extent.end == self._end:
-            self._end = extent.begin
+        first, last = at, at
+        begin, end = extent.begin, extent.end
+        if before is not None and before.end == begin:
+            first, begin = at - 1, before.begin
+        if after is not None and after.begin == end:
+            last, end = at + 1, after.end
+        if end == self._end:
+            self._end = begin
+            del self._free[first:last]
         else:
-            insort(self._free, extent)
+            self._free[first:last] = [Extent(begin, end)]

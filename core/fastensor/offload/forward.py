@@ -12,7 +12,7 @@ import torch
 
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.schedule import PrefetchSchedule
-from fastensor.offload.transfers import Transfers
+from fastensor.offload.swapper import Swapper
 
 _MOST_AHEAD = 64
 """The most ranges that are read ahead."""
@@ -26,12 +26,12 @@ class ForwardPass:
     One thread adds ranges; any thread asks for them. The graph keeps the object alive; the object keeps no range alive.
 
     Args:
-        transfers: what moves the ranges.
+        swapper: moves the ranges.
         begin_schedule: looks up the order of the last backward pass of the same form.
     """
 
-    def __init__(self, transfers: Transfers, begin_schedule: BeginSchedule) -> None:
-        self.transfers = transfers
+    def __init__(self, swapper: Swapper, begin_schedule: BeginSchedule) -> None:
+        self.swapper = swapper
         self._begin_schedule = begin_schedule
         self._lock = threading.Lock()
         self._ranges: list[Callable[[], SavedBytes | None]] = []

@@ -19,7 +19,7 @@ from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.transfers import SavedHandle, Transfers
+from fastensor.offload.swapper import SavedHandle, Swapper
 
 _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
@@ -27,14 +27,14 @@ _LEAST_TO_TIDY = 256
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """What the graph holds of a tensor that stays in memory."""
+    """The graph's record of a tensor that stays in memory."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> KeptTensor:
-        """Of the detached tensor: a graph that held its own output would never be freed."""
+        """A record with the detached tensor: a graph that held its own output would never be freed."""
         return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
 
     def check_version(self) -> None:
@@ -48,7 +48,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTensor:
-    """What the graph holds of a tensor whose bytes are offloaded."""
+    """The graph's record of a tensor whose bytes are offloaded."""
 
     handle: SavedHandle
     forward: ForwardPass
@@ -74,11 +74,11 @@ class OffloadedTensor:
         """The tensor, in memory again.
 
         Raises:
-            OffloadError: see :meth:`fastensor.offload.transfers.Transfers.bring`.
+            OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
         """
-        transfers, saved = self.handle.transfers, self.handle.saved
+        swapper, saved = self.handle.swapper, self.handle.saved
         upcoming, unexpected = self.forward.look_ahead(saved, self.position)
-        storage, origin = transfers.bring(saved, upcoming, unexpected)
+        storage, origin = swapper.bring(saved, upcoming, unexpected)
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -115,15 +115,15 @@ class StepHooks:
         self._tidy_at = _LEAST_TO_TIDY
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
-        """What the graph is to hold of a tensor that autograd saves."""
+        """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
         counts, kept = Counter(packed=1), Counter[str]()
         try:
             reason, span = self._why_kept(tensor)
             if not reason:
-                transfers = self._engine.transfers()
-                with self._engine.guarded(transfers):
-                    return self._offload(tensor, span, transfers, counts, kept)
+                swapper = self._engine.swapper()
+                with self._engine.guarded(swapper):
+                    return self._offload(tensor, span, swapper, counts, kept)
             kept[reason] += len(span)
             return KeptTensor.of(tensor)
         finally:
@@ -136,16 +136,16 @@ class StepHooks:
             packed.check_version()
             return packed.tensor
         started = time.perf_counter()
-        packed.handle.transfers.check_process()
+        packed.handle.swapper.check_process()
         packed.check_version()
         try:
-            with self._engine.guarded(packed.handle.transfers):
+            with self._engine.guarded(packed.handle.swapper):
                 return packed.bring()
         finally:
             self._engine.count(Counter(), Counter(), time.perf_counter() - started)
 
     def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
-        """Why a tensor stays in memory, or an empty string; and the bytes of its storage that this is about."""
+        """Why a tensor stays in memory, or an empty string; and its bytes, as a range of its storage."""
         backward = "backward" if torch._C._current_graph_task_id() != -1 else ""
         if reason := backward or reason_to_keep(tensor):
             return reason, range(nbytes_of(tensor))
@@ -160,20 +160,20 @@ class StepHooks:
         return "" if self._engine.wants_now else "module", span
 
     def _offload(
-        self, tensor: torch.Tensor, span: range, transfers: Transfers, counts: Counter[str], kept: Counter[str]
+        self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: Counter[str], kept: Counter[str]
     ) -> KeptTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
         base = tensor if tensor._base is None else tensor._base
         key = storage._cdata, tensor._version
-        forward = self._current_forward(transfers)
-        if (handle := self._share(key, base, span, transfers)) is not None:
+        forward = self._current_forward(swapper)
+        if (handle := self._share(key, base, span, swapper)) is not None:
             counts["shared_bytes"] += len(span)
             return OffloadedTensor.of(tensor, handle, forward, forward.add_again(handle.saved))
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)
             return KeptTensor.of(tensor)
         mark = forward.mark(len(span), tensor.dtype)
-        if mark in transfers.externally_referenced:
+        if mark in swapper.externally_referenced:
             kept["externally referenced"] += len(span)
             forward.add(None)
             return KeptTensor.of(tensor)
@@ -188,28 +188,28 @@ class StepHooks:
             mark=mark,
             position=forward.next_position,
         )
-        handle = SavedHandle(saved, transfers)
-        transfers.admit(saved)
+        handle = SavedHandle(saved, swapper)
+        swapper.admit(saved)
         forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(base), span))
         return OffloadedTensor.of(tensor, handle, forward, saved.position)
 
-    def _current_forward(self, transfers: Transfers) -> ForwardPass:
-        """The forward pass that saves something now: a new one after a backward pass, or with new transfers."""
-        if self._forward is None or self._is_over or self._forward.transfers is not transfers:
+    def _current_forward(self, swapper: Swapper) -> ForwardPass:
+        """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""
+        if self._forward is None or self._is_over or self._forward.swapper is not swapper:
             self._is_over = False
-            self._forward = self._engine.begin_forward(transfers)
+            self._forward = self._engine.begin_forward(swapper)
         return self._forward
 
-    def _share(self, key: tuple[int, int], base: torch.Tensor, span: range, transfers: Transfers) -> SavedHandle | None:
+    def _share(self, key: tuple[int, int], base: torch.Tensor, span: range, swapper: Swapper) -> SavedHandle | None:
         """The handle of an offloaded range that covers ``span``, for one more saved tensor; None if there is none."""
         known = self._known.get(key, [])
         known[:] = (one for one in known if one.handle() is not None)
         for one in known:
             handle = one.handle()
             covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
-            if covers and handle is not None and handle.transfers is transfers:
-                transfers.share(handle.saved)
+            if covers and handle is not None and handle.swapper is swapper:
+                swapper.share(handle.saved)
                 return handle
         return None
 

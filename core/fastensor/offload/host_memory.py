@@ -1,4 +1,4 @@
-"""Host memory that activations are read into, straight from the disk, and that is reused.
+"""Host memory that activations are read into, without a copy between, and that is reused.
 
 The first touch of memory costs more than reading into it. So the memory of a freed tensor is kept for the next tensor
 of its size.

@@ -117,7 +117,8 @@ class AttachedModel:
         self._stack().append((module, wanted))
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Also called if another hook has raised before the module was entered, or before an inner module was left."""
+        """Leave the module, and modules inside that were not left. Also called if another hook has raised before the
+        module was entered."""
         stack = self._stack()
         at = next((at for at in reversed(range(len(stack))) if stack[at][0] is module), len(stack))
         del stack[at:]
@@ -131,7 +132,7 @@ def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise OffloadError(
-                f"include or exclude fits {name!r}, a module of TorchScript, which does not tell when its modules run. "
+                f"include or exclude fits {name!r}, a module of TorchScript, which does not say when its modules run. "
                 "Let the pattern fit a module of Python around it"
             )
 

@@ -22,7 +22,7 @@ from fastensor.offload.saved import SavedBytes, StoredBytes
 from fastensor.offload.slots import ALIGNMENT, Slot
 
 PIECE_NBYTES = BUFFER_NBYTES
-"""Bytes that are moved at a time: a piece fits into a staging block."""
+"""The most bytes of a piece, which fits into a staging block."""
 
 
 class StoppedError(OffloadError):
@@ -161,7 +161,8 @@ def check(saved: SavedBytes, stored: StoredBytes, target: torch.UntypedStorage, 
         saved: the range.
         stored: its copy on the SSD.
         target: the storage that the range was read to.
-        crc32s: CRC32s of all pieces, by offset in the slot; empty if the pieces were read straight to a device.
+        crc32s: CRC32s of all pieces, by offset in the slot; empty if the pieces were read to a device without host
+            memory between.
 
     Raises:
         CorruptActivationError: the bytes are not what was written.
@@ -183,8 +184,8 @@ def check(saved: SavedBytes, stored: StoredBytes, target: torch.UntypedStorage, 
 
 def is_copied_to_write(saved: SavedBytes, slot: Slot, backend: str) -> bool:
     """Whether pieces are copied to a staging block before they are written."""
-    straight = moves_device_memory(slot.file.opened[backend], saved.device) or saved.page_offset is not None
-    return not saved.blocks and not straight
+    zero_copy = moves_device_memory(slot.file.opened[backend], saved.device) or saved.page_offset is not None
+    return not saved.blocks and not zero_copy
 
 
 def is_copied_to_read(saved: SavedBytes, stored: StoredBytes, backend: str, memory: memoryview | None) -> bool:

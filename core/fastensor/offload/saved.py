@@ -29,7 +29,7 @@ class SavedBytes:
     """A range of bytes of a storage that autograd has saved, from the forward pass until no graph needs it.
 
     The bytes are in every place that is not None or empty: ``loaded``, ``source``, ``blocks``, ``stored``. Change the
-    record with the lock of its :class:`~fastensor.offload.transfers.Transfers` held.
+    record with the lock of its :class:`~fastensor.offload.swapper.Swapper` held.
     """
 
     nbytes: int

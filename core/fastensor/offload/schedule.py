@@ -91,8 +91,7 @@ class PrefetchSchedule:
 
         Args:
             is_there: whether a graph still holds a position. A position that no graph holds is struck out, and not
-            asked
-                about again.
+            asked about again.
 
         >>> schedule = PrefetchSchedule([2, 1, 2, 0])
         >>> schedule.take(2), list(schedule.upcoming()), list(schedule.upcoming(lambda position: position != 2))

@@ -20,7 +20,7 @@ WRITTEN_BY = "written by "
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Running totals. Change them with the lock of :class:`fastensor.offload.transfers.Transfers` held."""
+    """Running totals. Change them with the lock of :class:`fastensor.offload.swapper.Swapper` held."""
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -105,7 +105,7 @@ class OffloadStatistics:
 
 
 def drive_days(written_bytes: int, seconds: float, terabytes: float | None) -> float:
-    """How many days drives last that may be given so many terabytes.
+    """The days that drives last if they may be given ``terabytes``.
 
     >>> round(drive_days(3 * 10**9, 1.0, 1400.0), 1)
     5.4

@@ -22,15 +22,15 @@ from fastensor.select.transfer import Transfer
 
 
 class StorageTiers:
-    """Staging blocks and slots. Both are made when they are first wanted.
+    """Staging blocks and slots. Both are made when they are first needed.
 
     Call every method but :meth:`bounce_block` and :meth:`transfer` with the lock of
-    :class:`~fastensor.offload.transfers.Transfers` held.
+    :class:`~fastensor.offload.swapper.Swapper` held.
 
     Args:
         config: where the slots are, and how many bytes may be where.
         dram_nbytes: bytes of host memory for ranges that stay there.
-        threads: how many threads may want a bounce block at once.
+        threads: how many threads may need a bounce block at once.
     """
 
     def __init__(self, config: OffloadConfig, dram_nbytes: int, threads: int) -> None:
@@ -153,7 +153,7 @@ class StorageTiers:
 
 
 def in_blocks(nbytes: int) -> int:
-    """What ``nbytes`` take in whole blocks."""
+    """``nbytes``, rounded up to whole blocks."""
     return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
 
 

@@ -110,7 +110,8 @@ class DictionaryFile:
         return bool(self._noted or self._unwritten)
 
     def flush_if_due(self) -> None:
-        """Every 5 seconds, have another thread flush: a disk that does not answer delays nobody. Waits for nothing."""
+        """Every 5 seconds, have another thread flush, so that a disk that does not answer delays no caller. Waits for
+        nothing."""
         if not self.pending or time.monotonic() < self._due or not self._scheduled.acquire(blocking=False):
             return
         self._due = time.monotonic() + _FLUSH_SECONDS
@@ -196,7 +197,7 @@ def default_folder() -> Path:
     """The folder of dictionaries: ``FASTENSOR_DICTIONARIES``, or a folder in the user's cache."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(os.path.abspath(os.path.expanduser(given)))
-    with contextlib.suppress(RuntimeError):  # who has no home has no cache
+    with contextlib.suppress(RuntimeError):  # a user without a home folder has no cache
         folder = user_cache_path("fastensor") / "dictionaries"
         if folder.is_absolute():
             return folder

@@ -1,7 +1,7 @@
 """The paper's form of its dictionaries (Figure 4), as CSV. Pure.
 
-A row for each size: how many MB it is, and its speed list, ``[[seconds, 'tool'], ..., 'best tool']``. It holds neither
-counts nor contexts: a file is of one operation in one context, and nobody can tell from it which.
+The row of a size has the size in MB, and a speed list, ``[[seconds, 'tool'], ..., 'best tool']``. The form has neither
+counts nor contexts: a file holds one operation in one context, and does not say which.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastensor.select.sizes import size_of
 from fastensor.select.winners import in_order
 
 Which: TypeAlias = Literal["WDic", "RDic", "WRDic"]
-"""The paper's dictionaries: of writing, of reading, and of the sum of both."""
+"""The paper's dictionaries: times of writes, times of reads, and the sums of both."""
 
 _MB = 1 << 20
 _MOST_SECONDS = 1e12
@@ -28,14 +28,14 @@ _NAMES = {name: paper for paper, name in PAPER_NAMES.items()}
 def to_csv(
     dictionary: Dictionary, which: Which, device: str = "cpu", *, unsynced: bool = False, resident: bool = False
 ) -> str:
-    """One of the paper's dictionaries. Tools that the paper does not know go by our names.
+    """One of the paper's dictionaries, as CSV. Tools that the paper does not know have our names.
 
     Args:
-        dictionary: what is known.
-        which: of the three.
-        device: kind of the device that bytes come from or go to.
-        unsynced: of writes that need not be durable.
-        resident: of reads from the page cache.
+        dictionary: the timings.
+        which: the paper's dictionary.
+        device: type of the device that bytes come from or go to.
+        unsynced: whether the writes are those that need not be durable.
+        resident: whether the reads are those from the page cache.
     """
     contexts = {
         "WDic": [Context("write", device, unsynced)],
@@ -53,14 +53,14 @@ def to_csv(
 
 
 def from_csv(text: str, context: Context) -> Dictionary:
-    """A dictionary of the paper's, as what is known in one context.
+    """The timings of one context, from a dictionary of the paper's.
 
     Args:
-        text: a WDic or an RDic. The parts of a WRDic's sums cannot be told.
-        context: what its timings are of.
+        text: a WDic or an RDic. A WRDic does not say the parts of its sums.
+        context: the context of the timings.
 
     Raises:
-        DictionaryError: it is something else; the message says what, in which line and column.
+        DictionaryError: the text is something else; the message says what, in which line and column.
     """
     dictionary = Dictionary()
     rows = csv.reader(io.StringIO(text), skipinitialspace=True)
@@ -82,7 +82,7 @@ class _Method(NamedTuple):
 
 
 def _sums(entries: list[Entry]) -> dict[str, float]:
-    """Of the backends that every entry knows, in the order in which they are tried."""
+    """The sums of times, for the backends that every entry has, in the order in which they are tried."""
     common = set.intersection(*(set(entry.timings) for entry in entries))
     return {name: sum(entry.timings[name].seconds for entry in entries) for name in in_order(sorted(common))}
 
@@ -114,7 +114,7 @@ def _parse_speed_list(text: str, where: str) -> list[_Method]:
         found = None
     if not isinstance(found, list) or not found:
         raise DictionaryError(f"{where}: expected [[seconds, 'tool'], ..., 'best tool'], found {_short(text)}")
-    best: str | None = found.pop() if isinstance(found[-1], str) else None  # it comes when all tools are known
+    best: str | None = found.pop() if isinstance(found[-1], str) else None  # missing until all tools are known
     methods = [_parse_method(one, f"{where}, item {number}") for number, one in enumerate(found, 1)]
     seconds = {method.backend: method.seconds for method in methods}
     if len(seconds) < len(methods):

@@ -23,19 +23,20 @@ from fastensor.select.sizes import bucket_of, scaled, size_of
 from fastensor.select.winners import in_order, seconds_to_read
 
 SHARE = 0.05
-"""Exploring may cost so much of the time that transfers take."""
+"""The share of the time of all transfers that exploring may cost."""
 CREDIT_SECONDS = 0.05
-"""So much may be spent in advance, but no more than ``SHARE`` of the transfer at hand."""
+"""Time that exploring may cost in advance, but no more than ``SHARE`` of the transfer at hand."""
 _LEAST_RISK = 0.25
-"""A try is expected to take longer than the best by at least so much of its time: expectations are often wrong."""
+"""The least expected cost of a try, as a share of the best backend's time: expectations are often wrong."""
 _UNKNOWN = 2.0
-"""A backend of which nothing is known is expected to take so many times as long as the best one."""
+"""The expected time of an unknown backend, relative to the best backend's time."""
 _LEAST_GAP, _MOST_GAP = 10, 1000
-"""After so many uses of its size, at least and at most, a backend is tried again."""
+"""The least and the most uses of a size after which a backend is tried again."""
 _GROWTH = 5
-"""In between, when they have become a fifth more: what is known is checked again for ever, ever more cheaply."""
+"""Between the two, a backend is tried again when uses have grown by a fifth: timings are checked for ever, at ever less
+cost."""
 _NOTICED_SECONDS = 1.0
-"""Users hear of a try that has cost them more."""
+"""A try that has cost more is logged as a warning."""
 
 _logger = logging.getLogger("fastensor")
 
@@ -71,22 +72,25 @@ class _Expected(NamedTuple):
 
 
 class Selector:
-    """Chooses the backend for a transfer, by what earlier ones took. Every method may be called from several threads.
+    """Chooses the backend of a transfer, by the times of earlier ones. Every method may be called from several threads.
 
     Code that moves bytes calls :meth:`choose`, and then :meth:`record` with the time, or :meth:`failed`. A choice takes
     some microseconds.
 
-    The prior, which the caller names by its ``default``, is used until it was measured. Then others may be tried.
-    **Exploring may never have cost more than 5 % of the time that transfers have taken so far**, here and in the
-    dictionary, plus a credit of 50 ms or 5 % of the transfer at hand, whichever is less. A try costs what it takes
-    longer than the best backend is expected to. It is made when what it is expected to cost at least fits into what is
-    left, tries of other sizes that are under way counted; expectations come from the backend's own timings, from those
-    of other sizes (a latency and a bandwidth), or else are twice the best one's time. One that turns out to cost more
-    is paid for by not trying for long. A backend that was measured to be faster than the prior, by more than the
-    prior's own timings vary, is used as long as it does not take longer in total than the prior was expected to; what
-    it loses then is charged, too. So a size takes about 1.05 × the prior's time at most, the credit, and one try that
-    disappoints, or, where the machine has just changed for good, two. Processes that begin at once each spend the
-    budget that they have found.
+    The prior, which the caller names by its ``default``, is used until it was measured. Then other backends may be
+    tried. **Exploring may never have cost more than 5 % of the time that transfers have taken so far**, here and in the
+    dictionary, plus a credit of 50 ms or 5 % of the transfer at hand, whichever is less.
+
+    The cost of a try is the time that it takes longer than the best backend is expected to. A try is made if its
+    expected cost fits into the budget that is left, less the expected costs of tries that are under way. The expected
+    time comes from the backend's own timings, or else from its timings of other sizes (a latency and a bandwidth), or
+    else is twice the best backend's time. If a try costs more than expected, no try is made until the budget has grown.
+
+    A backend that was measured to be faster than the prior, by more than the prior's own timings vary, is used as long
+    as its transfers together do not take longer than the prior was expected to. If they do, the loss is charged to the
+    budget, too. So transfers of one size take at most about 1.05 × the prior's time, the credit, and one try that
+    disappoints, or two if the machine has just changed for good. Processes that begin at once each spend the budget
+    that they have found.
 
     Args:
         dictionary: the timings that are known already; new timings are added to it.
@@ -406,7 +410,7 @@ class Selector:
         try:
             self._on_change(change)
         except Exception:  # what was moved is moved
-            _logger.exception("on_change of a fastensor.Selector has raised, told of %s", change)
+            _logger.exception("on_change of a fastensor.Selector has raised when it was called with %s", change)
 
 
 def _gap(uses: int, most: int) -> int:

@@ -76,8 +76,7 @@ class Sharing:
         selector: this rank's selector. It tries backends only if this rank is a leader.
         kind: this rank's kind (:func:`kind_of`); None to learn by itself.
         group: a process group of ``torch.distributed`` that nothing else uses, and that :meth:`end` destroys; None
-        makes
-            one of all ranks. Without ``torch.distributed`` nothing is shared.
+            makes one of all ranks. Without ``torch.distributed`` nothing is shared.
     """
 
     def __init__(self, selector: Selector, kind: str | None, group: Any | None = None) -> None:
@@ -86,7 +85,7 @@ class Sharing:
         self._explores = selector.explore
         """Whether the selector tries backends without sharing."""
         self._sent: _Digest | None = None
-        """Of the dictionary that was sent last."""
+        """The digest of the dictionary that was sent last."""
         self._rank = self.leader = 0
         self._leaders: tuple[int, ...] = ()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
@@ -113,7 +112,7 @@ class Sharing:
             try:
                 source = dist.get_global_rank(self._group, leader)
                 dist.broadcast_object_list(message, source, self._group)
-            except (RuntimeError, ValueError) as error:  # the latter if somebody has destroyed the group
+            except (RuntimeError, ValueError) as error:  # ValueError if the group was destroyed
                 self._break_off(error)
                 return
             if leader == self.leader != self._rank and message[0] is not None:
@@ -138,7 +137,7 @@ class Sharing:
             dictionary = Dictionary.from_json(update)
         except DictionaryError as error:
             _logger.warning("rank %d cannot read what rank %d has learned: %s", self._rank, self.leader, error)
-            self._keep_to_itself()  # and still takes part, because the others go on
+            self._keep_to_itself()  # and still take part, because the others go on
         else:
             self._selector.adopt(dictionary)
 

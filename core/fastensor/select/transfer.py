@@ -1,4 +1,4 @@
-"""One transfer: its backend is chosen, others follow where that cannot, and the selector hears how long it took."""
+"""One transfer: a backend is chosen for it, another one follows if that one fails, and the selector learns the time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fastensor.select.selector import Selector
 
 T = TypeVar("T")
 LAST_RESORTS = ("numpy", "torch")
-"""What is used where a named backend cannot."""
+"""Backends that follow if a named backend fails."""
 WHOLE_FILES = ("torch",)
-"""What writes and reads a file by ``torch.save`` and ``torch.load`` does it more slowly than by our own plan of it."""
+"""Backends that use ``torch.save`` and ``torch.load``, which are slower than our own plan of the file."""
 _REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
-"""How the operating system says that something is not to be had here."""
+"""Error numbers by which the operating system refuses an operation that it, or the filesystem, does not have."""
 BackendChoice: TypeAlias = str | Selector
-"""The name of a backend; ``"auto"`` for the one that measurements recommend; or what decides instead."""
+"""The name of a backend; ``"auto"`` for the one that measurements recommend; or the selector that decides."""
 
 
 def check_choice(choice: BackendChoice) -> None:
     """
     Raises:
         UnknownBackendError: no backend has that name.
-        TypeError: it is neither a name nor a selector.
+        TypeError: the choice is neither a name nor a selector.
     """
     if isinstance(choice, str):
         if choice != registry.AUTO:
@@ -43,18 +43,18 @@ def check_choice(choice: BackendChoice) -> None:
 
 
 class Transfer:
-    """One transfer. Used by one thread at a time.
+    """One transfer. Use it in one thread at a time.
 
     Args:
-        candidates: names of the backends that might do it; the first one is preferred if nobody chooses.
-        nbytes: how much is moved.
-        context: in which circumstances.
-        selector: what chooses, and learns; None if a backend was asked for by its name.
+        candidates: names of the backends that may move the bytes; the first one is preferred if no selector chooses.
+        nbytes: the bytes to move.
+        context: the circumstances.
+        selector: the selector that chooses, and learns; None if a backend was asked for by its name.
         choose: whether the selector chooses; if not, it only learns.
-        mode: what is written is for that; None means the selector's own.
-        default: which of the candidates if nothing is known and nothing may be tried.
-        learn: whether the selector is to hear how long it takes; if not, it tries nothing.
-        fallbacks: those of the candidates that are used only where no other one can.
+        mode: what a file is written for; None means the selector's own mode.
+        default: the candidate to use if nothing is known and nothing may be tried.
+        learn: whether the selector learns the time; if not, it tries nothing.
+        fallbacks: the candidates that are used only if no other one works.
 
     Raises:
         BackendUnavailableError: there are no candidates.
@@ -77,7 +77,7 @@ class Transfer:
         self._left = list(dict.fromkeys(candidates))
         self._failed: dict[str, str] = {}
         self._unexpected: Exception | None = None
-        """The first one that is no refusal."""
+        """The first error that is no refusal."""
         self._nbytes = nbytes
         self._context = context
         self._selector = selector
@@ -86,10 +86,10 @@ class Transfer:
         self._default = default
         self._learn = learn
         self.choice = self._latest = self._choose()
-        """The first one."""
+        """The first choice."""
         self.used = self.choice.backend
         self.started = 0.0
-        """When the backend that does it was asked: ``time.perf_counter()``."""
+        """When the backend that moves the bytes began: ``time.perf_counter()``."""
 
     @classmethod
     def of_file(
@@ -103,14 +103,15 @@ class Transfer:
         *,
         learn: bool,
     ) -> Self:
-        """One of a file's bytes, by whatever the user wants to decide about it.
+        """The transfer of a file's bytes, by the backend or selector that the user has asked for.
 
         Args:
-            choice: what that is.
-            path: of the file, or of another one on its filesystem.
-            candidates: the backends that could do it if they are available.
-            default: which of them if nothing is known and nothing may be tried.
-            learn: whether its time will say something.
+            choice: what the user has asked for.
+            path: the file, or another one on its filesystem.
+            nbytes, context: as for the class.
+            candidates: the backends that can move the bytes if they are available.
+            default: the candidate to use if nothing is known and nothing may be tried.
+            learn: whether the time says something about the backend.
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
@@ -120,22 +121,25 @@ class Transfer:
 
     @property
     def reason(self) -> str:
-        """Why it was done by that backend."""
+        """Why the used backend has moved the bytes."""
         return self.choice.reason if self.used == self.choice.backend else f"{self.choice.backend} could not do it"
 
     def run(self, attempt: Callable[[Backend], T], record_fallback: Callable[[str, str], None]) -> T:
-        """Have it done, or begun, by the chosen backend, or else by the next one that can.
+        """Call ``attempt`` with the chosen backend, or else with the next one that works.
 
-        A backend that raises something that nobody expects is a backend that cannot do it; what the disk or the state
-        is to blame for is no reason to try another one.
+        If a backend refuses, or raises an unexpected exception, the next backend is tried. An error of the disk or of
+        the state is raised: another backend would meet it, too.
 
         Args:
-            attempt: what is to be done.
-            record_fallback: called with the name of a backend that could not, and the reason.
+            attempt: moves the bytes, or begins to.
+            record_fallback: called with the name of a backend that has failed, and the reason.
+
+        Returns:
+            What ``attempt`` returns.
 
         Raises:
-            BackendUnavailableError: none could.
-            Exception: whatever else ``attempt`` raises.
+            BackendUnavailableError: no backend works.
+            Exception: any other exception of ``attempt``.
         """
         while True:
             self.started = time.perf_counter()
@@ -158,12 +162,12 @@ class Transfer:
             self.used = self._latest.backend
 
     def done(self, seconds: float) -> None:
-        """It has taken so long."""
+        """Have the selector learn the time of the transfer."""
         if self._selector is not None and self._learn:
             self._selector.record(self._nbytes, self._context, self.used, seconds, self._latest)
 
     def failed(self, reason: str) -> None:
-        """The backend cannot do it, or has begun and cannot go on."""
+        """Have the selector learn that the used backend has failed, at the beginning or later."""
         if self._selector is not None:
             seconds = time.perf_counter() - self.started if self.started else 0.0
             self._selector.failed(self._nbytes, self._context, self.used, reason, seconds, self._latest)
@@ -186,7 +190,7 @@ class Transfer:
 
 
 def is_to_blame(error: Exception) -> bool:
-    """Whether a backend that raises this is broken, or does not suit the file."""
+    """Whether an error means that the backend is broken, or does not suit the file."""
     if isinstance(error, OSError):
         return error.errno in _REFUSALS
     return isinstance(error, BackendUnavailableError) or not isinstance(

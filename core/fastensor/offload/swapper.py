@@ -1,18 +1,15 @@
-"""Who moves saved bytes, and when: writer and reader threads, one lock, and the three budgets.
+"""The swapper: when saved bytes move out and in. Writer and reader threads, one lock, and three byte budgets.
 
-The life of one range of bytes::
+CONTRIBUTING draws the places that the bytes of a saved tensor go through. Decisions are made with the lock held, and
+take no time; jobs move bytes without the lock. A thread that needs the result of a job waits for its ``Future``,
+without the lock. When a graph goes, a finalizer queues its ranges, because finalizers run anywhere; the next holder of
+the lock releases them.
 
-    admit ──► source ──► (staging blocks) ──► slot on the SSD ──► loaded ──► evicted: slot
-                │               │                  a write job ends here; a read job ends at `loaded`
-                │               └─ stays there within dram_bytes
-                └─ stays there within dram_bytes, or for good: needed before its write began, or the write failed
+The reader threads take jobs in the order in which ranges are needed. A range of several pieces has a job for each
+thread: the first job leads, the others help, so that the range that is needed first has the whole disk.
 
-Decisions are made with the lock held, and take no time; jobs move bytes without the lock. Whoever needs the result of a
-job waits for its ``Future``, without the lock. A graph that goes releases its ranges by a queue that the next holder of
-the lock empties, because finalizers run anywhere.
-
-An exception that nobody expects, such as Ctrl-C, may leave the records half changed. Then the whole object is closed:
-graphs that still need its bytes raise, and the next step begins with a new one.
+An unexpected exception, such as Ctrl-C, may leave the records half changed. Then the swapper is closed: graphs that
+still need its bytes raise, and the next step begins with a new one.
 """
 
 from __future__ import annotations
@@ -52,18 +49,18 @@ _logger = logging.getLogger("fastensor")
 
 
 class SavedHandle:
-    """What graphs hold of a range of bytes. When the handle goes, the bytes are released."""
+    """The graphs' handle of a range of bytes. When the handle goes, the bytes are released."""
 
-    __slots__ = ("__weakref__", "saved", "transfers")
+    __slots__ = ("__weakref__", "saved", "swapper")
 
-    def __init__(self, saved: SavedBytes, transfers: Transfers) -> None:
+    def __init__(self, saved: SavedBytes, swapper: Swapper) -> None:
         self.saved = saved
-        self.transfers = transfers
-        # No __del__: weak references are dead when a finalizer runs, so nobody shares a handle that goes.
-        weakref.finalize(self, transfers.release, saved).atexit = False
+        self.swapper = swapper
+        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
+        weakref.finalize(self, swapper.release, saved).atexit = False
 
 
-class Transfers:
+class Swapper:
     """Moves saved bytes out and in. Call every public method from any thread.
 
     Args:
@@ -92,7 +89,7 @@ class Transfers:
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self.externally_referenced: set[int] = set()
-        """Marks of saved tensors whose memory somebody else keeps alive, so that storing them frees nothing."""
+        """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
     # Out. -------------------------------------------------------------------------------------------------------------
 
@@ -387,7 +384,8 @@ class Transfers:
         """Have a range read, from its staging blocks or else from its slot.
 
         Args:
-            urgent: whether somebody waits: read before what is read ahead, and beyond the budget if need be.
+            urgent: whether a thread waits for the range, which is then read before others, and beyond the budget if
+                need be.
 
         Raises:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
