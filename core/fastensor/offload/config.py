@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
 
-Target: TypeAlias = Literal["ssd", "dram"]
+Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
 
 
@@ -28,7 +28,7 @@ class OffloadConfig:
     directories: tuple[str, ...] = ()
     """Folders on SSDs. Several folders take turns, to be as fast together as all of them. Without any, the system's
     temporary folder, or ``/var/tmp`` if the temporary folder is in memory."""
-    target: Target = "ssd"
+    target: Tier = "ssd"
     """``"dram"`` moves tensors of a GPU to host memory only (the FlashNeuron paper's FlashNeuron-Memory)."""
     min_bytes: int = 256 << 10
     """Saved tensors of fewer bytes stay in memory."""
@@ -75,7 +75,7 @@ class OffloadConfig:
     """Warn if at the present pace the drives are worn out in fewer days."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("target", get_args(Target)), ("when_full", get_args(WhenFull))):
+        for name, choices in (("target", get_args(Tier)), ("when_full", get_args(WhenFull))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {choices}, found {getattr(self, name)!r}")
         for name, least in (("min_bytes", 1), ("staging_bytes", 1), ("prefetch_bytes", 0), ("dram_bytes", 0),

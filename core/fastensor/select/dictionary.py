@@ -210,16 +210,16 @@ class Dictionary:
         Args:
             machine: the identity of the machine that was measured.
         """
-        lines = [_Line(key, entry.serial, _line(key, entry)) for key, entry in self]
+        rows = [_Row(key, entry.serial, _row(key, entry)) for key, entry in self]
         head = self._head(machine or {})
         left = MOST_NBYTES - len(_to_json([], head).encode())
         kept = set()
-        for line in sorted(lines, key=lambda line: -line.serial):
-            left -= line.most_nbytes
+        for row in sorted(rows, key=lambda row: -row.serial):
+            left -= row.most_nbytes
             if left < 0:
                 break
-            kept.add(line.key)
-        return _to_json([line for line in lines if line.key in kept], head)
+            kept.add(row.key)
+        return _to_json([row for row in rows if row.key in kept], head)
 
     def _head(self, machine: Mapping[str, Any]) -> Mapping[str, Any]:
         return {
@@ -282,25 +282,27 @@ def replacing(dictionary: Dictionary) -> Iterator[Change]:
                 yield Change(key.context, nbytes, name, seconds, counts=False)
 
 
-class _Line(NamedTuple):
+class _Row(NamedTuple):
+    """A line of the JSON: the timings of one key."""
+
     key: Key
     serial: int
     text: str
 
     @property
     def most_nbytes(self) -> int:
-        """The most bytes that the line adds to the file: it may be the first line of its context."""
+        """The most bytes that the row adds to the file: it may be the first row of its context."""
         return len(self.text.encode()) + len(str(self.key.context)) + 16
 
 
-def _line(key: Key, entry: Entry) -> str:
+def _row(key: Key, entry: Entry) -> str:
     return f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}'
 
 
-def _to_json(lines: Sequence[_Line], head: Mapping[str, Any]) -> str:
+def _to_json(rows: Sequence[_Row], head: Mapping[str, Any]) -> str:
     by_context: dict[str, list[str]] = {}
-    for line in lines:
-        by_context.setdefault(str(line.key.context), []).append(line.text)
+    for row in rows:
+        by_context.setdefault(str(row.key.context), []).append(row.text)
     blocks = [f"  {json.dumps(context)}: {{\n" + ",\n".join(texts) + "\n  }" for context, texts in by_context.items()]
     facts = "".join(f" {json.dumps(name)}: {json.dumps(fact)},\n" for name, fact in head.items())
     return "{\n" + facts + ' "entries": {\n' + ",\n".join(blocks) + "\n }\n}\n"
