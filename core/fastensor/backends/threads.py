@@ -135,7 +135,7 @@ def uninterrupted_call(function: Callable[..., T], *arguments: Any) -> T:
         shut_down(pool)
 
 
-def finish(futures: Iterable[Future[int]]) -> None:
+def finish(futures: Iterable[Future[Any]]) -> None:
     """Return when all of them are done, whatever came of them."""
     pending = list(futures)
     uninterrupted(lambda: wait(pending))

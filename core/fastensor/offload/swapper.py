@@ -31,7 +31,7 @@ import torch
 
 from fastensor.backends.base import Backend
 from fastensor.backends.memory import Buffer
-from fastensor.backends.threads import NoThreadsError, Pool, open_pool, shut_down, submit
+from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
 from fastensor.backends.to_device import storage_on
 from fastensor.errors import OffloadError
 from fastensor.files.budgets import available_memory, local_processes
@@ -616,7 +616,7 @@ class Swapper:
         with self._lock:
             begun = [helper for helper in helpers if not helper.cancel()]
             helpers.clear()
-        wait(begun)
+        finish(begun)
         return begun
 
     def _read_pieces(
