@@ -9,10 +9,11 @@ import posixpath
 import shutil
 from typing import TYPE_CHECKING
 
-from fastensor.checkpoint import publish
+from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.ordering import wait_to_remove
 from fastensor.checkpoint.remote import refusals_as_os_errors
+from fastensor.files import posix
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -46,7 +47,8 @@ def remove_at_once(path: str | os.PathLike[str]) -> None:
         if is_directory(target):
             shutil.rmtree(target)
         elif os.path.lexists(target):
-            publish.remove_file(target)
+            with freeing_afterwards(target):
+                os.unlink(target)
 
 
 def remove_file_at_once(path: str | os.PathLike[str]) -> None:
@@ -97,4 +99,17 @@ def make_parent(path: str | os.PathLike[str], *, durable: bool) -> None:
         with refusals_as_os_errors():
             target.filesystem.makedirs(posixpath.dirname(target.path), exist_ok=True)
     elif isinstance(target, str):
-        publish.make_directories(os.path.dirname(os.path.abspath(target)), durable=durable)
+        make_directories(os.path.dirname(os.path.abspath(target)), durable=durable)
+
+
+def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
+    """Create a directory and its missing parents."""
+    missing = []
+    current = os.path.abspath(path)
+    while not os.path.isdir(current):
+        missing.append(current)
+        current = os.path.dirname(current)
+    for directory in reversed(missing):
+        os.makedirs(directory, exist_ok=True)
+        if durable:
+            posix.sync_directory(os.path.dirname(directory))

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fastensor.backends import posix
-from fastensor.backends.afterwards import do_afterwards
+from fastensor.files import posix
+from fastensor.files.afterwards import do_afterwards
 
 _BLOCK_NBYTES = 512
 """Of ``st_blocks`` (stat(2))."""

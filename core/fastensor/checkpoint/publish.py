@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
-import secrets
 import stat
-import time
 from contextlib import closing
 from dataclasses import dataclass
 
-from fastensor.backends import posix
-from fastensor.backends.new_file import NewFile, names_of_writers
 from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
 from fastensor.errors import CheckpointWriteError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import write_error, write_errors
 
 _MOST_LINKS = 40
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
-_POLL_SECONDS = 0.01
-_KEPT = "what was there before is kept"
+KEPT = "what was there before is kept"
 _NOT_POSSIBLE = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """How systems say that something cannot be done with a file, be there room and time."""
 
@@ -75,7 +72,7 @@ def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True
             error.errno, "cannot save: its directory is missing; create it first", given
         ) from error
     except OSError as error:
-        raise _failure(error, "cannot look at the target", given) from error
+        raise write_error(error, given, "cannot look at the target") from error
     if found is None and is_descriptor:
         raise CheckpointWriteError(errno.EBADF, "cannot save: no file is open under this descriptor", given)
     if found is not None and stat.S_ISDIR(found.st_mode):
@@ -196,14 +193,12 @@ def open_output(target: Target) -> NewFile | InPlace:
     Raises:
         CheckpointWriteError: neither can be done. Nothing has been changed.
     """
-    try:
+    with write_errors(target.path, "cannot save", KEPT):
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(target.path, follow_symlinks=target.is_descriptor)
             if not stat.S_ISLNK(found.st_mode):
                 return _open_existing(target, found)
         return NewFile(target.path)
-    except OSError as error:
-        raise _failure(error, f"cannot save ({_KEPT})", target.path) from error
 
 
 def _open_existing(target: Target, previous: os.stat_result) -> NewFile | InPlace:
@@ -322,79 +317,3 @@ def write_text(path: str, text: str) -> None:
             output.begin(data.nbytes)
             output.write(data)
             output.finish()
-
-
-def replace_link(target: str, link: str) -> None:
-    """Make ``link`` a symlink to ``target``, relative to its own directory, in place of whatever file it is.
-
-    Durable, and at every instant there is the old link or the new one.
-    """
-    directory = os.path.dirname(os.path.abspath(link))
-    temporary = os.path.join(directory, f".{secrets.token_hex(8)}{posix.TEMPORARY_SUFFIX}")
-    os.symlink(os.path.relpath(os.path.abspath(target), directory), temporary)
-    try:
-        os.rename(temporary, link)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    posix.sync_directory(directory)
-
-
-def announce_writer(path: str) -> NewFile:
-    """A hidden file that tells other processes of this machine, until it is closed, that a file is being written."""
-    return NewFile(os.path.abspath(path), mode=0o600, hidden=True)
-
-
-def wait_for_writers(path: str, seconds: float) -> bool:
-    """Wait until no process that has announced it is about to replace a file, or a link but not its target.
-
-    They are known by hidden files, which they lock: seen from other machines where the filesystem shares locks.
-
-    Returns:
-        False if it takes longer.
-    """
-    deadline = time.monotonic() + seconds
-    while any(_is_locked(name) for name in names_of_writers(os.path.abspath(path))):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _is_locked(name: str) -> bool:
-    try:
-        fd = posix.open_to_lock(name)
-    except OSError:  # it has just taken its target's place
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks here
-        return False
-    finally:
-        os.close(fd)
-    return False
-
-
-def remove_file(path: str) -> None:
-    """Remove a file, or a link but not its target; the space is freed meanwhile."""
-    with freeing_afterwards(path):
-        os.unlink(path)
-
-
-def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
-    """Create a directory and its missing parents."""
-    missing = []
-    current = os.path.abspath(path)
-    while not os.path.isdir(current):
-        missing.append(current)
-        current = os.path.dirname(current)
-    for directory in reversed(missing):
-        os.makedirs(directory, exist_ok=True)
-        if durable:
-            posix.sync_directory(os.path.dirname(directory))
-
-
-def _failure(error: OSError, what: str, path: str) -> CheckpointWriteError:
-    return CheckpointWriteError(error.errno, f"{what}: {error.strerror}", path)

@@ -18,11 +18,11 @@ from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import BUFFER_NBYTES
-from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
+from fastensor.files.posix import TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

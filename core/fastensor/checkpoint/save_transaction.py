@@ -11,19 +11,21 @@ from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
-from fastensor.backends import posix, registry, stream
+from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback, can_write, record_fallback
-from fastensor.backends.new_file import NewFile
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
-from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
+from fastensor.checkpoint.publish import KEPT, InPlace, Target, open_output, publish, resolve_target
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import write_errors
 from fastensor.select.context import Context
 from fastensor.select.rule import choose_writer
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
@@ -31,6 +33,7 @@ from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
 _ONLY_TORCH = "it could not be laid out without torch"
+_FAILED = "the save failed"
 _STREAMED = (("torch", _ONLY_TORCH), (stream.NAME, NO_LOCAL_FILE))
 
 
@@ -156,12 +159,8 @@ class SaveTransaction:
         output, self._output = self._output, None
         if output is None:
             return
-        try:
+        with write_errors(self.where, "closing the file that was written failed", partial(_left, output)):
             output.close()
-        except OSError as error:
-            raise CheckpointWriteError(
-                error.errno, f"closing the file that was written failed ({error.strerror}); {_left(output)}", self.where
-            ) from error
 
     def forget(self) -> None:
         """In a forked child: let go of what is its parent's, and leave it as it is."""
@@ -222,7 +221,7 @@ class SaveTransaction:
     def _to_disk(self, source: Source | None, new: NewFile) -> _Written:
         """Write to a new file, sync it, publish it."""
         transfer = None
-        with _explained(new):
+        with write_errors(new.path, _FAILED, partial(_left, new)):
             with self._at("write"):
                 if source is None:
                     self._write_with_torch(new.fd)
@@ -248,7 +247,7 @@ class SaveTransaction:
     def _in_place(self, source: Source | None, existing: InPlace) -> _Written:
         """Write from front to back: until the end is there, every reader sees that the file is cut off."""
         durable = False
-        with _explained(existing):
+        with _noting_what_is_left(existing), write_errors(existing.path, _FAILED, partial(_left, existing)):
             self.before_publishing()
             with self._at("write"):
                 existing.begin(source.nbytes if source is not None else 0)
@@ -263,15 +262,14 @@ class SaveTransaction:
         return _Written(existing.path, nbytes, backend, reason, durable, False)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
-        kept = "what was there before is kept"
-        with self._at("write"), _refusals_explained(self.where, kept), replacing(target) as file:
+        with self._at("write"), write_errors(self.where, _FAILED, KEPT), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
         return _Written(target.url, nbytes, *_STREAMED[source is not None], False, True)
 
     def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
         _check_writable(file, self.where)
-        with self._at("write"), _refusals_explained(self.where, "the open file holds a part of it"):
+        with self._at("write"), write_errors(self.where, _FAILED, "the open file holds a part of it"):
             nbytes = self._to_stream(source, file)
             if hasattr(file, "flush"):
                 file.flush()
@@ -360,16 +358,14 @@ def _check_writable(file: BinaryIO, where: str) -> None:
 
 
 @contextmanager
-def _explained(output: NewFile | InPlace) -> Iterator[None]:
+def _noting_what_is_left(output: InPlace) -> Iterator[None]:
+    """Add to errors that are not the operating system's, such as a storage that was resized, what is at the target."""
     try:
         yield
     except FastensorError as error:
-        if isinstance(output, InPlace) and output.begun:
+        if output.begun and not isinstance(error, CheckpointWriteError):
             error.add_note(_left(output))
         raise
-    except OSError as error:
-        path = output.path
-        raise CheckpointWriteError(error.errno, f"the save failed ({error.strerror}); {_left(output)}", path) from error
 
 
 def _left(output: NewFile | InPlace) -> str:
@@ -377,21 +373,9 @@ def _left(output: NewFile | InPlace) -> str:
     if isinstance(output, NewFile):
         if output.published:
             return "the new file is in place, but a power failure may bring back what was there before"
-        return "what was there before is kept"
+        return KEPT
     if output.finished:
         return "all of it was written in place, but a power failure may cut it off"
     if not output.begun or (output.is_file and not output.nbytes):
-        return "what was there before is kept"
+        return KEPT
     return "the file was written in place and holds a part of the new contents"
-
-
-@contextmanager
-def _refusals_explained(where: str, outcome: str) -> Iterator[None]:
-    try:
-        yield
-    except FastensorError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(
-            error.errno or errno.EIO, f"the save failed ({error.strerror or error}); {outcome}", where
-        ) from error

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fastensor.checkpoint.convert import convert
-from fastensor.cli.output import OK, human_size, print_json, progress_bar
+from fastensor.cli.output import OK, print_json, progress_bar
+from fastensor.files.words import human_size
 
 
 def add_to(commands: Any) -> None:

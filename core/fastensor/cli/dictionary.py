@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fastensor.checkpoint.publish import write_text
-from fastensor.cli.output import FAILED, OK, human_seconds, human_size, print_json, print_table, printable
+from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.cli.plot import plot
+from fastensor.files.words import human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary, DictionaryError, Entry, replacing
 from fastensor.select.files import DictionaryFile, default_folder, file_for, files_in, read, read_text

@@ -11,7 +11,8 @@ from typing import Any
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.names import resolve
-from fastensor.cli.output import OK, human_size, print_json, print_table, printable
+from fastensor.cli.output import OK, print_json, print_table, printable
+from fastensor.files.words import human_size
 
 _MANY = 200
 """More tensors than that are summarized, and more values are cut off."""

@@ -15,30 +15,6 @@ _LONG_NBYTES = 256 << 20
 """Work on less than this is over before a progress bar has been read."""
 
 
-def human_size(nbytes: float) -> str:
-    """
-    >>> human_size(999), human_size(2048), human_size(3 << 30)
-    ('999 B', '2.0 KiB', '3.0 GiB')
-    """
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if nbytes < 1024 or unit == "TiB":
-            break
-    return f"{nbytes:.1f} {unit}"
-
-
-def human_seconds(seconds: float) -> str:
-    """
-    >>> human_seconds(0.0000123), human_seconds(0.0123), human_seconds(12.3)
-    ('12 µs', '12.30 ms', '12.30 s')
-    """
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print rows under a head, columns aligned.
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastensor.cli.output import human_size
 from fastensor.errors import FastensorError
+from fastensor.files.words import human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary
 from fastensor.select.sizes import size_of
@@ -71,7 +71,7 @@ def _draw(axis: Axes, panel: Mapping[str, Sequence[Point]], names: Sequence[str]
         axis.plot(*_coordinates(points), marker="o", markersize=4, color=f"C{names.index(name)}", label=name)
     best = [point for points in panel.values() for point in points if point.best]
     axis.plot(*_coordinates(best), "k*", markersize=11, fillstyle="none", label="best")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: human_size(nbytes).replace(".0", "")))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: human_size(nbytes)))
     axis.yaxis.set_major_formatter(LogFormatter())
     axis.yaxis.set_minor_formatter(LogFormatter())
     axis.grid(alpha=0.3)

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
-from fastensor.cli.output import FAILED, OK, UNCHECKED, human_size, print_json, print_table, progress_bar
+from fastensor.cli.output import FAILED, OK, UNCHECKED, print_json, print_table, progress_bar
 from fastensor.errors import FastensorError
+from fastensor.files.words import human_size
 
 _STATUS = {"sound": OK, "no checksums": UNCHECKED, "partly checked": UNCHECKED, "damaged": FAILED, "unreadable": FAILED}
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -25,8 +23,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from platformdirs import user_cache_path
 
-from fastensor.backends import posix
-from fastensor.backends.afterwards import do_afterwards
+from fastensor.files import posix
+from fastensor.files.afterwards import do_afterwards
+from fastensor.files.atomic import replace_contents
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.machine import digest, identity
 
@@ -47,8 +46,7 @@ _KINDS: dict[Kind, dict[str, str]] = {
     "activations": {"of": "activations"},
 }
 _POLL_SECONDS = 0.005
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_BESIDE = r"(\.lock|\.damaged|\.[0-9a-f]{16}\.tmp)?"
+_BESIDE = r"(\.lock|\.damaged)?"
 _logger = logging.getLogger("fastensor")
 
 
@@ -161,10 +159,10 @@ class DictionaryFile:
             dictionary = _read_or_set_aside(path)
             for change in changes:
                 dictionary.apply(change)
-            _replace(path, dictionary.to_json(self.machine))
+            replace_contents(str(path), dictionary.to_json(self.machine).encode())
 
     def remove(self) -> list[Path]:
-        """Remove the file, and its lock, a damaged one, and leftovers of killed processes beside it.
+        """Remove the file, its lock, and the damaged file beside it.
 
         Returns:
             The files that were there.
@@ -269,21 +267,6 @@ def _read_or_set_aside(path: Path) -> Dictionary:
         return Dictionary()
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            posix.write_fully(fd, memoryview(text.encode()), 0)
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock a dictionary file against other processes and threads, unless the filesystem has no locks."""
@@ -295,24 +278,16 @@ def _locked(path: Path) -> Iterator[None]:
                 yield
                 return
         finally:  # the lock file was removed, or the block has ended
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+            posix.unlock(fd)
             posix.close_read_only(fd)
 
 
 def _lock(fd: int, path: Path) -> None:
     deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", f"{path}.lock") from error
-            time.sleep(_POLL_SECONDS)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return None
-            raise
+    while not posix.try_lock(fd):
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", f"{path}.lock")
+        time.sleep(_POLL_SECONDS)
 
 
 def _family(folder: Path, name: str) -> list[Path]:

@@ -12,10 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fastensor.backends import posix, registry, stream
+from fastensor.backends import registry, stream
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import can_write
-from fastensor.backends.new_file import NewFile
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,
@@ -23,13 +22,15 @@ from fastensor.errors import (
     LayoutError,
     PlacementError,
 )
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
 from fastensor.select.choice import Mode, check_mode
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
 from fastensor.select.selector import Selector
 from fastensor.stitch.torch_zip import TorchZip
-from fastensor.store.files import StoredFile, new_name, read_errors, remove, write_errors
+from fastensor.store.files import StoredFile, new_name, reading, remove, writing
 from fastensor.store.packing import Packed, pack, unpack
 from fastensor.store.reading import read_npy, read_pt, stored_crc32
 from fastensor.store.ref import Format, TensorRef
@@ -163,7 +164,7 @@ class TensorStore:
             for tensor in tensors:
                 refs.append(self._put(tensor))
             if self._durable and refs:
-                with write_errors(self._directory):
+                with writing(self._directory):
                     posix.sync_directory(self._directory)
         except BaseException:
             for ref in refs:
@@ -190,7 +191,7 @@ class TensorStore:
         self._check_open()
         target = _checked_device(ref.device if device is None else device)
         path = self._path(ref)
-        with read_errors(path), StoredFile(path) as file:
+        with reading(path), StoredFile(path) as file:
             resident = posix.resident_fraction(file.fd, file.nbytes)
             context = Context("read", target.type, warm=resident >= RESIDENT_FRACTION)
             tools = self._tools
@@ -257,7 +258,7 @@ class TensorStore:
             raise BackendUnavailableError(f"it cannot write a tensor as .{container}")
         name = new_name(container)
         path = os.path.join(self._directory, name)
-        with write_errors(path), NewFile(path) as new:
+        with writing(path), NewFile(path) as new:
             posix.preallocate(new.fd, -(-plan.nbytes // posix.ASSUMED_ALIGNMENT) * posix.ASSUMED_ALIGNMENT)
             checksums = backend.write(plan, new.fd)
             if isinstance(plan, TorchZip):

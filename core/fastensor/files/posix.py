@@ -111,6 +111,17 @@ def check_end(filled: int, nbytes: int, offset: int) -> None:
         raise EndOfFile(f"the file ends before offset {offset + nbytes}")
 
 
+def read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
+    """``nbytes`` bytes of a file from ``offset`` on.
+
+    Raises:
+        EndOfFile: the file ends before.
+    """
+    data = bytearray(nbytes)
+    check_end(read_fully(fd, memoryview(data), offset), nbytes, offset)
+    return bytes(data)
+
+
 def write_back(fd: int, offset: int, nbytes: int) -> None:
     """Have a part of a file leave the page cache for the disk, whose own cache may still hold it."""
     _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_AND_WAIT)
@@ -230,13 +241,13 @@ def has_proc() -> bool:
     return True
 
 
-def try_lock(fd: int) -> bool:
-    """``flock`` a file, which lasts until all copies of the descriptor are closed; False if somebody else has.
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """``flock`` a file, which lasts until all copies of the descriptor are closed; False if another process holds it.
 
-    Filesystems without locks count as locked.
+    Where the filesystem has no locks, this returns True.
     """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
