@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Point(NamedTuple):
-    """How fast a backend is at one size."""
+    """The bandwidth of a backend at one size."""
 
     nbytes: int
     bytes_per_second: float
     best: bool
-    """Whether none is faster."""
+    """Whether no backend is faster."""
 
 
 def lines(dictionary: Dictionary) -> dict[Context, dict[str, list[Point]]]:
-    """What there is to draw: of each context, a line for each backend, by size."""
+    """The lines to draw: for each context, the bandwidth of each backend by size."""
     found: dict[Context, dict[str, list[Point]]] = {}
     for key, entry in dictionary:
         nbytes = size_of(key.bucket)

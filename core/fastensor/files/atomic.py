@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import hashlib
 import itertools
@@ -172,7 +173,7 @@ def replace_contents(path: str, data: bytes) -> None:
 def replace_link(target: str, link: str) -> None:
     """Make ``link`` a symlink to ``target``, relative to its own directory, in place of whatever file it is.
 
-    Durable: after a power failure there is the old link, or the new one if this has returned.
+    Durable, and at every instant there is the old link or the new one.
     """
     directory = os.path.dirname(os.path.abspath(link))
     temporary = os.path.join(directory, f".{secrets.token_hex(8)}{posix.TEMPORARY_SUFFIX}")
@@ -209,7 +210,7 @@ def wait_for_writers(path: str, seconds: float) -> bool:
 
 def _is_locked(name: str) -> bool:
     try:
-        fd = posix.open_to_lock(name)
+        fd = _open_to_lock(name)
     except OSError:  # the file has just taken its target's place
         return False
     try:
@@ -244,9 +245,43 @@ def _claim(path: str, take: Callable[[str], bool]) -> None:
     for name in hidden_names(path):
         if take(name):
             return
-        posix.remove_leftover(name)
+        _remove_leftover(name)
         if take(name):
             return
+
+
+def _open_to_lock(path: str) -> int:
+    """Open a file, which may belong to another user, to find out whether a process locks it.
+
+    Raises:
+        OSError: the path is a link, or missing, or may not be opened.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags | os.O_RDWR)  # NFS locks only files that are open for writing
+    except PermissionError:
+        return os.open(path, flags | os.O_RDONLY)  # the writer may have made the file read-only
+
+
+def _remove_leftover(path: str, unchanged_seconds: float | None = None) -> None:
+    """Remove a temporary file if no process locks it: its writer was killed.
+
+    The file stays if it is locked, if this user may not open it, and on a filesystem without locks. Only the process
+    that has locked a file may remove the file's name.
+
+    Args:
+        path: the path of the file.
+        unchanged_seconds: keep a file that was written to in this time. None relies on the lock alone.
+    """
+    with contextlib.suppress(OSError):
+        fd = _open_to_lock(path)
+        try:
+            if unchanged_seconds is None or os.fstat(fd).st_mtime < time.time() - unchanged_seconds:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.lstat(path), os.fstat(fd)):  # else the name leads to another file by now
+                    os.unlink(path)
+        finally:
+            posix.close_read_only(fd)
 
 
 @cache
@@ -255,4 +290,4 @@ def _remove_old_leftovers(directory: str) -> None:
     with contextlib.suppress(OSError):  # the directory may not be listed
         for name in os.listdir(directory):
             if _HIDDEN.fullmatch(name):
-                posix.remove_leftover(os.path.join(directory, name), LEFTOVER_SECONDS)
+                _remove_leftover(os.path.join(directory, name), LEFTOVER_SECONDS)

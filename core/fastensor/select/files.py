@@ -1,8 +1,9 @@
-"""Dictionaries on the disk: one file for each machine and kind of filesystem, which all processes there learn into.
+"""Dictionaries on the disk: one file for each machine and kind of filesystem, which all processes there share.
 
-A process notes changes, and adds them now and then to what the file holds by then, so processes keep each other's
-changes. Nothing here fails a program that moves bytes: if a file cannot be read or written, that is logged once, and
-the dictionary stays in memory. Files are not synced: after a power failure, timings are learned again."""
+A process notes changes, and now and then adds them to the current contents of the file, so processes keep each other's
+changes. A file that cannot be read or written fails no save and no load: that is logged once, and the dictionary stays
+in memory. Files are not synced: after a power failure, timings are learned again.
+"""
 
 from __future__ import annotations
 
