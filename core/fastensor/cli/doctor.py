@@ -109,6 +109,7 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
     if not (quick or folder.error):
         with _unlogged(), leaving_on_sigterm():
             speeds = tuple(map(measurement.summary, measurement.measure_rounds(path, possible, names)))
+    dictionary = _dictionary_state(path)
     choices = measurement.choices_for(path, possible or sizes, measurement.contenders(names))
     advice = [
         *folders.advise(folder),
@@ -124,7 +125,7 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
         folder=folder,
         backends=states,
         speeds=speeds,
-        dictionary=_dictionary_state(path),
+        dictionary=dictionary,
         choices=choices,
         advice=tuple(sorted(advice, key=lambda one: one.level != "error")),
     )
