@@ -33,7 +33,7 @@ MACHINE = {"cpu": "2 × AMD EPYC"}
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_said", set())
+    monkeypatch.setattr(files, "_warned", set())
 
 
 @pytest.fixture

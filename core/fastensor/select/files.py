@@ -94,9 +94,9 @@ class DictionaryFile:
         except FileNotFoundError:
             pass
         except DictionaryError as error:
-            _say_once("unread", self.path, f"{error}; what was learned before is not used")
+            _warn_once("unread", self.path, f"{error}; what was learned before is not used")
         except OSError as error:
-            _say_once("unread", self.path, f"{self.path} cannot be read: {error}; what was learned before is not used")
+            _warn_once("unread", self.path, f"{self.path} cannot be read: {error}; what was learned before is not used")
         return Dictionary()
 
     def note(self, change: Change) -> None:
@@ -109,7 +109,7 @@ class DictionaryFile:
         return bool(self._noted or self._unwritten)
 
     def flush_if_due(self) -> None:
-        """Every 5 seconds, have another thread flush: a disk that does not answer delays nobody. Waits for nothing."""
+        """Every 5 seconds, have another thread flush, so that a disk that does not answer delays no caller."""
         if not self.pending or time.monotonic() < self._due or not self._scheduled.acquire(blocking=False):
             return
         self._due = time.monotonic() + _FLUSH_SECONDS
@@ -127,7 +127,7 @@ class DictionaryFile:
         the changes are kept for the next time; a failure is logged."""
         lock = self._lock
         if not lock.acquire(timeout=LOCK_SECONDS):
-            _say_unwritten(self.path, TimeoutError(errno.ETIMEDOUT, "another thread has been writing it for long"))
+            _warn_unwritten(self.path, TimeoutError(errno.ETIMEDOUT, "another thread has been writing it for long"))
             return
         try:
             if not self._flushing:
@@ -144,7 +144,7 @@ class DictionaryFile:
                 self.update(self._unwritten)
                 self._unwritten.clear()
         except OSError as error:
-            _say_unwritten(self.path, error)
+            _warn_unwritten(self.path, error)
         finally:
             self._flushing = False
 
@@ -264,7 +264,7 @@ def _read_or_set_aside(path: Path) -> Dictionary:
         return Dictionary()
     except DictionaryError as error:
         os.rename(path, f"{path}.damaged")
-        _say_once("damaged", path, f"{error}; learning begins anew, and the file is kept as {path}.damaged")
+        _warn_once("damaged", path, f"{error}; learning begins anew, and the file is kept as {path}.damaged")
         return Dictionary()
 
 
@@ -299,16 +299,16 @@ def _family(folder: Path, name: str) -> list[Path]:
         return []
 
 
-_said: set[tuple[str, Path]] = set()
+_warned: set[tuple[str, Path]] = set()
 
 
-def _say_unwritten(path: Path, error: OSError) -> None:
+def _warn_unwritten(path: Path, error: OSError) -> None:
     advice = f"what is learned stays in memory, unless {FOLDER_VARIABLE} names another folder"
-    _say_once("unwritten", path, f"{path} cannot be written: {error}; {advice}")
+    _warn_once("unwritten", path, f"{path} cannot be written: {error}; {advice}")
 
 
-def _say_once(what: str, path: Path, message: str) -> None:
+def _warn_once(what: str, path: Path, message: str) -> None:
     """Log a warning, once per process for the same path."""
-    if (what, path) not in _said:
-        _said.add((what, path))
+    if (what, path) not in _warned:
+        _warned.add((what, path))
         _logger.warning("%s", message)
