@@ -217,7 +217,7 @@ def test_the_papers_csv(capsys: Any, file: DictionaryFile) -> None:
 @pytest.mark.parametrize(
     ("content", "context", "message"),
     [
-        (b"1.0,[[1, 'npy']]", None, "if it is CSV, --context has to tell"),
+        (b"1.0,[[1, 'npy']]", None, "if it is CSV, --context has to say"),
         (b"{}", None, "x: not a dictionary of Fastensor's"),
         (b"1.0,2,3", "read cpu cold", "x: line 1: expected 2 columns, found 3"),
         (b"\xff", "read cpu cold", "x: 'utf-8' codec"),

@@ -434,7 +434,7 @@ def test_only_so_much_is_remembered(file: DictionaryFile, path: Path, monkeypatc
 
 def test_what_is_noted_during_a_failing_flush_comes_after_it(file: DictionaryFile, path: Path) -> None:
     def refuse(call: Call) -> Any:
-        if call.name == "rename":
+        if call.name == "link":
             file.note(took(2.0))
             raise OSError(errno.ENOSPC, "full")
         return call.perform()
