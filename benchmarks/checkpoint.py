@@ -27,7 +27,7 @@ from contenders import CONTENDERS, SAVING_ONLY, Contender, State, build_state, f
 from measuring import describe_machine, peak_memory, preload, settle
 from report import judge, plot, table
 
-from fastensor.backends import posix
+from fastensor.files import posix
 
 LIMIT = "fio"
 

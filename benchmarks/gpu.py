@@ -39,9 +39,10 @@ from measuring import describe_machine, settle
 
 import fastensor
 from fastensor import LoadReport, SaveReport
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
 from fastensor.backends.device_crc32 import PendingCrc32s
 from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
+from fastensor.files import posix
 
 ALIGNMENT = 4096
 COPY_TO_HOST, COPY_TO_DEVICE, DISK = "pinned copy to the host", "pinned copy to the device", "the disk alone"

@@ -26,9 +26,9 @@ from contenders import CONTENDERS, MAPPED, OURS, OURS_SAFETENSORS, REFERENCE, SA
 from measuring import describe_machine
 
 import fastensor
-from fastensor.backends import posix
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.files import posix
 
 USES = 10
 NAMED = [name for name in available_names() if name != "torch"]

@@ -40,8 +40,9 @@ import torch
 from measuring import describe_machine, peak_memory, settle
 from torch import Tensor, nn
 
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
 from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
+from fastensor.files import posix
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
 

@@ -31,7 +31,8 @@ from measuring import describe_machine, settle
 
 import fastensor
 from fastensor import Context, Dictionary, Selector, TensorStore
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
+from fastensor.files import posix
 from fastensor.select.rule import RESIDENT_FRACTION
 
 AUTO = "auto"

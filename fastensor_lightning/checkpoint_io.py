@@ -19,7 +19,7 @@ from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
-from fastensor.checkpoint.publish import announce_writer, replace_link, wait_for_writers
+from fastensor.files.atomic import announce_writer, replace_link, wait_for_writers
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:

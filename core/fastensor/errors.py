@@ -16,10 +16,9 @@ class FastensorError(Exception):
 
 
 class CheckpointWriteError(FastensorError, OSError):
-    """A save failed. The message says whether what was there before is kept, which it is unless only a sync of the new
-    name failed.
+    """A save failed. The message says whether the old file is kept: it is unless only the sync of the new name failed.
 
-    Raised by :func:`fastensor.save` with ``errno`` and ``filename`` of the failing call; the cause is chained.
+    Raised by :func:`fastensor.save` with the ``errno`` of the failing call and the target's path; the cause is chained.
     """
 
 
@@ -39,45 +38,46 @@ class UnsafeCheckpointError(FastensorError, pickle.UnpicklingError):
 
 
 class UnsupportedContentError(FastensorError, ValueError):
-    """A container cannot hold what is to be saved, or this torch cannot hold what a file contains.
+    """A container cannot hold the object that is to be saved, or this torch cannot hold the contents of a file.
 
-    Raised by :func:`fastensor.save` before anything is written, for what ``safetensors`` refuses as well: tensors that
-    share memory or are not contiguous, dtypes that the format does not have, anything but a dict of tensors.
+    Raised by :func:`fastensor.save` before anything is written, for objects that ``safetensors`` refuses as well:
+    tensors that share memory or are not contiguous, dtypes that the format does not have, anything but a dict of
+    tensors.
     """
 
 
 class PlacementError(FastensorError, RuntimeError):
-    """torch cannot put tensors on the device that ``map_location``, or else the file, asks for."""
+    """torch cannot put tensors on the device that ``map_location``, or otherwise the file, names."""
 
 
 class SaveDroppedError(FastensorError, CancelledError):
-    """An asynchronous save was cancelled, or dropped for another one. What was at the path before is kept."""
+    """An asynchronous save was cancelled, or dropped for another one. The old file is kept."""
 
 
 class StateChangedError(FastensorError, RuntimeError):
-    """A storage was resized while it was being saved. What was at the path before is kept."""
+    """A storage was resized while it was being saved. The old file is kept."""
 
 
 class UnknownKeyError(FastensorError, KeyError):
-    """A checkpoint holds nothing of the name, or nothing that matches the pattern, that was asked for."""
+    """A checkpoint has no entry of the given name, or none that matches the given pattern."""
 
     def __str__(self) -> str:  # KeyError would show the message as a literal
         return str(self.args[0]) if self.args else ""
 
 
 class UnknownFilesystemError(FastensorError, ValueError):
-    """``fsspec`` does not know the protocol of a URL, or the package that it needs for it is not installed."""
+    """``fsspec`` does not know the protocol of a URL, or a package that the protocol needs is not installed."""
 
 
 class UnknownBackendError(FastensorError, ValueError):
-    """A backend name that is not registered; the message lists those that are."""
+    """No backend of the name is registered; the message lists the registered names."""
 
 
 class BackendUnavailableError(FastensorError, RuntimeError):
     """A backend cannot work on this file or machine; the message is the reason.
 
-    Raised by a backend before it has moved a byte or after a failed first transfer; whoever chose the backend
-    falls back to another one and reports the reason.
+    Raised by a backend before it has moved a byte, or after a failed first transfer. The caller of the backend falls
+    back to another one and reports the reason.
     """
 
 
@@ -89,12 +89,12 @@ class LayoutError(FastensorError, RuntimeError):
 
 
 class UnverifiedCheckpointWarning(UserWarning):
-    """A file carries no checksums, so what was loaded from it could not be verified."""
+    """A file carries no checksums, so the loaded object could not be verified."""
 
 
 class OffloadError(FastensorError, RuntimeError):
-    """Activations cannot be offloaded, or an offloaded one cannot be brought back."""
+    """Activations cannot be offloaded, or an offloaded activation cannot be read."""
 
 
 class CorruptActivationError(OffloadError):
-    """An offloaded activation has come back with other bytes than it was written with."""
+    """An offloaded activation was read with other bytes than were written."""

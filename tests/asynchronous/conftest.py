@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fastensor.backends import posix
 from fastensor.checkpoint import ordering
+from fastensor.files import posix
 
 PATIENCE_SECONDS = 60
 

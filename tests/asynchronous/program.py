@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import fastensor
-from fastensor.backends import posix
 from fastensor.checkpoint.asynchronous import writer
+from fastensor.files import posix
 
 if sys.argv[3:] == ["patient"]:
     writer._QUIET_SECONDS = 1000.0

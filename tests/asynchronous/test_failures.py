@@ -19,11 +19,12 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
-from fastensor.backends import arena, posix, snapshot
+from fastensor.backends import arena, snapshot
 from fastensor.checkpoint import ordering, publish, save_transaction
 from fastensor.checkpoint.asynchronous import exits, operations, queue
 from fastensor.checkpoint.asynchronous import writer as writer_module
 from fastensor.errors import LayoutError
+from fastensor.files import posix
 from fastensor.stitch import torch_zip
 
 OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}

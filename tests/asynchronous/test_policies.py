@@ -30,7 +30,7 @@ def content(path: Path) -> int:
 @pytest.fixture
 def blocked(gate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The gate stands in front of every write, so that no memory comes back."""
-    from fastensor.backends import posix
+    from fastensor.files import posix
 
     write = posix.write_fully
 

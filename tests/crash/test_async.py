@@ -23,9 +23,9 @@ from crash.trainer import states
 import fastensor
 from fastensor import AsyncWriter, FastensorError
 from fastensor.backends.arena import BLOCK_NBYTES
-from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.testing import failing_call, short_call
 
 OLD = {"w": torch.full((1000,), 1)}

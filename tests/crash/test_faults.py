@@ -21,9 +21,9 @@ import torch
 import fastensor
 from fastensor import FastensorError
 from fastensor.backends.fallback import available_names
-from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import LayoutError
+from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import torch_zip
 from fastensor.testing import Fault, failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
@@ -375,7 +375,7 @@ def test_an_interrupt_while_saving_leaves_the_old_file(tmp_path: Path, monkeypat
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    from fastensor.backends import posix
+    from fastensor.files import posix
 
     monkeypatch.setattr(posix, "sync_file", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends.posix import TEMPORARY_SUFFIX
+from fastensor.files.posix import TEMPORARY_SUFFIX
 
 NUMEL, SMALL_NUMEL = 1 << 20, 700_000
 NEVER = 10**9

@@ -27,9 +27,9 @@ from hostile.crafted import fields_of, flipped
 
 import fastensor
 from fastensor import CorruptCheckpointError, FastensorError
-from fastensor.backends import posix
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint.checked_file import CheckedFile
+from fastensor.files import posix
 
 every_kind = pytest.mark.parametrize("kind", archives.SOUND)
 

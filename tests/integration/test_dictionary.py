@@ -97,11 +97,11 @@ def test_the_table(capsys: Any, file: DictionaryFile) -> None:
     status, out, _ = run(capsys, "show", "not/there/yet")
     assert status == 0
     assert out.splitlines()[3:] == [
-        "context                 up to           gds         numpy          direct           mine",
-        "read cpu resident     1.0 MiB             –    *30 µs (1)               –              –",
-        "write cpu durable     1.0 MiB             –  *2.10 ms (3)     4.20 ms (1)              –",
-        "write cpu durable   512.0 MiB             –    1.50 s (1)  *500.00 ms (1)  750.00 ms (1)",
-        "write cuda durable    1.0 MiB  *1.00 ms (1)             –               –              –",
+        "context               up to        gds        numpy       direct        mine",
+        "read cpu resident     1 MiB          –   *30 µs (1)            –           –",
+        "write cpu durable     1 MiB          –  *2.1 ms (3)   4.2 ms (1)           –",
+        "write cpu durable   512 MiB          –    1.5 s (1)  *500 ms (1)  750 ms (1)",
+        "write cuda durable    1 MiB  *1 ms (1)            –            –           –",
         "",
         "* the fastest; in brackets, how often it was measured",
     ]
@@ -217,7 +217,7 @@ def test_the_papers_csv(capsys: Any, file: DictionaryFile) -> None:
 @pytest.mark.parametrize(
     ("content", "context", "message"),
     [
-        (b"1.0,[[1, 'npy']]", None, "if it is CSV, --context has to tell"),
+        (b"1.0,[[1, 'npy']]", None, "if it is CSV, --context has to say"),
         (b"{}", None, "x: not a dictionary of Fastensor's"),
         (b"1.0,2,3", "read cpu cold", "x: line 1: expected 2 columns, found 3"),
         (b"\xff", "read cpu cold", "x: 'utf-8' codec"),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import UnknownKeyError, UnsafeCheckpointError, UnsupportedContentError
-from fastensor.backends import posix
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint import names
+from fastensor.files import posix
 
 
 class Unknown:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastensor.backends import afterwards
+from fastensor.files import afterwards
 from fastensor.select import current, files
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
@@ -41,7 +41,7 @@ def learned(folder: Path) -> dict[str, int]:
 
 LEARN = """
 import multiprocessing, sys
-from fastensor.backends import afterwards
+from fastensor.files import afterwards
 from fastensor.select import current, files
 from fastensor.select.context import Context
 

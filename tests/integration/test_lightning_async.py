@@ -20,9 +20,9 @@ import torch
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
 
 import fastensor
-from fastensor.backends import posix
 from fastensor.backends.arena import BLOCK_NBYTES
 from fastensor.checkpoint import ordering
+from fastensor.files import posix
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 
 pytestmark = [

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
-from fastensor.backends import posix
 from fastensor.backends.fallback import available_names
+from fastensor.files import posix
 
 WEIGHTS = {"w": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7, dtype=torch.bfloat16), "s": torch.tensor(3)}
 

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import posix
 from fastensor.checkpoint import publish
 from fastensor.errors import CheckpointWriteError
+from fastensor.files import posix
 from fastensor.testing import failing_call
 from fastensor.testing.calls import Call, intercepted
 
@@ -533,7 +533,7 @@ def test_without_room_what_is_written_in_place_is_kept(tmp_path: Path, monkeypat
     def full(fd: int, nbytes: int, *, keep_size: bool) -> bool:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fastensor.backends.posix.preallocate", full)
+    monkeypatch.setattr("fastensor.files.posix.preallocate", full)
     with (tmp_path / "x").open("w+b") as file:
         file.write(b"old")
         file.flush()

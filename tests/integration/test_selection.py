@@ -17,11 +17,12 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, Context, Dictionary, Selector
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.select import current
 from fastensor.select.files import Kind, file_for
 from fastensor.select.sizes import bucket_of

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError
-from fastensor.backends import posix
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint import storages, torch_file
+from fastensor.files import posix
 
 SIZES = [0, 1, 3, 64, 1000, 16 << 10, (16 << 10) + 1, 300_000]
 """In elements; some records are read with their neighbours, some by themselves."""

@@ -477,7 +477,7 @@ def test_verify_prints_and_exits(capsys: Any, ckpt: Path, tensors: Path, tmp_pat
 def test_inspect_prints(capsys: Any, ckpt: Path) -> None:
     status, out, _ = run(capsys, "inspect", ckpt)
     assert status == 0
-    for text in ("state_dict.w", "float32", "20 × 30", "2.3 KiB", "scalar", "epoch", "with checksums"):
+    for text in ("state_dict.w", "float32", "20 × 30", "2.34 KiB", "scalar", "epoch", "with checksums"):
         assert text in out
     status, out, _ = run(capsys, "inspect", ckpt, "--key", "*.w", "--json")
     found = json.loads(out)

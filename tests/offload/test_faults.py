@@ -20,9 +20,10 @@ import torch
 from models import CASES, equal, gradients, in_threads, large, slot_files
 
 import fastensor
-from fastensor.backends import direct, numpy, posix
+from fastensor.backends import direct, numpy
 from fastensor.backends.threads import NoThreadsError, open_pool, shut_down
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, slots, swapper
 from fastensor.testing.calls import Call, intercepted
 from fastensor.testing.faults import failing_call, short_call

@@ -249,7 +249,7 @@ def test_it_can_be_pickled_while_it_runs(tmp_path: Path) -> None:
 def test_files_are_where_the_trainer_says(tmp_path: Path) -> None:
     callback = SSDActivationOffload(EVERYTHING)
     opened: list[str] = []
-    from fastensor.backends import posix
+    from fastensor.files import posix
 
     original = posix.open_nameless
     with mock.patch.object(posix, "open_nameless", lambda folder: opened.append(folder) or original(folder)):

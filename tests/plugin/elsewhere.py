@@ -5,8 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from fastensor.backends import Availability, Extent, Reader, posix
+from fastensor.backends import Availability, Extent, Reader
 from fastensor.backends.staging import open_stager
+from fastensor.files import posix
 from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 4 << 20

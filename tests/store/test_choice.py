@@ -14,11 +14,12 @@ import torch
 
 import fastensor
 from fastensor import Change, Context, Dictionary, Selector, TensorRef, TensorStore
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
 from fastensor.backends.base import Availability
 from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.store.tools import Tools
 
 pytestmark = pytest.mark.usefixtures("direct_io")

@@ -21,8 +21,8 @@ import torch
 import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
 from fastensor.backends.fallback import available_names
-from fastensor.backends.new_file import NewFile, _remove_old_leftovers
-from fastensor.backends.posix import TEMPORARY_SUFFIX
+from fastensor.files.atomic import NewFile, _remove_old_leftovers
+from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import npy
 from fastensor.testing import failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
@@ -199,7 +199,7 @@ def test_the_umask_holds(tmp_path: Path, temporaries: str) -> None:
 
 KILLED = """
 import os, sys, torch, fastensor
-from fastensor.backends import posix
+from fastensor.files import posix
 store = fastensor.TensorStore(sys.argv[1], backend="numpy")
 def stop(*arguments):
     print("writing", flush=True)

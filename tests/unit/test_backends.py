@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import direct, memory, posix, registry, ring_reader, staging, threads
+from fastensor.backends import direct, memory, registry, ring_reader, staging, threads
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.fallback import available_names
 from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError, UnknownBackendError
+from fastensor.files import posix
 from fastensor.stitch.torch_zip import TorchZip, plan
 from fastensor.testing import BackendTests
 from fastensor.testing.backends import make_source

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import fastensor
 from fastensor.backends import numpy as buffered
 from fastensor.backends.numpy import BufferedReader
-from fastensor.backends.posix import EndOfFile
 from fastensor.backends.threads import run_each
 from fastensor.checkpoint import reader as part_reader
+from fastensor.files.posix import EndOfFile
 
 NBYTES = 3 << 20
 DATA = random.Random(0).randbytes(NBYTES)

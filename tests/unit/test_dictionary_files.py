@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fastensor.backends import posix
+from fastensor.files import posix
 from fastensor.select import files
 from fastensor.select.context import Context
 from fastensor.select.dictionary import MOST_NBYTES, Change, Dictionary, DictionaryError
@@ -33,7 +33,7 @@ MACHINE = {"cpu": "2 × AMD EPYC"}
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_said", set())
+    monkeypatch.setattr(files, "_warned", set())
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_child_that_is_forked_during_a_flush_does_not_keep_the_lock(path: Path
     children = []
 
     def fork(call: Call) -> Any:
-        if call.name == "rename":
+        if call.name == "link":
             children.append(in_a_child(lambda: os.read(begin, 1)))
         return call.perform()
 
@@ -325,7 +325,7 @@ def test_no_failing_call_is_raised_or_loses_anything(tmp_path: Path, caplog: Any
         if not fault.fired:
             break
     assert {"open", "fstat", "flock", "preadv", "pwrite", "rename", "close"} <= fired
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(posix.TEMPORARY_SUFFIX)]
     assert caplog.records
 
 
@@ -415,7 +415,7 @@ def test_a_lock_that_was_removed_meanwhile_is_none(file: DictionaryFile, path: P
 
     with intercepted(remove):
         file.update([took()])
-    assert len(locked) == 2
+    assert len(locked) == 3, "the last one is the new dictionary's"
     assert os.stat(f"{path}.lock").st_ino == locked[1]
     assert count(path) == 1
 
@@ -434,7 +434,7 @@ def test_only_so_much_is_remembered(file: DictionaryFile, path: Path, monkeypatc
 
 def test_what_is_noted_during_a_failing_flush_comes_after_it(file: DictionaryFile, path: Path) -> None:
     def refuse(call: Call) -> Any:
-        if call.name == "rename":
+        if call.name == "link":
             file.note(took(2.0))
             raise OSError(errno.ENOSPC, "full")
         return call.perform()
@@ -449,7 +449,7 @@ def test_what_is_noted_during_a_failing_flush_comes_after_it(file: DictionaryFil
 def test_removing(file: DictionaryFile, path: Path) -> None:
     assert file.remove() == []
     file.update([took()])
-    beside = [Path(f"{path}{ending}") for ending in (".damaged", ".0123456789abcdef.tmp")]
+    beside = [Path(f"{path}{ending}") for ending in (".damaged",)]
     others = [
         path.with_name(name) for name in ("notes.txt", f"{path.name}.mine", f"{path.name}x", "fedcba9876543210.json")
     ]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import afterwards, posix
 from fastensor.checkpoint import freeing
 from fastensor.checkpoint.freeing import freeing_afterwards, wait_for_space
+from fastensor.files import afterwards, posix
 
 STATE = {"w": torch.zeros(1 << 20)}
 NBYTES = 4 << 20

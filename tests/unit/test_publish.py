@@ -21,18 +21,19 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import new_file, posix
-from fastensor.backends.new_file import NewFile
 from fastensor.checkpoint import publish
+from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import CheckpointWriteError
+from fastensor.files import atomic, posix
+from fastensor.files.atomic import NewFile
 from fastensor.testing.calls import Call, intercepted
 
 STATE = {"w": torch.arange(10)}
 
 
 def hidden_name(path: Path) -> str:
-    return next(new_file.hidden_names(str(path)))
+    return next(atomic.hidden_names(str(path)))
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -219,7 +220,7 @@ def test_nothing_is_left_of_a_save_that_is_killed_in_mid_write(tmp_path: Path, o
 
 def test_a_file_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
     code = (
-        "import sys; from fastensor.checkpoint.publish import *\n"
+        "import sys; from fastensor.files.atomic import announce_writer\n"
         "t = announce_writer(sys.argv[1]); print('announced', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
@@ -230,10 +231,10 @@ def test_a_file_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
     for _ in range(2):
         fastensor.save(STATE, tmp_path / "x")
     assert len(leftovers(tmp_path)) == 1
-    assert not publish.wait_for_writers(str(tmp_path / "x"), seconds=0)
+    assert not atomic.wait_for_writers(str(tmp_path / "x"), seconds=0)
     process.kill()
     process.communicate()
-    assert publish.wait_for_writers(str(tmp_path / "x"), seconds=0)
+    assert atomic.wait_for_writers(str(tmp_path / "x"), seconds=0)
     fastensor.save(STATE, tmp_path / "x")
     assert not leftovers(tmp_path)
 
@@ -318,10 +319,10 @@ def test_durable_syncs_file_then_name_and_not_durable_syncs_nothing(tmp_path: Pa
 
 def test_directories_are_made_durably(tmp_path: Path) -> None:
     with mock.patch.object(posix, "sync_file", wraps=posix.sync_file) as sync:
-        publish.make_directories(tmp_path / "a" / "b" / "c", durable=True)
+        make_directories(tmp_path / "a" / "b" / "c", durable=True)
         assert sync.call_count == 3
-        publish.make_directories(tmp_path / "a" / "b" / "c", durable=True)
-        publish.make_directories(tmp_path / "d", durable=False)
+        make_directories(tmp_path / "a" / "b" / "c", durable=True)
+        make_directories(tmp_path / "d", durable=False)
         assert sync.call_count == 3
     assert (tmp_path / "a" / "b" / "c").is_dir()
 

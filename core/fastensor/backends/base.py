@@ -38,7 +38,7 @@ class Reader(Protocol):
 
         Raises:
             OSError: the file cannot be read there.
-            fastensor.backends.posix.EndOfFile: it ends before the buffer is full.
+            fastensor.files.posix.EndOfFile: it ends before the buffer is full.
         """
 
     def close(self) -> None:

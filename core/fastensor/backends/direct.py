@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from fastensor.backends import posix
 from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
 from fastensor.backends.numpy import BufferedReader
@@ -21,6 +20,7 @@ from fastensor.backends.pipeline import write_windows
 from fastensor.backends.ring_reader import RingReader
 from fastensor.backends.staging import Window, open_stager
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.stitch.source import Source
 
 

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 
-from fastensor.backends import posix
 from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.gather import ALIGNMENT, DeviceStager, DeviceWindow, gathering_device
 from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES
@@ -34,6 +33,7 @@ from fastensor.backends.staging import Window, open_stager
 from fastensor.backends.threads import NoThreadsError, finish, submit, uninterrupted_call
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.stitch.source import Plan, Source
 
 DRIVER = "libcuda.so.1"
@@ -334,7 +334,7 @@ def _errors_told() -> Iterator[None]:
 
     Raises:
         OSError: that is so.
-        fastensor.backends.posix.EndOfFile: the file is shorter.
+        fastensor.files.posix.EndOfFile: the file is shorter.
         BackendUnavailableError: kvikio, CUDA or libcufile could not do it.
     """
     try:

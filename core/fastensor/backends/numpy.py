@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from fastensor.backends import posix
 from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.backends.memory import BUFFER_NBYTES, copy_memory, populate
 from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import run_each, usable_cores
+from fastensor.files import posix
 from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 1 << 20

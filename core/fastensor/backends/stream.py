@@ -11,10 +11,10 @@ from typing import Protocol
 
 from isal import isal_zlib
 
-from fastensor.backends import posix
 from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.staging import Stager, Window, open_stager
 from fastensor.errors import StateChangedError
+from fastensor.files import posix
 from fastensor.stitch.source import Source
 
 NAME = "stream"

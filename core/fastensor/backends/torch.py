@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 import torch
 from isal import isal_zlib
 
-from fastensor.backends import posix
 from fastensor.backends.base import Availability, Extent, Reader
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.stitch.source import Source, skips_values
 from fastensor.stitch.torch_zip import TorchZip
 

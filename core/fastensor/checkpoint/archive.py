@@ -6,8 +6,9 @@ import zipfile
 from functools import partial
 from typing import IO, cast
 
-from fastensor.checkpoint.opened import FileView, OpenedFile, explained, read_exactly
+from fastensor.checkpoint.opened import FileView, OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError, FastensorError
+from fastensor.files.os_errors import read_errors
 from fastensor.stitch import torch_records
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -31,7 +32,7 @@ def verify_compressed(file: OpenedFile) -> None:
         CorruptCheckpointError: a record is damaged.
     """
     try:
-        with explained(file.where), zipfile.ZipFile(cast(IO[bytes], FileView(file))) as opened:
+        with read_errors(file.where), zipfile.ZipFile(cast(IO[bytes], FileView(file))) as opened:
             damaged = opened.testzip()
     except Exception as error:
         is_stream_error = isinstance(error, OSError) and error.errno is None  # how bz2 says that its data is damaged

@@ -9,19 +9,20 @@ import posixpath
 import shutil
 from typing import TYPE_CHECKING
 
-from fastensor.checkpoint import publish
+from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.ordering import wait_to_remove
 from fastensor.checkpoint.remote import refusals_as_os_errors
+from fastensor.files import posix
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint: a file, a directory with all it holds, or a symlink but not its target.
+    """Remove a checkpoint: a file, a directory with everything in it, or a symlink but not its target.
 
-    Nothing happens if there is none. What this process has accepted for the path comes first.
+    Does nothing if the path is missing. Operations that this process has accepted for the path are finished before.
 
     Raises:
         OSError: the filesystem refused.
@@ -31,13 +32,13 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The same file, wherever the process goes meanwhile."""
+    """The path in a form that stays valid when the process changes its directory."""
     target = locate(path)
     return os.path.abspath(target) if isinstance(target, str) else path
 
 
 def remove_at_once(path: str | os.PathLike[str]) -> None:
-    """:func:`remove`, without waiting for what this process has accepted for the path."""
+    """:func:`remove`, without waiting for operations that this process has accepted for the path."""
     target = locate(path)
     if isinstance(target, RemotePath):
         with refusals_as_os_errors():
@@ -46,14 +47,15 @@ def remove_at_once(path: str | os.PathLike[str]) -> None:
         if is_directory(target):
             shutil.rmtree(target)
         elif os.path.lexists(target):
-            publish.remove_file(target)
+            with freeing_afterwards(target):
+                os.unlink(target)
 
 
 def remove_file_at_once(path: str | os.PathLike[str]) -> None:
-    """:func:`remove_at_once`, of something that was no directory when it was asked for.
+    """:func:`remove_at_once` for a path that was no directory when the removal was requested.
 
     Raises:
-        IsADirectoryError: it has become one.
+        IsADirectoryError: the path has become a directory.
     """
     if is_directory(path):
         raise IsADirectoryError(errno.EISDIR, "not removed: it has become a directory meanwhile", os.fspath(path))
@@ -61,13 +63,13 @@ def remove_file_at_once(path: str | os.PathLike[str]) -> None:
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path of this machine is a directory, and not a link to one."""
+    """Whether a path of this machine is a directory; False for a link to a directory."""
     target = locate(path)
     return isinstance(target, str) and os.path.isdir(target) and not os.path.islink(target)
 
 
 def _remove_remote(target: RemotePath) -> None:
-    """Not by ``rm``, which takes the name for a glob pattern."""
+    """Remove a remote file or directory, not by ``rm``, which takes the name for a glob pattern."""
     filesystem, path = target.filesystem, target.path
     if filesystem.isfile(path):
         filesystem.rm_file(path)
@@ -87,7 +89,7 @@ def _remove_empty(filesystem: AbstractFileSystem, path: str) -> None:
 
 
 def make_parent(path: str | os.PathLike[str], *, durable: bool) -> None:
-    """Create the directory that a checkpoint is to be in, with its missing parents.
+    """Create the directory of a checkpoint, and the directory's missing parents.
 
     Raises:
         OSError: the filesystem refused.
@@ -97,4 +99,17 @@ def make_parent(path: str | os.PathLike[str], *, durable: bool) -> None:
         with refusals_as_os_errors():
             target.filesystem.makedirs(posixpath.dirname(target.path), exist_ok=True)
     elif isinstance(target, str):
-        publish.make_directories(os.path.dirname(os.path.abspath(target)), durable=durable)
+        make_directories(os.path.dirname(os.path.abspath(target)), durable=durable)
+
+
+def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
+    """Create a directory and its missing parents."""
+    missing = []
+    current = os.path.abspath(path)
+    while not os.path.isdir(current):
+        missing.append(current)
+        current = os.path.dirname(current)
+    for directory in reversed(missing):
+        os.makedirs(directory, exist_ok=True)
+        if durable:
+            posix.sync_directory(os.path.dirname(directory))

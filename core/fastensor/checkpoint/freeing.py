@@ -1,7 +1,7 @@
-"""Giving back the space of files that were replaced or removed, after the call that did so has returned.
+"""The space of files that were replaced or removed is freed by a thread, after the call has returned.
 
-The filesystem does that when the last descriptor of a nameless file is closed. It takes ext4 about 0.1 s per GiB, and a
-filesystem that is mounted with ``discard`` several times that.
+The filesystem frees the space when the last descriptor of a nameless file is closed. That takes ext4 about 0.1 s per
+GiB, and several times as long if the filesystem is mounted with ``discard``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fastensor.backends import posix
-from fastensor.backends.afterwards import do_afterwards
+from fastensor.files import posix
+from fastensor.files.afterwards import do_afterwards
 
 _BLOCK_NBYTES = 512
-"""Of ``st_blocks`` (stat(2))."""
+"""The unit of ``st_blocks`` (stat(2))."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,57 +26,57 @@ class Freeing:
     """The space of a file that lost its name, on its way back to the filesystem."""
 
     nbytes: int = 0
-    """How much. 0 if the file has other names, or was not there."""
+    """Bytes that are freed. 0 if the file has other names, or was missing."""
     seconds: float | None = None
-    """How long that took; None until it is done."""
+    """How long freeing took; None until it is done."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Closes a descriptor, once: in whichever thread comes first."""
+    """Closes a descriptor once, in the first thread that asks."""
 
     fd: int
     inode: tuple[int, int]
-    """Of the file: its device, and its number there."""
+    """Device and inode number of the file."""
     freeing: Freeing
     _claimed: threading.Lock = field(default_factory=threading.Lock)
     _done: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Close it, unless another thread does."""
+        """Close the descriptor, unless another thread does."""
         if not self._claimed.acquire(blocking=False):
             return
         started = time.perf_counter()
         try:
             posix.close_read_only(self.fd)
-        finally:  # or others would wait for ever
+        finally:  # else other threads would wait for ever
             self.freeing.seconds = time.perf_counter() - started
             with contextlib.suppress(ValueError):  # in a forked child, none is pending
                 _pending.remove(self)
             self._done.set()
 
     def finish(self) -> None:
-        """Close it, or return when the thread that does is done."""
+        """Close the descriptor, or wait for the thread that closes it."""
         self.run()
         self._done.wait()
 
 
 _pending: list[_Job] = []
-"""Those that are not done. Single calls change it, so it needs no lock, which a fork or a signal handler might find
-held."""
+"""Jobs that are not done. Each change is one call, so the list needs no lock, which a fork or a signal handler might
+find held."""
 
 
 @contextmanager
 def freeing_afterwards(path: str) -> Iterator[Freeing]:
-    """Have the space of a file that loses its name in the block freed by another thread, after it.
+    """If a file loses its name in the block, have another thread free the file's space after the block.
 
-    Freeing it at once would hold up the caller, and the sync of the directory that makes the new name durable. If the
-    process ends before, the kernel frees it.
+    Freeing the space at once would delay the caller, and the sync of the directory that makes the new name durable. If
+    the process ends before, the kernel frees the space.
     """
     freeing = Freeing()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:  # not there, not readable, or a link: nothing to keep
+    except OSError:  # missing, not readable, or a link: there is no space to free
         yield freeing
         return
     try:
@@ -97,13 +97,13 @@ def wait_for_space() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: its parent frees the space, which the child must not keep by descriptors of its own."""
+    """In a forked child: close the copies of the descriptors, which would keep the space that the parent frees."""
     jobs = list(_pending)
     _pending.clear()
     for job in jobs:
-        with contextlib.suppress(OSError):  # closed just before
+        with contextlib.suppress(OSError):  # the parent closed it just before the fork
             found = os.fstat(job.fd)
-            if (found.st_dev, found.st_ino) == job.inode:  # or another file has its number
+            if (found.st_dev, found.st_ino) == job.inode:  # else the number is another file's by now
                 os.close(job.fd)
 
 

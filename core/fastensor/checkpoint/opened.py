@@ -12,14 +12,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
-from fastensor.backends import posix, registry, stream
+from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, FastensorError
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError
+from fastensor.files import posix
+from fastensor.files.os_errors import read_errors
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
 from fastensor.select.transfer import Transfer
@@ -173,7 +175,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
     where = name_of(location)
     wait_to_read(location)
     with ExitStack() as stack:
-        with explained(where):
+        with read_errors(where):
             target = locate(location)
             if isinstance(target, str):
                 file: OpenedFile = _open_local(target, where, stack)
@@ -234,24 +236,6 @@ def _emptiness(location: Location, where: str) -> str:
     return f"{where}: nothing stands behind the file's position at offset 0 of it; file.seek(0) goes back to its start"
 
 
-@contextmanager
-def explained(where: str) -> Iterator[None]:
-    """Errors of the operating system as ours."""
-    try:
-        yield
-    except (FastensorError, FileNotFoundError):
-        raise
-    except OSError as error:
-        raise as_read_error(error, where) from error
-
-
-def as_read_error(error: OSError, where: str) -> FastensorError:
-    """What a failed system call means for whoever loads the file."""
-    if isinstance(error, posix.EndOfFile):
-        return CorruptCheckpointError(f"{where}: {error.strerror}; it was cut off")
-    return CheckpointReadError(error.errno, f"cannot read the checkpoint ({error.strerror})", where)
-
-
 def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
     """``nbytes`` bytes of the file from ``offset`` on.
 
@@ -260,7 +244,7 @@ def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
         CheckpointReadError: the operating system failed to deliver them.
     """
     data = bytearray(nbytes)
-    with explained(file.where):
+    with read_errors(file.where):
         found = file.readinto(offset, memoryview(data))
     if found != nbytes:
         raise CorruptCheckpointError(f"{file.where}: the file ends before offset {offset + nbytes}; it was cut off")

@@ -1,48 +1,45 @@
-"""Taking a file's place: atomically and durably, or in place where that cannot be.
+"""The target of a save: replaced by a new file, atomically and durably, or written in place.
 
 New contents go to a new file in the target's directory, which is synced and takes the target's name; then the directory
 is synced. A crash at any instant leaves the old file or the new one, whole.
 
-Where that would change more than the contents, or is refused, the file is written in place, as ``torch.save`` does: it
-has been given by its descriptor, is no regular file, is empty, is mounted by itself, is in a directory that may not be
-written, or has an owner or rights that a new file cannot have. All of this is found out before the first byte is
-written. A file that may not be written is not replaced either.
+A target is written in place, as ``torch.save`` does, where a replacement would change more than the contents or is
+refused: the target was given by its descriptor, is no regular file, is empty, is mounted by itself, is in a directory
+that may not be written, or has an owner or rights that a new file cannot have. All of this is found out before the
+first byte is written. A file that may not be written is not replaced either.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
-import secrets
 import stat
-import time
 from contextlib import closing
 from dataclasses import dataclass
 
-from fastensor.backends import posix
-from fastensor.backends.new_file import NewFile, names_of_writers
 from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
 from fastensor.errors import CheckpointWriteError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import write_error, write_errors
 
 _MOST_LINKS = 40
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
-_POLL_SECONDS = 0.01
-_KEPT = "what was there before is kept"
+KEPT = "what was there before is kept"
 _NOT_POSSIBLE = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-"""How systems say that something cannot be done with a file, be there room and time."""
+"""Errors by which systems refuse an operation on a file for good, whatever space and time there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a save ends up."""
+    """The file that a save writes."""
 
     path: str
-    """The file that is replaced, or written in place: the path given, with symlinks followed."""
+    """The given path, with symlinks followed."""
     is_descriptor: bool = False
-    """Whether the path is that of somebody's open file: ``/dev/fd/3``, ``/proc/self/fd/3``."""
+    """Whether the path names an open file of this process: ``/dev/fd/3``, ``/proc/self/fd/3``."""
 
     @property
     def directory(self) -> str:
@@ -50,14 +47,15 @@ class Target:
 
 
 def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> Target:
-    """Find out which file a save to ``path`` ends up in, and refuse what cannot be one.
+    """The file that a save to ``path`` writes.
 
     Args:
-        path: as given by the user.
+        path: the path that the user gave.
         follow_symlinks: whether a symlink's target is replaced, or the link itself.
 
     Raises:
-        CheckpointWriteError: the path is a directory, or a symlink loop, or its directory is missing.
+        CheckpointWriteError: nothing can be saved there: the path is a directory, or a symlink loop, or the path's
+            directory is missing.
     """
     given = os.fspath(path)
     if not isinstance(given, str):
@@ -75,7 +73,7 @@ def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True
             error.errno, "cannot save: its directory is missing; create it first", given
         ) from error
     except OSError as error:
-        raise _failure(error, "cannot look at the target", given) from error
+        raise write_error(error, given, "cannot look at the target") from error
     if found is None and is_descriptor:
         raise CheckpointWriteError(errno.EBADF, "cannot save: no file is open under this descriptor", given)
     if found is not None and stat.S_ISDIR(found.st_mode):
@@ -86,11 +84,11 @@ def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True
 
 
 def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result | None, bool]:
-    """Where a path leads, what is there, and whether it is the path of a descriptor.
+    """Where a path leads, the status of the file there, and whether the path names a descriptor.
 
     Raises:
-        FileNotFoundError: its directory is missing.
-        OSError: it cannot be looked at, or its symlinks lead in a circle.
+        FileNotFoundError: the directory is missing.
+        OSError: the path cannot be looked at, or its symlinks lead in a circle.
     """
     path = given
     for _ in range(_MOST_LINKS):
@@ -111,22 +109,22 @@ def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result 
 
 
 class InPlace:
-    """A target that is written from front to back, as it is. To be closed. Used by one thread at a time.
+    """A target that is written from front to back. The caller closes it. Use it in one thread at a time.
 
     Args:
-        target: something that is there. It is opened, and locked if it is a regular file.
-        why: it is not replaced; empty if there is nothing in it that an atomic replacement could keep.
+        target: an existing file, which is opened, and locked if it is a regular file.
+        why: why the file is not replaced; empty if the file is empty, so that a replacement would protect nothing.
 
     Raises:
-        OSError: it may not be written.
-        BlockingIOError: another process has locked it, perhaps because it writes to it.
+        OSError: the file may not be written.
+        BlockingIOError: another process has locked the file, perhaps to write to it.
     """
 
     def __init__(self, target: Target, why: str) -> None:
         self.path = target.path
         self.why = why
         self.begun = False
-        """Whether what was there before is gone."""
+        """Whether the old contents are gone."""
         self.fd = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             self.is_file = stat.S_ISREG(os.fstat(self.fd).st_mode)
@@ -134,20 +132,20 @@ class InPlace:
                 raise BlockingIOError(errno.EAGAIN, "another process has locked it, perhaps to write to it")
             status = os.fstat(self.fd)
             self.nbytes = status.st_size
-            """What is in it, or was until it was dropped."""
+            """Size of the old contents."""
             self.has_name = status.st_nlink > 0
         except BaseException:
             posix.close_read_only(self.fd)
             raise
         self._position = 0
         self.finished = False
-        """Whether all was written."""
+        """Whether everything was written."""
 
     def begin(self, nbytes: int) -> None:
-        """Drop what was there before, if there is room for so many bytes.
+        """Drop the old contents, if there is room for ``nbytes`` bytes.
 
         Raises:
-            OSError: there is not; then what was there before is kept.
+            OSError: there is no room; the old contents are kept.
         """
         if self.is_file:
             self.nbytes = os.fstat(self.fd).st_size
@@ -155,13 +153,13 @@ class InPlace:
                 posix.preallocate(self.fd, max(nbytes, 1), keep_size=True)
                 posix.truncate(self.fd, 0)
             except BaseException:
-                with contextlib.suppress(OSError):  # give back what was reserved behind the end
+                with contextlib.suppress(OSError):  # release the space that was reserved behind the end
                     posix.truncate(self.fd, os.fstat(self.fd).st_size)
                 raise
         self.begun = True
 
     def write(self, data: memoryview) -> int:
-        """Write all of it behind what was written before; returns how many bytes."""
+        """Append all of ``data``; returns the number of bytes."""
         if self.is_file:
             posix.write_fully(self.fd, data, self._position)
         else:
@@ -172,38 +170,36 @@ class InPlace:
         return data.nbytes
 
     def finish(self) -> None:
-        """All is written."""
+        """Note that everything was written."""
         self.finished = True
 
     def close(self) -> None:
-        """Let go of it. A file that was empty is so again unless all was written.
+        """Close the file. A file that was empty is made empty again unless everything was written.
 
         Raises:
             OSError: the file could not be closed, so what was written to it may be lost.
         """
         if self.begun and not self.finished and self.is_file and not self.nbytes:
-            with contextlib.suppress(OSError):  # the error that is on its way says more
+            with contextlib.suppress(OSError):  # the error that led here says more
                 posix.truncate(self.fd, 0)
         posix.unlock(self.fd)
         os.close(self.fd)
 
 
 def open_output(target: Target) -> NewFile | InPlace:
-    """What a save to the target is to be written to: a new file that will replace it, or the target itself.
+    """Open the file that a save writes to: a new file that will replace the target, or the target itself.
 
-    A new file has got the owner, the mode, ACLs, labels and ``user.*`` attributes of the one that it replaces.
+    A new file has the owner, the mode, ACLs, labels and ``user.*`` attributes of the file that it will replace.
 
     Raises:
-        CheckpointWriteError: neither can be done. Nothing has been changed.
+        CheckpointWriteError: the target can neither be replaced nor written in place. Nothing has been changed.
     """
-    try:
+    with write_errors(target.path, "cannot save", KEPT):
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(target.path, follow_symlinks=target.is_descriptor)
             if not stat.S_ISLNK(found.st_mode):
                 return _open_existing(target, found)
         return NewFile(target.path)
-    except OSError as error:
-        raise _failure(error, f"cannot save ({_KEPT})", target.path) from error
 
 
 def _open_existing(target: Target, previous: os.stat_result) -> NewFile | InPlace:
@@ -226,7 +222,8 @@ def _check_writable(target: Target) -> None:
 
 
 def _open_if_empty(target: Target) -> InPlace | None:
-    """An empty file is written in place, for whoever has it open; None if it is not empty or there any more."""
+    """Open an empty file in place, so that programs that have the file open see what is saved. None if the file is no
+    longer empty, or gone."""
     try:
         found = InPlace(target, why="")
     except BlockingIOError:
@@ -238,7 +235,7 @@ def _open_if_empty(target: Target) -> InPlace | None:
 
 
 def _try_to_replace(target: Target, previous: os.stat_result) -> tuple[NewFile | None, str]:
-    """A new file with the rights of the old one, or why there cannot be one."""
+    """A new file with the rights of the old one; or None, and why there cannot be one."""
     if why := _why_not_renamed(target, previous):
         return None, why
     try:
@@ -258,9 +255,9 @@ def _try_to_replace(target: Target, previous: os.stat_result) -> tuple[NewFile |
 
 
 def _why_not_renamed(target: Target, previous: os.stat_result) -> str:
-    """Why another file cannot get its name; empty if nothing is known against it."""
+    """Why another file cannot take the target's name; empty if no reason is known."""
     if target.is_descriptor:
-        return "it was given by its descriptor, and whoever has that is to see what is saved"
+        return "it was given by its descriptor, whose other users are to see what is saved"
     if not stat.S_ISREG(previous.st_mode):
         return "it is a pipe or a device"
     if posix.is_mounted_by_itself(target.path):
@@ -272,10 +269,10 @@ def _why_not_renamed(target: Target, previous: os.stat_result) -> str:
 
 
 def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
-    """Give a new file the owner, the mode and the attributes of the one that it is to replace.
+    """Give a new file the owner, the mode and the attributes of the old one.
 
     Raises:
-        OSError: the filesystem, or the user's rights, do not allow that.
+        OSError: the filesystem or the user's rights do not allow that.
     """
     current = os.fstat(fd)
     if (current.st_uid, current.st_gid) != (previous.st_uid, previous.st_gid):
@@ -287,18 +284,18 @@ def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
         if found.get(name) != value:
             os.setxattr(fd, name, value)
     mode = stat.S_IMODE(previous.st_mode)
-    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:  # filesystems without modes refuse even what changes nothing
+    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:  # filesystems without modes refuse every call
         os.fchmod(fd, mode)
 
 
 def publish(new: NewFile, *, durable: bool) -> Freeing:
-    """Let a finished file take its place, and make the name durable.
+    """Let a finished file take the target's place, and make the name durable.
 
     Returns:
-        The space of what was there before, which is freed afterwards.
+        The space of the old file, which another thread frees.
 
     Raises:
-        OSError: a call failed; ``new.published`` tells whether it has taken the place.
+        OSError: a call failed; ``new.published`` says whether the file has taken the target's place.
     """
     with freeing_afterwards(new.path) as freeing:
         new.publish()
@@ -308,10 +305,10 @@ def publish(new: NewFile, *, durable: bool) -> Freeing:
 
 
 def write_text(path: str, text: str) -> None:
-    """Have a file hold a text, as :func:`fastensor.save` puts a checkpoint there, but for syncing.
+    """Write a text to a file as :func:`fastensor.save` writes a checkpoint, but without syncing.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     data = memoryview(text.encode())
     with closing(open_output(resolve_target(path))) as output:
@@ -322,79 +319,3 @@ def write_text(path: str, text: str) -> None:
             output.begin(data.nbytes)
             output.write(data)
             output.finish()
-
-
-def replace_link(target: str, link: str) -> None:
-    """Make ``link`` a symlink to ``target``, relative to its own directory, in place of whatever file it is.
-
-    Durable, and at every instant there is the old link or the new one.
-    """
-    directory = os.path.dirname(os.path.abspath(link))
-    temporary = os.path.join(directory, f".{secrets.token_hex(8)}{posix.TEMPORARY_SUFFIX}")
-    os.symlink(os.path.relpath(os.path.abspath(target), directory), temporary)
-    try:
-        os.rename(temporary, link)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    posix.sync_directory(directory)
-
-
-def announce_writer(path: str) -> NewFile:
-    """A hidden file that tells other processes of this machine, until it is closed, that a file is being written."""
-    return NewFile(os.path.abspath(path), mode=0o600, hidden=True)
-
-
-def wait_for_writers(path: str, seconds: float) -> bool:
-    """Wait until no process that has announced it is about to replace a file, or a link but not its target.
-
-    They are known by hidden files, which they lock: seen from other machines where the filesystem shares locks.
-
-    Returns:
-        False if it takes longer.
-    """
-    deadline = time.monotonic() + seconds
-    while any(_is_locked(name) for name in names_of_writers(os.path.abspath(path))):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _is_locked(name: str) -> bool:
-    try:
-        fd = posix.open_to_lock(name)
-    except OSError:  # it has just taken its target's place
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no locks here
-        return False
-    finally:
-        os.close(fd)
-    return False
-
-
-def remove_file(path: str) -> None:
-    """Remove a file, or a link but not its target; the space is freed meanwhile."""
-    with freeing_afterwards(path):
-        os.unlink(path)
-
-
-def make_directories(path: str | os.PathLike[str], *, durable: bool) -> None:
-    """Create a directory and its missing parents."""
-    missing = []
-    current = os.path.abspath(path)
-    while not os.path.isdir(current):
-        missing.append(current)
-        current = os.path.dirname(current)
-    for directory in reversed(missing):
-        os.makedirs(directory, exist_ok=True)
-        if durable:
-            posix.sync_directory(os.path.dirname(directory))
-
-
-def _failure(error: OSError, what: str, path: str) -> CheckpointWriteError:
-    return CheckpointWriteError(error.errno, f"{what}: {error.strerror}", path)

@@ -22,9 +22,10 @@ from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.fallback import Fallback
 from fastensor.backends.to_device import Filler
 from fastensor.backends.window import SMALL_NBYTES, Window, joined
-from fastensor.checkpoint.opened import OpenedFile, explained
+from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
+from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import is_to_blame
 from fastensor.stitch.parts import Damage, Part, check_crc32, find_damage
 from fastensor.stitch.torch_records import find_data
@@ -64,7 +65,7 @@ class MeasuredReader:
         self, file: OpenedFile, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]
     ) -> None:
         self.where = file.where
-        with explained(file.where):
+        with read_errors(file.where):
             self.backend, self.reason, self._reader, self._transfer = file.open_reader(order, options, fallbacks)
         self._filler = Filler(self._reader)
         self.batches = isinstance(self._reader, BatchReader)
@@ -122,7 +123,7 @@ class MeasuredReader:
         if self._transfer is not None and is_to_blame(error):
             self._transfer.failed(f"it raised {error!r}")
         if isinstance(error, OSError):
-            with explained(self.where):
+            with read_errors(self.where):
                 raise error
         if not isinstance(error, FastensorError | MemoryError | torch.OutOfMemoryError) and self._transfer is not None:
             reason = f"the backend {self.backend} has raised {error!r}; backend='numpy' always works"

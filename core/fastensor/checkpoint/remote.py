@@ -1,4 +1,4 @@
-"""Files of remote filesystems: the only place that knows in what those of ``fsspec`` differ."""
+"""Files of remote filesystems. All knowledge about the differences between filesystems of ``fsspec`` is here."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import BUFFER_NBYTES
-from fastensor.backends.posix import TEMPORARY_SUFFIX
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
+from fastensor.files.posix import TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _PARALLEL_NBYTES = 8 << 20
-"""Less than this is not worth opening a file several times."""
+"""Reading less than this is not faster through several open files."""
 _QUIET_SECONDS = 300.0
-"""How long a server may be silent while it sends a file."""
+"""The longest time that a server may be silent while it sends a file."""
 
 
 @contextmanager
 def replacing(target: RemotePath) -> Iterator[BinaryIO]:
-    """A file that takes the target's place when the block is left, and never if it raises.
+    """A file that takes the target's place when the block ends, and never if the block raises.
 
-    Object stores show nothing of an upload before it is complete. Elsewhere a temporary beside the target is written,
-    and then renamed, or copied where the filesystem has no rename.
+    Object stores show nothing of an upload before it is complete. On other filesystems a temporary file beside the
+    target is written, and then renamed, or copied where the filesystem has no rename.
 
     Raises:
-        OSError: the filesystem refused something.
+        OSError: the filesystem refused an operation.
     """
     upload = _Upload(target)
     try:
@@ -56,7 +56,7 @@ def replacing(target: RemotePath) -> Iterator[BinaryIO]:
 
 
 class _Upload(io.RawIOBase):
-    """A file that is being written, whose failures are ``OSError``s."""
+    """A file that is being written. Its failures are ``OSError``s."""
 
     def __init__(self, target: RemotePath) -> None:
         self._filesystem = target.filesystem
@@ -71,11 +71,13 @@ class _Upload(io.RawIOBase):
         self._file = self._filesystem.open(self._temporary, "wb")
         if _is_invisible_until_closed(self._file):
             self._drop()  # nothing has been sent yet
-            # Should we be interrupted before we hold the file, its collection must not publish it.
+            # Without autocommit: if an interrupt comes before the assignment, the garbage collector must not publish.
             self._file = self._filesystem.open(self._target, "wb", autocommit=False)
             self._renames = False
             self._file.autocommit = True
-            with contextlib.suppress(ValueError):  # it waits there for a commit that is none of a transaction
+            with contextlib.suppress(
+                ValueError
+            ):  # the file would wait there for a commit of a transaction, of which it is no part
                 self._filesystem.transaction.files.remove(self._file)
         elif self._filesystem.isdir(self._target):
             raise OSError(errno.EISDIR, "the target is a directory")
@@ -93,14 +95,14 @@ class _Upload(io.RawIOBase):
             _rename(self._filesystem, self._temporary, self._target)
 
     def abandon(self) -> None:
-        """Drop what was written. The filesystem may be gone: the first error is the one to show."""
+        """Drop the data and the temporary file. Errors are ignored: the one that led here says more."""
         self._drop()
         if self._renames:
             with contextlib.suppress(Exception):
                 self._filesystem.rm_file(self._temporary)
 
     def _drop(self) -> None:
-        """Closing the file, which also its collection does, would publish it."""
+        """Discard the file. Closing it would publish it, and so would its garbage collection."""
         from fsspec.spec import AbstractBufferedFile
 
         if self._file is None:
@@ -115,14 +117,14 @@ class _Upload(io.RawIOBase):
 
 
 def _is_invisible_until_closed(file: Any) -> bool:
-    """Whether the filesystem gives a file its name only when it is complete, and can be told to drop it."""
+    """Whether the filesystem shows a file only when it is complete, and can discard it before."""
     from fsspec.spec import AbstractBufferedFile
 
     return isinstance(file, AbstractBufferedFile) and type(file).discard is not AbstractBufferedFile.discard
 
 
 def _rename(filesystem: AbstractFileSystem, source: str, target: str) -> None:
-    """Give a file another name. The general ``mv`` of ``fsspec`` takes names for glob patterns."""
+    """Rename a file. The general ``mv`` of ``fsspec`` takes names for glob patterns, so it is not used."""
     from fsspec import AbstractFileSystem
 
     if type(filesystem).mv is not AbstractFileSystem.mv:
@@ -136,7 +138,7 @@ def _rename(filesystem: AbstractFileSystem, source: str, target: str) -> None:
 
 @contextmanager
 def refusals_as_os_errors() -> Iterator[None]:
-    """Filesystems raise what they like when a network fails; here all of it becomes ``OSError`` with an errno."""
+    """Raise every error of a filesystem as ``OSError`` with an ``errno``: libraries raise what they like."""
     try:
         yield
     except (OSError, FastensorError) as error:
@@ -149,16 +151,16 @@ def refusals_as_os_errors() -> Iterator[None]:
 
 
 class OnlyWholeError(Exception):
-    """A server sends a file only from its beginning to its end; the message says how that was seen."""
+    """A server sends a file only as a whole; the message says how that was found out."""
 
 
 def download(target: RemotePath, resources: ExitStack) -> int:
-    """A nameless file in the folder for temporary files that holds all of a remote one: its descriptor.
+    """Copy a remote file to a nameless file in the folder for temporary files. Returns the descriptor.
 
     Raises:
-        OSError: the filesystem refused something, or the folder has no room.
+        OSError: the filesystem refused an operation, or the folder has no room.
     """
-    file = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the resources are left later
+    file = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the caller closes the resources
     try:
         with refusals_as_os_errors():
             _patient(target).get_file(target.path, file)
@@ -172,7 +174,7 @@ def download(target: RemotePath, resources: ExitStack) -> int:
 
 
 def _patient(target: RemotePath) -> AbstractFileSystem:
-    """A filesystem for a download that may take long: that of HTTP gives up after five minutes by default."""
+    """The filesystem, for a download that may take long: HTTP's stops after five minutes by default."""
     filesystem = target.filesystem
     if not _is_http(target):
         return filesystem
@@ -191,12 +193,12 @@ def _is_http(target: RemotePath) -> bool:
 class RemoteFile:
     """A file of a remote filesystem, open for reading. See :class:`fastensor.checkpoint.opened.OpenedFile`.
 
-    Object stores are asked for several ranges at a time, all of them of the version that was there at the opening where
-    the store has entity tags. A forked child opens it anew.
+    Several ranges are requested at a time. Where the store has entity tags, all ranges are of the version that was
+    opened. A forked child opens the file anew.
 
     Raises:
-        OnlyWholeError: it can be downloaded, but not be read by ranges.
-        OSError: the filesystem refused something.
+        OnlyWholeError: the file can be downloaded, but not be read by ranges.
+        OSError: the filesystem refused an operation.
     """
 
     path = None
@@ -210,7 +212,7 @@ class RemoteFile:
         self._version: str | None = None
         self._handles: SimpleQueue[_Handle] = SimpleQueue()
         self._opened_by = 0
-        """The process that the handles are of."""
+        """The process that has opened the handles."""
         self._file = _Handle(partial(self._open, block_size=BUFFER_NBYTES))
         self.nbytes = self._file.seek(0, os.SEEK_END)
         if _is_http(target) and self.nbytes > BUFFER_NBYTES:
@@ -224,7 +226,7 @@ class RemoteFile:
         plain = stream.StreamReader(self._file, 0)
         if sum(extent.end - extent.begin for extent in order) < _PARALLEL_NBYTES or not self._file.independent:
             return OpenedReader(stream.NAME, NO_LOCAL_FILE, plain)
-        if self._opened_by != os.getpid():  # in a forked child, threads that do not live there may hold some of them
+        if self._opened_by != os.getpid():  # in a forked child, threads of the parent may hold some
             self._handles = SimpleQueue()
             for _ in range(TRANSFERS_IN_FLIGHT):
                 self._handles.put(_Handle(partial(self._open, cache_type="none")))
@@ -249,10 +251,10 @@ class RemoteFile:
     def _open(self, **options: Any) -> Any:
         with refusals_as_os_errors():
             target = self._target
-            if self._process != os.getpid():  # fsspec's filesystems have threads, which do not live here
+            if self._process != os.getpid():  # threads of fsspec's filesystem are missing in a forked child
                 target = cast(RemotePath, locate(target.url))
             file = target.filesystem.open(target.path, "rb", **options)
-            if isinstance(file, io.BytesIO):  # of files in memory there is one, whose position all who open it share
+            if isinstance(file, io.BytesIO):  # a file in memory is one object, with one position for all
                 file = _SharedFile(target)
         self._resources.enter_context(file)
         version = str(file.details.get("ETag")) if _is_of_ranges(file) else ""
@@ -264,14 +266,14 @@ class RemoteFile:
 
 
 def _is_of_ranges(file: Any) -> bool:
-    """Whether it is one of those that ``fsspec`` reads by ranges; its details say more about it."""
+    """Whether ``fsspec`` reads the file by ranges. Then the file has details."""
     from fsspec.spec import AbstractBufferedFile
 
     return isinstance(file, AbstractBufferedFile)
 
 
 class _SharedFile(io.RawIOBase):
-    """A file that is read by ranges, at a position of its own."""
+    """A file that is read by ranges, with a position of its own."""
 
     def __init__(self, target: RemotePath) -> None:
         self._target = target
@@ -292,17 +294,17 @@ class _SharedFile(io.RawIOBase):
 
 
 class _Handle:
-    """A file that is opened, in a forked child anew, and whose failures are ``OSError``s. Does not own it.
+    """An open file, which a forked child opens anew. Its failures are ``OSError``s. The caller closes the file.
 
     Raises:
-        OnlyWholeError: it cannot seek.
+        OnlyWholeError: the file cannot seek.
     """
 
     def __init__(self, open_file: Callable[[], Any]) -> None:
         self._open = open_file
         self._begin()
         self.independent = _is_of_ranges(self._file)
-        """Whether reading through several at a time pays."""
+        """Whether several handles read faster than one."""
         if self.independent and self._file.size is None:
             self._file.close()
             raise OnlyWholeError("the server does not say how long the file is, or that it sends no parts of it")
@@ -312,16 +314,16 @@ class _Handle:
         self._process = os.getpid()
 
     def check_ranges(self, nbytes: int) -> None:
-        """Find out whether the last byte can be had without the others.
+        """Check that the server sends the last byte alone.
 
         Raises:
-            OnlyWholeError: the server answers with something else.
+            OnlyWholeError: the server answers otherwise.
         """
         self.seek(nbytes - 1)
         try:
             found = self.read(1)
         except OSError as error:
-            if not isinstance(error.__cause__, ValueError):  # as which fsspec tells of such an answer
+            if not isinstance(error.__cause__, ValueError):  # by which fsspec reports such an answer
                 raise
             raise OnlyWholeError("the server was asked for the last byte, and would have sent all of them") from error
         if not found:

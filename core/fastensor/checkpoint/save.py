@@ -1,4 +1,4 @@
-"""``fastensor.save``: plan the file, and have it delivered."""
+"""``fastensor.save``: plan the file, then write it in a transaction."""
 
 from __future__ import annotations
 
@@ -44,32 +44,35 @@ def save(
     in ``.safetensors`` (see ``FORMAT.md``): plain ``torch.load`` and ``safetensors`` read it.
 
     Args:
-        obj: anything that ``torch.save`` takes. It is pickled exactly once, unless the report says that this torch
-            lays out files in a way that Fastensor does not know, and that torch wrote the file. For safetensors, a dict
-            of dense, contiguous tensors that share no memory. Its tensors are borrowed: they must not change until this
-            returns. CUDA work that was queued on the current streams is waited for.
+        obj: anything that ``torch.save`` takes. The object is pickled exactly once, unless the report says that this
+            torch lays out files in a way that Fastensor does not know, and that torch wrote the file. For safetensors,
+            a dict of dense, contiguous tensors that share no memory. The tensors are borrowed: they must not change
+            until this returns. CUDA work that was queued on the current streams is waited for.
         path: the file to create or replace: a path, whose directory must exist and which is taken as ``torch.save``
             takes it (``~`` is a name like any other), or a URL that ``fsspec`` knows; or an open binary file, which is
             written from its position on. A new file's mode follows the umask, and ACLs of the directory. A replaced
             file's owner, mode, ACLs, SELinux label and ``user.*`` attributes are kept; other hard links to it keep the
             old contents. The disk needs room for both files at a time.
             Some files are written in place, from front to back, as by ``torch.save``: then the report says that the
-            save was not ``atomic``. One that is killed leaves a file that is cut off, which every reader notices; after
-            a power failure any part may be missing, which the checksums show. Those are pipes, devices and open files
-            given by their descriptors (``/dev/fd/3``); empty files, in which there is nothing to lose, so that whoever
-            has one open finds the checkpoint in it (``tempfile.NamedTemporaryFile``); and, which is logged, files whose
-            place, owner or rights a new file cannot have: one that is mounted by itself, one in a directory that may
-            not be written, a colleague's. A file that may not be written is not replaced.
+            save was not ``atomic``. A save that is killed leaves a file that is cut off, which every reader notices;
+            after a power failure any part may be missing, which the checksums show. Written in place are pipes, devices
+            and open files given by their descriptors (``/dev/fd/3``); empty files, in which there is nothing to lose,
+            so that programs that have the file open find the checkpoint in it (``tempfile.NamedTemporaryFile``); and,
+            with a warning in the log, files whose place, owner or rights a new file cannot have: a file that is mounted
+            by itself, a file in a directory that may not be written, a file of another user. A file that may not be
+            written is not replaced.
         metadata: texts for the ``__metadata__`` of a safetensors file.
-        checksums: whether a safetensors file carries CRC32s, in one more entry of ``__metadata__`` that other readers
-            ignore. Without it is the very file of ``safetensors``. torch's files always carry them.
-        container: ``"torch"`` or ``"safetensors"``; None goes by the name.
-        backend: ``"auto"`` for the one that size and circumstances recommend, until another was measured to be faster
-            for such files on this machine; the name of a backend; or a :class:`~fastensor.Selector` that chooses. One
-            that cannot, on this file or machine, is replaced by another; the report says so and why.
+        checksums: whether a safetensors file carries CRC32s, in an additional entry of ``__metadata__`` that other
+            readers ignore. Without them the file is byte for byte that of ``safetensors``. Files of torch always carry
+            CRC32s.
+        container: ``"torch"`` or ``"safetensors"``; None decides by the name.
+        backend: ``"auto"`` for the backend that size and circumstances recommend, until another one was measured to be
+            faster for such files on this machine; the name of a backend; or a :class:`~fastensor.Selector` that
+            chooses. A backend that cannot write this file, or not on this machine, is replaced by another one; the
+            report says which and why.
         durable: sync file and directory, so that a power failure after the return does not undo the save. Without
-            it the replacement is still atomic for every process on this machine. What is not a local file is as durable
-            as its keeper makes it, and what is in memory (tmpfs) is lost: then the report says False.
+            ``durable`` the replacement is still atomic for every process on this machine. The durability of a file that
+            is not local is up to its filesystem, and a file in memory (tmpfs) is lost: then the report says False.
         follow_symlinks: whether a symlink's target is replaced, or the link itself by a file.
         pickle_module: as for ``torch.save``.
         pickle_protocol: as for ``torch.save``.
@@ -78,18 +81,19 @@ def save(
         What was done, and how long it took.
 
     Raises:
-        CheckpointWriteError: the operating system, or the remote filesystem, refused something. What was at ``path``
-            before is still there, unless the message says that the new file is in place but may not survive a power
-            failure. An open file, or one that is written in place, holds a part of the new contents.
-        StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there, unless it is
-            written in place.
-        UnsupportedContentError: a safetensors file cannot hold that, or ``torch.serialization.skip_data`` is active.
+        CheckpointWriteError: the operating system or the remote filesystem refused an operation. The old file is still
+            at ``path``, unless the message says that the new file is in place but may not survive a power failure. An
+            open file, or a file that is written in place, holds a part of the new contents.
+        StateChangedError: a storage was resized meanwhile. The old file is still at ``path``, unless it is written in
+            place.
+        UnsupportedContentError: a safetensors file cannot hold the object, or ``torch.serialization.skip_data`` is
+            active.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
-    May be called from several threads at once. Two saves to one path at a time leave one of both files, whole. Where
-    somebody has wrapped or mocked ``torch.save``, it is called once, and writes the file.
+    May be called from several threads at once. Two saves to one path at a time leave one of both files, whole. A
+    ``torch.save`` that was wrapped or mocked is called once, and writes the file.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")
@@ -133,10 +137,10 @@ class SaveSettings:
     pickle_protocol: int = DEFAULT_PROTOCOL
 
     def prepare(self, obj: object, path: Location) -> tuple[SaveTransaction, Planner]:
-        """Look at where an object is to be saved, and find out how. Nothing is written yet.
+        """A transaction for the target, and the planner of the file. Nothing is written yet.
 
         Raises:
-            Exception: as :func:`save`, for everything that is wrong with its arguments but the object.
+            Exception: as :func:`save`, for every wrong argument but the object.
         """
         kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
 
@@ -144,7 +148,7 @@ class SaveSettings:
             if kind == "safetensors":
                 return safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
             try:
-                if replaced := torch_zip.replaced_save():  # for reasons of the user's, who wants it to be called
+                if replaced := torch_zip.replaced_save():  # a wrapper or mock, which is to be called
                     raise LayoutError(f"torch.save is {replaced}, which is called once, and writes the file")
                 return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
             except LayoutError as error:
@@ -167,10 +171,10 @@ class SaveSettings:
 def choose_container(
     wanted: SavedContainer | None, name: str, metadata: Mapping[str, str] | None, checksums: bool
 ) -> SavedContainer:
-    """Which container a file is to be.
+    """The container to write.
 
     Raises:
-        ValueError: there is no such container, or it has no metadata or always checksums.
+        ValueError: there is no such container; or metadata, or no checksums, were asked for a file of torch.
     """
     if wanted not in (None, "torch", "safetensors"):
         raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}")

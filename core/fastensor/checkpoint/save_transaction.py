@@ -11,19 +11,21 @@ from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO, NamedTuple, Self, TypeAlias
 
-from fastensor.backends import posix, registry, stream
+from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback, can_write, record_fallback
-from fastensor.backends.new_file import NewFile
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import wait_to_replace
-from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
+from fastensor.checkpoint.publish import KEPT, InPlace, Target, open_output, publish, resolve_target
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import write_errors
 from fastensor.select.context import Context
 from fastensor.select.rule import choose_writer
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
@@ -31,11 +33,12 @@ from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
 _ONLY_TORCH = "it could not be laid out without torch"
+_FAILED = "the save failed"
 _STREAMED = (("torch", _ONLY_TORCH), (stream.NAME, NO_LOCAL_FILE))
 
 
 Planner: TypeAlias = Callable[[list[Fallback]], Plan | None]
-"""Lays out a file. None if torch has to write it by itself; why is added to the list."""
+"""Plans a file. Returns None, and adds the reason to the list, if torch has to write the file by itself."""
 
 
 class _Written(NamedTuple):
@@ -79,11 +82,11 @@ class SaveTransaction:
         self.where = name_of(path)
         """The target's name, for messages."""
         self.stage = "plan"
-        """What it is at, or was at when it failed: ``plan``, ``write``, ``sync`` or ``publish``."""
+        """The current stage, or the stage that failed: ``plan``, ``write``, ``sync`` or ``publish``."""
         self.seconds: dict[str, float] = {}
-        """By stage; and how long it waited for space."""
+        """Time by stage, and the time that the save waited for space."""
         self.before_publishing: Callable[[], None] = lambda: None
-        """Called before the target is replaced or overwritten, which is not done if this raises."""
+        """Called before the target is replaced or overwritten. If this raises, the target is kept."""
         self._let_torch_write = let_torch_write
         self._backend = backend
         self._durable = durable
@@ -98,10 +101,10 @@ class SaveTransaction:
         self.close()
 
     def run(self, plan: Planner) -> SaveReport:
-        """Do all of it, behind everything that this process has accepted for the target.
+        """Plan, write and publish the file, after all operations that this process has accepted for the target.
 
         Raises:
-            CheckpointWriteError: it could not be written; the message says what is there now.
+            CheckpointWriteError: the file could not be written; the message says what is at the target now.
             Exception: whatever ``plan`` raises; then nothing has been written.
         """
         wait_to_replace(self.target)
@@ -110,7 +113,7 @@ class SaveTransaction:
             return self.move(planned)
 
     def plan(self, plan: Planner) -> Plan | None:
-        """Have the file planned."""
+        """Plan the file. None if torch has to write it."""
         planned = None
         try:
             with self._at("plan"):
@@ -119,11 +122,11 @@ class SaveTransaction:
             self.close()
             raise
         if planned is not None:
-            self._let_torch_write = _refuse  # it refers to what is saved
+            self._let_torch_write = _refuse  # the function refers to the object that is saved
         return planned
 
     def open(self) -> None:
-        """Open what is to be written for a local target. From now on the transaction is to be left by ``with``.
+        """Open the output for a local target; other targets need none. From now on, use the transaction in ``with``.
 
         Raises:
             CheckpointWriteError: the target can neither be replaced nor written in place.
@@ -136,8 +139,8 @@ class SaveTransaction:
                     record_fallback(self._fallbacks, fallback.backend, fallback.reason)
 
     def is_in_place(self) -> bool:
-        """Whether the target has to be written in place. Opens it, as :meth:`open`; but a regular file is opened again
-        when writing begins, because earlier saves of this process may have to write it before."""
+        """Whether the target has to be written in place. Opens the target, as :meth:`open`. A regular file is closed,
+        and opened again when writing begins, because earlier saves of this process may have to write it before."""
         self.open()
         if not isinstance(self._output, InPlace):
             return False
@@ -147,7 +150,8 @@ class SaveTransaction:
         return True
 
     def close(self) -> None:
-        """Undo :meth:`open`, unless the file has been published, and let go of what was saved. Again does nothing.
+        """Close the output, and remove a new file that was not published. Drop the reference to the saved object.
+        Calling this again does nothing.
 
         Raises:
             CheckpointWriteError: the file could not be closed.
@@ -156,27 +160,23 @@ class SaveTransaction:
         output, self._output = self._output, None
         if output is None:
             return
-        try:
+        with write_errors(self.where, "closing the file that was written failed", partial(_left, output)):
             output.close()
-        except OSError as error:
-            raise CheckpointWriteError(
-                error.errno, f"closing the file that was written failed ({error.strerror}); {_left(output)}", self.where
-            ) from error
 
     def forget(self) -> None:
-        """In a forked child: let go of what is its parent's, and leave it as it is."""
+        """In a forked child: close the child's descriptor of the parent's output, and leave the file as it is."""
         if self._output is not None:
             os.close(self._output.fd)
         self._output = None
 
     def move(self, source: Source | None) -> SaveReport:
-        """Write it all, sync it, and let it take the target's place.
+        """Write the file, sync it, and let it take the target's place.
 
         Args:
-            source: the file; None if torch has to write it.
+            source: the contents; None if torch has to write the file.
 
         Raises:
-            CheckpointWriteError: it could not be written; the message says what is there now.
+            CheckpointWriteError: the file could not be written; the message says what is at the target now.
         """
         self.open()
         if isinstance(self._output, NewFile):
@@ -220,9 +220,9 @@ class SaveTransaction:
         self.seconds[what] = time.perf_counter() - started
 
     def _to_disk(self, source: Source | None, new: NewFile) -> _Written:
-        """Write to a new file, sync it, publish it."""
+        """Write a new file, sync it, publish it."""
         transfer = None
-        with _explained(new):
+        with write_errors(new.path, _FAILED, partial(_left, new)):
             with self._at("write"):
                 if source is None:
                     self._write_with_torch(new.fd)
@@ -246,9 +246,9 @@ class SaveTransaction:
         return _Written(new.path, nbytes, transfer.used, transfer.reason, durable, True)
 
     def _in_place(self, source: Source | None, existing: InPlace) -> _Written:
-        """Write from front to back: until the end is there, every reader sees that the file is cut off."""
+        """Write from front to back, so that readers see that the file is cut off until the end is written."""
         durable = False
-        with _explained(existing):
+        with _noting_what_is_left(existing), write_errors(existing.path, _FAILED, partial(_left, existing)):
             self.before_publishing()
             with self._at("write"):
                 existing.begin(source.nbytes if source is not None else 0)
@@ -263,15 +263,14 @@ class SaveTransaction:
         return _Written(existing.path, nbytes, backend, reason, durable, False)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
-        kept = "what was there before is kept"
-        with self._at("write"), _refusals_explained(self.where, kept), replacing(target) as file:
+        with self._at("write"), write_errors(self.where, _FAILED, KEPT), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
         return _Written(target.url, nbytes, *_STREAMED[source is not None], False, True)
 
     def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
         _check_writable(file, self.where)
-        with self._at("write"), _refusals_explained(self.where, "the open file holds a part of it"):
+        with self._at("write"), write_errors(self.where, _FAILED, "the open file holds a part of it"):
             nbytes = self._to_stream(source, file)
             if hasattr(file, "flush"):
                 file.flush()
@@ -282,7 +281,7 @@ class SaveTransaction:
             self._let_torch_write(file)
 
     def _write(self, source: Source, new: NewFile) -> tuple[Transfer, Sequence[int]]:
-        """Move the file with the chosen backend or else with the next one that can."""
+        """Write the contents by the chosen backend, or by the next one that can. Returns the checksums."""
         fd = new.fd
         with self._timed("wait"):
             wait_for_space()
@@ -295,7 +294,7 @@ class SaveTransaction:
                 Context("write", source.device, warm=not self._durable),
                 [name for name in registry.names() if can_write(name, source)],
                 choose_writer(source.nbytes),
-                learn=self._durable and not source.held_up,  # unsynced, the page cache takes it, and the disk later
+                learn=self._durable and not source.held_up,  # unsynced files are only in the page cache
             )
             checksums = transfer.run(
                 lambda backend: backend.write(source, fd), partial(record_fallback, self._fallbacks)
@@ -305,7 +304,7 @@ class SaveTransaction:
         return transfer, checksums
 
     def _to_stream(self, source: Source | None, file: BinaryIO | InPlace) -> int:
-        """Write to a file from its position on; returns how much."""
+        """Write to a file from its position on; returns the number of bytes."""
         counted = _Counted(file)
         if source is not None:
             stream.write_stream(source, counted.write)
@@ -319,7 +318,7 @@ def _reserve(fd: int, nbytes: int) -> None:
     """Reserve space for a new file.
 
     Raises:
-        OSError: there is none.
+        OSError: there is not enough space.
     """
     try:
         posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
@@ -331,11 +330,11 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _refuse(file: BinaryIO) -> None:
-    raise AssertionError("there is a plan")
+    raise AssertionError("torch was asked to write a file that was planned")
 
 
 class _Counted:
-    """Passes everything on to a file, and counts."""
+    """Passes all data on to a file, and counts the bytes."""
 
     def __init__(self, file: BinaryIO | InPlace) -> None:
         self._file = file
@@ -345,7 +344,7 @@ class _Counted:
         while data.nbytes:
             written: int | None = self._file.write(data)
             if written is None and not isinstance(self._file, io.RawIOBase):
-                written = data.nbytes  # not what the protocol asks for, but torch.save takes it, too
+                written = data.nbytes  # against the protocol, but torch.save accepts such files, too
             if not written:
                 raise OSError(errno.EIO, "the file accepts no more bytes")
             self.nbytes += written
@@ -360,16 +359,14 @@ def _check_writable(file: BinaryIO, where: str) -> None:
 
 
 @contextmanager
-def _explained(output: NewFile | InPlace) -> Iterator[None]:
+def _noting_what_is_left(output: InPlace) -> Iterator[None]:
+    """Add to errors that are not the operating system's, such as a storage that was resized, what is at the target."""
     try:
         yield
     except FastensorError as error:
-        if isinstance(output, InPlace) and output.begun:
+        if output.begun and not isinstance(error, CheckpointWriteError):
             error.add_note(_left(output))
         raise
-    except OSError as error:
-        path = output.path
-        raise CheckpointWriteError(error.errno, f"the save failed ({error.strerror}); {_left(output)}", path) from error
 
 
 def _left(output: NewFile | InPlace) -> str:
@@ -377,21 +374,9 @@ def _left(output: NewFile | InPlace) -> str:
     if isinstance(output, NewFile):
         if output.published:
             return "the new file is in place, but a power failure may bring back what was there before"
-        return "what was there before is kept"
+        return KEPT
     if output.finished:
         return "all of it was written in place, but a power failure may cut it off"
     if not output.begun or (output.is_file and not output.nbytes):
-        return "what was there before is kept"
+        return KEPT
     return "the file was written in place and holds a part of the new contents"
-
-
-@contextmanager
-def _refusals_explained(where: str, outcome: str) -> Iterator[None]:
-    try:
-        yield
-    except FastensorError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(
-            error.errno or errno.EIO, f"the save failed ({error.strerror or error}); {outcome}", where
-        ) from error

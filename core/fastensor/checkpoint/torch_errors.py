@@ -14,7 +14,7 @@ import torch
 
 from fastensor.checkpoint.archive import read_archive
 from fastensor.checkpoint.catalog import read_catalog
-from fastensor.checkpoint.opened import FileView, OpenedFile, as_read_error
+from fastensor.checkpoint.opened import FileView, OpenedFile
 from fastensor.checkpoint.placement import check_destination
 from fastensor.checkpoint.request import FORCED, LoadRequest
 from fastensor.errors import (
@@ -24,6 +24,7 @@ from fastensor.errors import (
     UnsafeCheckpointError,
     UnsupportedContentError,
 )
+from fastensor.files.os_errors import read_error
 from fastensor.stitch.torch_pickle import StorageRef, storages_in
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -71,7 +72,7 @@ def _translate(
         return error
     restricted, is_zip = request.restricted, rebuild_on_host is None
     if isinstance(error, OSError) and restricted:
-        return as_read_error(error, file.where)
+        return read_error(error, file.where)
     if isinstance(error, pickle.UnpicklingError):
         if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error))):
             return _refusal(error, file, request)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fastensor.checkpoint.convert import convert
-from fastensor.cli.output import OK, human_size, print_json, progress_bar
+from fastensor.cli.output import OK, print_json, progress_bar
+from fastensor.files.words import human_seconds, human_size
 
 
 def add_to(commands: Any) -> None:
@@ -21,12 +22,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("source", metavar="A", help="path or URL of the file to read")
     parser.add_argument("target", metavar="B", help="path or URL of the file to write; its ending names the container")
     parser.add_argument("--root", metavar="KEY", help="the dict of tensors inside A, such as state_dict")
-    parser.add_argument("--copy-ties", action="store_true", help="write tensors that share memory each by itself")
-    parser.add_argument("--container", choices=["torch", "safetensors"], help="whatever the ending of B")
+    parser.add_argument("--copy-ties", action="store_true", help="write each of the tensors that share memory")
+    parser.add_argument("--container", choices=["torch", "safetensors"], help="the container, whatever the ending")
     parser.add_argument("--metadata", action="append", metavar="KEY=TEXT", help="for the metadata of safetensors")
-    parser.add_argument("--backend", default="auto", help="how bytes are moved")
+    parser.add_argument("--backend", default="auto", help="the backend that writes B")
     parser.add_argument("--no-durable", action="store_true", help="do not wait until B survives a power failure")
-    parser.add_argument("--no-checksums", action="store_true", help="write the very file of safetensors")
+    parser.add_argument("--no-checksums", action="store_true", help="write byte for byte the file of safetensors")
     parser.add_argument("--no-verify", action="store_true", help="do not compare A with its checksums")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
@@ -59,5 +60,5 @@ def _run(options: argparse.Namespace) -> int:
         print_json(asdict(report))
     else:
         rate = human_size(report.bytes_per_second)
-        print(f"{options.target}: {human_size(report.nbytes)} in {report.seconds:.2f} s ({rate}/s)")
+        print(f"{options.target}: {human_size(report.nbytes)} in {human_seconds(report.seconds)} ({rate}/s)")
     return OK

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fastensor.checkpoint.publish import write_text
-from fastensor.cli.output import FAILED, OK, human_seconds, human_size, print_json, print_table, printable
+from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.cli.plot import plot
+from fastensor.files.words import human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary, DictionaryError, Entry, replacing
 from fastensor.select.files import DictionaryFile, default_folder, file_for, files_in, read, read_text
@@ -27,7 +28,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "dictionary",
-        help="what was learned about how fast each backend is here",
+        help="show or move what was learned about the speed of each backend here",
         description="Show and move what Fastensor has learned, by size and context, about how long each backend takes. "
         "There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for "
         "offloaded activations; the environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
@@ -36,34 +37,34 @@ def add_to(commands: Any) -> None:
 
     show = _add(actions, "show", _show, "print the dictionary as a table, the fastest backend marked")
     _add_path(show.add_mutually_exclusive_group()).add_argument(
-        "--all", action="store_true", help="list all dictionaries, with the machines that they are of"
+        "--all", action="store_true", help="list all dictionaries and their machines"
     )
     show.add_argument("--json", action="store_true", help="print JSON")
 
-    export = _add(actions, "export", _export, "write the dictionary for other machines, or as one of the paper's")
+    export = _add(actions, "export", _export, "write the dictionary for other machines, or in the form of the paper")
     _add_path(export)
     form = export.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="all of it; the default")
-    form.add_argument("--csv", choices=get_args(Which), help="one of the paper's: of writing, of reading, or of both")
-    export.add_argument("--device", default="cpu", help="of CSV: kind of the device that bytes come from or go to")
-    export.add_argument("--unsynced", action="store_true", help="of CSV: writes that need not be durable")
-    export.add_argument("--resident", action="store_true", help="of CSV: reads from the page cache")
+    form.add_argument("--json", action="store_true", help="the whole dictionary; the default")
+    form.add_argument("--csv", choices=get_args(Which), help="a dictionary of the paper: for writing, reading or both")
+    export.add_argument("--device", default="cpu", help="for CSV: kind of the device that bytes come from or go to")
+    export.add_argument("--unsynced", action="store_true", help="for CSV: writes that need not be durable")
+    export.add_argument("--resident", action="store_true", help="for CSV: reads from the page cache")
     export.add_argument(
-        "-o", "--output", metavar="FILE", default="-", help="where to; standard output if it is not given"
+        "-o", "--output", metavar="FILE", default="-", help="the file to write; default: standard output"
     )
 
-    imported = _add(actions, "import", _import, "take over what a file knows, in place of what was known of the same")
-    imported.add_argument("file", metavar="FILE", help="a dictionary of Fastensor's, or CSV of the paper's")
+    imported = _add(actions, "import", _import, "take over the timings of a file, in place of the known ones")
+    imported.add_argument("file", metavar="FILE", help="a dictionary of Fastensor, or CSV in the form of the paper")
     _add_path(imported)
     imported.add_argument(
         "--context",
         type=_context,
-        help="of CSV: what its timings are of, such as 'write cpu durable' or 'read cuda cold'",
+        help="for CSV: the context of the timings, such as 'write cpu durable' or 'read cuda cold'",
     )
 
     clear = _add(actions, "clear", _clear, "remove the dictionary: everything is learned anew")
     _add_path(clear.add_mutually_exclusive_group()).add_argument(
-        "--all", action="store_true", help="remove all dictionaries, of other machines as well"
+        "--all", action="store_true", help="remove all dictionaries, those of other machines included"
     )
 
     drawn = _add(actions, "plot", _plot, "draw the bandwidth of each backend by size (needs matplotlib)")
@@ -74,7 +75,7 @@ def add_to(commands: Any) -> None:
 def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     kinds = parser.add_mutually_exclusive_group()
-    for kind, whose in (("tensors", "single tensors that a TensorStore has"), ("activations", "offloaded activations")):
+    for kind, whose in (("tensors", "single tensors in a TensorStore"), ("activations", "offloaded activations")):
         kinds.add_argument(f"--{kind}", action="store_const", const=kind, dest="of", help=f"the dictionary of {whose}")
     parser.set_defaults(of="files")
     parser.set_defaults(run=run)
@@ -87,7 +88,7 @@ def _add_path(parser: Any) -> Any:
         metavar="PATH",
         nargs="?",
         default=".",
-        help="the dictionary is that for files here; default: this folder",
+        help="a file or folder on the filesystem in question; default: this folder",
     )
     return parser
 
@@ -165,7 +166,7 @@ def _all_files() -> Iterator[_Listed]:
     for path in files_in(default_folder()):
         try:
             yield _Listed(path, *read(path))
-        except FileNotFoundError:  # it was removed; something beside it was not
+        except FileNotFoundError:  # the file was removed, its lock or damaged copy was not
             continue
         except (OSError, DictionaryError) as error:
             yield _Listed(path, Dictionary(), error=str(error))
@@ -240,7 +241,7 @@ def _read_json(source: Path) -> tuple[Dictionary, dict[str, str]]:
     try:
         return read(source)
     except DictionaryError as error:
-        raise DictionaryError(f"{error}; if it is CSV, --context has to tell what its timings are of") from error
+        raise DictionaryError(f"{error}; if it is CSV, --context has to say what its timings are of") from error
 
 
 def _read_csv(source: Path, context: Context) -> Dictionary:
@@ -253,7 +254,7 @@ def _read_csv(source: Path, context: Context) -> Dictionary:
 def _clear(options: argparse.Namespace) -> int:
     """
     Raises:
-        FileNotFoundError: there is nothing at the path, so another one was meant.
+        FileNotFoundError: there is nothing at the path, which is likely a mistake.
     """
     if not os.path.lexists(options.path):
         what = "there is no such file or folder; expected one on the disk whose dictionary is to be forgotten"

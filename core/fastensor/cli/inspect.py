@@ -11,10 +11,11 @@ from typing import Any
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.names import resolve
-from fastensor.cli.output import OK, human_size, print_json, print_table, printable
+from fastensor.cli.output import OK, print_json, print_table, printable
+from fastensor.files.words import human_size
 
 _MANY = 200
-"""More tensors than that are summarized, and more values are cut off."""
+"""The most tensors and values that are shown one by one. More tensors are summarized, more values cut off."""
 _MOST_GROUPS = 60
 
 
@@ -27,7 +28,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="path or URL")
     parser.add_argument(
-        "--key", action="append", dest="keys", metavar="KEY", help="show only this: a name, a branch or a glob pattern"
+        "--key", action="append", dest="keys", metavar="KEY", help="show only this name, branch or glob pattern"
     )
     parser.add_argument("--all", action="store_true", help=f"show each tensor and value, also of more than {_MANY}")
     parser.add_argument("--json", action="store_true", help="print JSON, with each tensor")
@@ -73,7 +74,7 @@ def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str],
     if len(tensors) > most:
         print()
         _print_some(["tensors", "", "dtype", "size"], summarize(tensors), most, right=(1, 3))
-        print("\n--all shows each; --key PATTERN those that it fits")
+        print("\n--all shows each tensor; --key PATTERN those that match")
     elif tensors:
         print()
         rows = [
@@ -107,8 +108,8 @@ def _print_some(header: list[str], rows: list[list[str]], most: int, right: Sequ
 
 
 def summarize(tensors: Iterable[TensorInfo]) -> list[list[str]]:
-    """A row for each group of tensors whose names differ in numbers only; or, where there are too many of these, begin
-    alike. The groups' names are patterns for ``--key``."""
+    """A row for each group of tensors whose names differ only in numbers. If there are too many groups, those whose
+    names begin alike are joined. The name of a group is a pattern for ``--key``."""
     names = {tensor: tuple("*" if one.isdecimal() else one for one in tensor.name.split(".")) for tensor in tensors}
     depth = max(map(len, names.values()))
     while depth > 1 and len({name[:depth] for name in names.values()}) > _MOST_GROUPS:

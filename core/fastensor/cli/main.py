@@ -37,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may be what no encoding holds
+            stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they would say is in the tables
+            warnings.simplefilter("ignore")  # the tables show the same
             status: int = options.run(options)
             sys.stdout.flush()
     except (FastensorError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):  # whoever reads our output has seen enough
+        if isinstance(error, BrokenPipeError):  # the reader of our output has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
         print(f"fastensor: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the commands print: tables, JSON, progress."""
+"""Tables, JSON and progress bars of the commands."""
 
 from __future__ import annotations
 
@@ -12,31 +12,7 @@ from tqdm import tqdm
 
 OK, FAILED, UNCHECKED, INTERRUPTED = 0, 1, 3, 130
 _LONG_NBYTES = 256 << 20
-"""Work on less than this is over before a progress bar has been read."""
-
-
-def human_size(nbytes: float) -> str:
-    """
-    >>> human_size(999), human_size(2048), human_size(3 << 30)
-    ('999 B', '2.0 KiB', '3.0 GiB')
-    """
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if nbytes < 1024 or unit == "TiB":
-            break
-    return f"{nbytes:.1f} {unit}"
-
-
-def human_seconds(seconds: float) -> str:
-    """
-    >>> human_seconds(0.0000123), human_seconds(0.0123), human_seconds(12.3)
-    ('12 µs', '12.30 ms', '12.30 s')
-    """
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+"""Work on fewer bytes is done before anyone has read a progress bar."""
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
@@ -44,8 +20,8 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
 
     Args:
         head: titles of the columns.
-        rows: as many texts each.
-        right: which columns are aligned to the right.
+        rows: one text for each column.
+        right: numbers of the columns that are aligned to the right.
     """
     shown = [[printable(text) for text in row] for row in (head, *rows)]
     widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
@@ -76,7 +52,7 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback for bytes done and to do, which shows a bar on a terminal if the work is long."""
+    """A callback for the bytes done and the bytes in all, which shows a bar on a terminal if the work is long."""
     bar: Any = None
 
     def show(done: int, total: int) -> None:

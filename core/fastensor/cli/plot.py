@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastensor.cli.output import human_size
 from fastensor.errors import FastensorError
+from fastensor.files.words import human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary
 from fastensor.select.sizes import size_of
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Point(NamedTuple):
-    """How fast a backend is at one size."""
+    """The bandwidth of a backend at one size."""
 
     nbytes: int
     bytes_per_second: float
     best: bool
-    """Whether none is faster."""
+    """Whether no backend is faster."""
 
 
 def lines(dictionary: Dictionary) -> dict[Context, dict[str, list[Point]]]:
-    """What there is to draw: of each context, a line for each backend, by size."""
+    """The lines to draw: for each context, the bandwidth of each backend by size."""
     found: dict[Context, dict[str, list[Point]]] = {}
     for key, entry in dictionary:
         nbytes = size_of(key.bucket)
@@ -71,7 +71,7 @@ def _draw(axis: Axes, panel: Mapping[str, Sequence[Point]], names: Sequence[str]
         axis.plot(*_coordinates(points), marker="o", markersize=4, color=f"C{names.index(name)}", label=name)
     best = [point for points in panel.values() for point in points if point.best]
     axis.plot(*_coordinates(best), "k*", markersize=11, fillstyle="none", label="best")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: human_size(nbytes).replace(".0", "")))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: human_size(nbytes)))
     axis.yaxis.set_major_formatter(LogFormatter())
     axis.yaxis.set_minor_formatter(LogFormatter())
     axis.grid(alpha=0.3)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastensor.backends.fallback import available_names
-from fastensor.cli.checkup.backends import Rounds, choices_for, contenders, fitting, measure_rounds, summary
 from fastensor.cli.checkup.folder import examine
+from fastensor.cli.checkup.measurement import Rounds, choices_for, contenders, fitting, measure_rounds, summary
 from fastensor.cli.checkup.printing import leaving_on_sigterm, parse_sizes, print_choices, print_speeds
 from fastensor.cli.output import FAILED, OK
 from fastensor.errors import FastensorError
@@ -30,13 +30,13 @@ def add_to(commands: Any) -> None:
         "to nothing.",
         epilog="Exit status: 0 if something was learned; 1 if nothing could be measured.",
     )
-    parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="of a folder; default: this one")
+    parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="the folder; default: this one")
     parser.add_argument(
         "--sizes",
         type=parse_sizes,
         default=_SIZES,
         metavar="SIZE,...",
-        help="of the files; default: from 64K to 512M, less if there is little space",
+        help="sizes of the files; default: from 64K to 512M, less if there is little space",
     )
     parser.set_defaults(run=_run)
 
@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     folder = examine(options.path)
     if folder.error or folder.space is None:
-        raise FastensorError(f"{folder.path}: {folder.error or 'its free space cannot be told'}")
+        raise FastensorError(f"{folder.path}: {folder.error or 'its free space is not known'}")
     names = contenders(available_names())
     with leaving_on_sigterm():
         measured = measure_rounds(options.path, fitting(options.sizes, folder.space.free_nbytes), names)
@@ -60,8 +60,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def learned(rounds: Rounds) -> Iterator[Change]:
-    """What a dictionary learns from the rounds of one backend. An asynchronous save writes a copy in host memory, as a
-    synchronous one does the tensors."""
+    """The changes of a dictionary by the rounds of one backend. They count for asynchronous saves as well, which write
+    a copy in host memory."""
     contexts: Iterable[tuple[Context, list[float]]] = [
         (Context("write"), rounds.write),
         (Context("write", STAGED), rounds.write),

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
-from fastensor.cli.output import FAILED, OK, UNCHECKED, human_size, print_json, print_table, progress_bar
+from fastensor.cli.output import FAILED, OK, UNCHECKED, print_json, print_table, progress_bar
 from fastensor.errors import FastensorError
+from fastensor.files.words import human_size
 
 _STATUS = {"sound": OK, "no checksums": UNCHECKED, "partly checked": UNCHECKED, "damaged": FAILED, "unreadable": FAILED}
 
@@ -18,14 +19,14 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="compare files with their checksums",
-        description="Read checkpoints and compare all of them with their checksums. Files of torch.save carry some, "
-        "files of safetensors only if Fastensor wrote them.",
-        epilog="Exit status: 0 if all is sound, 1 if a file is damaged or cannot be read, 3 if none is but one has no "
-        "checksums.",
+        description="Read checkpoints and compare them with their checksums. Files of torch.save carry checksums, "
+        "safetensors files only if Fastensor wrote them.",
+        epilog="Exit status: 0 if all files are sound; 1 if a file is damaged or cannot be read; 3 if none is, but one "
+        "has no checksums.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="path or URL")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--allow-unchecked", action="store_true", help="files without checksums do not count")
+    parser.add_argument("--allow-unchecked", action="store_true", help="exit with 0 for files without checksums")
     parser.set_defaults(run=_run)
 
 

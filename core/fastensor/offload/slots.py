@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
 from fastensor.backends.base import DeviceSlots, Extent, SlotBackend, Slots
 from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
+from fastensor.files import posix
 from fastensor.files.budgets import local_processes
 from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try
 from fastensor.offload.extents import Extents

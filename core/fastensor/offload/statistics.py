@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastensor.files.words import human_size
+
 _TERABYTE = 10**12
 _SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
@@ -88,16 +90,16 @@ class OffloadStatistics:
         return self.wait_to_write_seconds + self.wait_to_read_seconds
 
     def __str__(self) -> str:
-        moved = f"{_human(self.offloaded_bytes)} offloaded ({_human(self.written_bytes)} written, "
-        moved += f"{_human(self.read_bytes)} read)"
+        moved = f"{human_size(self.offloaded_bytes)} offloaded ({human_size(self.written_bytes)} written, "
+        moved += f"{human_size(self.read_bytes)} read)"
         wanted = self.prefetch_hits + self.prefetch_late + self.misses
         lines = [
-            f"{self.steps} steps: {moved}, {_human(self.shared_bytes)} shared",
+            f"{self.steps} steps: {moved}, {human_size(self.shared_bytes)} shared",
             f"stalled {self.stall_seconds:.2f} s, in hooks {self.hook_seconds:.2f} s; "
             f"{self.prefetch_hits} of {wanted} were there in time",
-            f"at most {_human(self.peak_pending_bytes)} on the way out, {_human(self.peak_loaded_bytes)} on the "
-            f"way in, {_human(self.peak_ssd_bytes)} on SSDs",
-            "kept: " + (", ".join(f"{why} {_human(count)}" for why, count in self.kept.items()) or "nothing"),
+            f"at most {human_size(self.peak_pending_bytes)} on the way out, "
+            f"{human_size(self.peak_loaded_bytes)} on the way in, {human_size(self.peak_ssd_bytes)} on SSDs",
+            "kept: " + (", ".join(f"{why} {human_size(count)}" for why, count in self.kept.items()) or "nothing"),
         ]
         if math.isfinite(self.drive_days):
             lines.append(f"at this pace the drives last {self.drive_days:.0f} days")
@@ -115,7 +117,3 @@ def drive_days(written_bytes: int, seconds: float, terabytes: float | None) -> f
     if terabytes is None or not written_bytes or seconds <= 0:
         return math.inf
     return terabytes * _TERABYTE / (written_bytes / seconds * WRITE_AMPLIFICATION) / _SECONDS_PER_DAY
-
-
-def _human(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"

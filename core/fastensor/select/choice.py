@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from fastensor.files.words import human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Timing
 from fastensor.select.sizes import size_of
@@ -77,33 +78,17 @@ class Explanation:
     """The part of ``seconds`` that exploring has cost."""
 
     def __str__(self) -> str:
-        lines = [f"{self.context}, up to {human(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
+        lines = [f"{self.context}, up to {human_size(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
         for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
-            text = f"{shown(timing.seconds)} (± {shown(timing.spread / 2)}), measured {timing.count} times"
-            lines.append(f"  {name}: {text}")
+            seconds, spread = human_seconds(timing.seconds), human_seconds(timing.spread / 2)
+            lines.append(f"  {name}: {seconds} (± {spread}), measured {timing.count} times")
         lines += [f"  {name}: not possible ({reason})" for name, reason in self.failed.items()]
-        lines.append(f"  exploring has cost {shown(self.extra_seconds)} of {shown(self.seconds)} in all transfers")
+        cost, total = human_seconds(self.extra_seconds), human_seconds(self.seconds)
+        lines.append(f"  exploring has cost {cost} of {total} in all transfers")
         return "\n".join(lines)
 
 
 @lru_cache(256)
 def up_to(bucket: int) -> str:
     """The sizes of a bucket, in words."""
-    return f"up to {human(size_of(bucket))}"
-
-
-@lru_cache(256)
-def human(nbytes: int) -> str:
-    """A size, in words.
-
-    >>> human(4096), human(1 << 40), human(1 << 30), human(1065353216)
-    ('4 KiB', '1024 GiB', '1 GiB', '1016 MiB')
-    """
-    shift, unit = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB") if nbytes >= 1 << 20 else (10, "KiB")
-    amount = nbytes / (1 << shift)
-    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
-
-
-def shown(seconds: float) -> str:
-    """A time, in words."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"up to {human_size(size_of(bucket))}"

@@ -1,18 +1,17 @@
-"""Dictionaries on the disk: one file for each machine and kind of filesystem, which all processes there learn into.
+"""Dictionaries on the disk: one file for each machine and kind of filesystem, which all processes there share.
 
-A process notes changes, and adds them now and then to what the file holds by then, so processes keep each other's
-changes. Nothing here fails a program that moves bytes: if a file cannot be read or written, that is logged once, and
-the dictionary stays in memory. Files are not synced: after a power failure, timings are learned again."""
+A process notes changes, and now and then adds them to the current contents of the file, so processes keep each other's
+changes. A file that cannot be read or written fails no save and no load: that is logged once, and the dictionary stays
+in memory. Files are not synced: after a power failure, timings are learned again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -25,8 +24,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from platformdirs import user_cache_path
 
-from fastensor.backends import posix
-from fastensor.backends.afterwards import do_afterwards
+from fastensor.files import posix
+from fastensor.files.afterwards import do_afterwards
+from fastensor.files.atomic import replace_contents
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.machine import digest, identity
 
@@ -47,8 +47,7 @@ _KINDS: dict[Kind, dict[str, str]] = {
     "activations": {"of": "activations"},
 }
 _POLL_SECONDS = 0.005
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_BESIDE = r"(\.lock|\.damaged|\.[0-9a-f]{16}\.tmp)?"
+_BESIDE = r"(\.lock|\.damaged)?"
 _logger = logging.getLogger("fastensor")
 
 
@@ -95,9 +94,9 @@ class DictionaryFile:
         except FileNotFoundError:
             pass
         except DictionaryError as error:
-            _say_once("unread", self.path, f"{error}; what was learned before is not used")
+            _warn_once("unread", self.path, f"{error}; what was learned before is not used")
         except OSError as error:
-            _say_once("unread", self.path, f"{self.path} cannot be read: {error}; what was learned before is not used")
+            _warn_once("unread", self.path, f"{self.path} cannot be read: {error}; what was learned before is not used")
         return Dictionary()
 
     def note(self, change: Change) -> None:
@@ -110,8 +109,7 @@ class DictionaryFile:
         return bool(self._noted or self._unwritten)
 
     def flush_if_due(self) -> None:
-        """Every 5 seconds, have another thread flush, so that a disk that does not answer delays no caller. Waits for
-        nothing."""
+        """Every 5 seconds, have another thread flush, so that a disk that does not answer delays no caller."""
         if not self.pending or time.monotonic() < self._due or not self._scheduled.acquire(blocking=False):
             return
         self._due = time.monotonic() + _FLUSH_SECONDS
@@ -129,7 +127,7 @@ class DictionaryFile:
         the changes are kept for the next time; a failure is logged."""
         lock = self._lock
         if not lock.acquire(timeout=LOCK_SECONDS):
-            _say_unwritten(self.path, TimeoutError(errno.ETIMEDOUT, "another thread has been writing it for long"))
+            _warn_unwritten(self.path, TimeoutError(errno.ETIMEDOUT, "another thread has been writing it for long"))
             return
         try:
             if not self._flushing:
@@ -146,7 +144,7 @@ class DictionaryFile:
                 self.update(self._unwritten)
                 self._unwritten.clear()
         except OSError as error:
-            _say_unwritten(self.path, error)
+            _warn_unwritten(self.path, error)
         finally:
             self._flushing = False
 
@@ -162,10 +160,10 @@ class DictionaryFile:
             dictionary = _read_or_set_aside(path)
             for change in changes:
                 dictionary.apply(change)
-            _replace(path, dictionary.to_json(self.machine))
+            replace_contents(str(path), dictionary.to_json(self.machine).encode())
 
     def remove(self) -> list[Path]:
-        """Remove the file, and its lock, a damaged one, and leftovers of killed processes beside it.
+        """Remove the file, its lock, and the damaged file beside it.
 
         Returns:
             The files that were there.
@@ -266,23 +264,8 @@ def _read_or_set_aside(path: Path) -> Dictionary:
         return Dictionary()
     except DictionaryError as error:
         os.rename(path, f"{path}.damaged")
-        _say_once("damaged", path, f"{error}; learning begins anew, and the file is kept as {path}.damaged")
+        _warn_once("damaged", path, f"{error}; learning begins anew, and the file is kept as {path}.damaged")
         return Dictionary()
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            posix.write_fully(fd, memoryview(text.encode()), 0)
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 @contextmanager
@@ -296,24 +279,16 @@ def _locked(path: Path) -> Iterator[None]:
                 yield
                 return
         finally:  # the lock file was removed, or the block has ended
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+            posix.unlock(fd)
             posix.close_read_only(fd)
 
 
 def _lock(fd: int, path: Path) -> None:
     deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", f"{path}.lock") from error
-            time.sleep(_POLL_SECONDS)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return None
-            raise
+    while not posix.try_lock(fd):
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", f"{path}.lock")
+        time.sleep(_POLL_SECONDS)
 
 
 def _family(folder: Path, name: str) -> list[Path]:
@@ -324,16 +299,16 @@ def _family(folder: Path, name: str) -> list[Path]:
         return []
 
 
-_said: set[tuple[str, Path]] = set()
+_warned: set[tuple[str, Path]] = set()
 
 
-def _say_unwritten(path: Path, error: OSError) -> None:
+def _warn_unwritten(path: Path, error: OSError) -> None:
     advice = f"what is learned stays in memory, unless {FOLDER_VARIABLE} names another folder"
-    _say_once("unwritten", path, f"{path} cannot be written: {error}; {advice}")
+    _warn_once("unwritten", path, f"{path} cannot be written: {error}; {advice}")
 
 
-def _say_once(what: str, path: Path, message: str) -> None:
+def _warn_once(what: str, path: Path, message: str) -> None:
     """Log a warning, once per process for the same path."""
-    if (what, path) not in _said:
-        _said.add((what, path))
+    if (what, path) not in _warned:
+        _warned.add((what, path))
         _logger.warning("%s", message)

@@ -228,6 +228,12 @@ def _unescaped(text: str) -> str:
 
 
 def _binary_size(nbytes: int) -> str:
+    """A size as identities have it. Names of dictionary files are hashed from it, so it never changes; for people there
+    is :func:`fastensor.files.words.human_size`.
+
+    >>> _binary_size(256 << 30), _binary_size(1 << 29), _binary_size(1000 << 30)
+    ('256 GiB', '0.5 GiB', '1e+03 GiB')
+    """
     return f"{nbytes / 2**30:.3g} GiB" if nbytes < 1 << 40 else f"{nbytes / 2**40:.3g} TiB"
 
 

@@ -16,7 +16,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, human, shown, up_to
+from fastensor.files.words import human_seconds, human_size
+from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, up_to
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, Key
 from fastensor.select.sizes import bucket_of, scaled, size_of
@@ -204,7 +205,7 @@ class Selector:
             if extra > _NOTICED_SECONDS:
                 _logger.warning(
                     "%s was tried for %s (%s), and took %s, %s longer than the best; FASTENSOR_EXPLORE=0 tries nothing",
-                    backend, human(nbytes), context, shown(seconds), shown(extra),
+                    backend, human_size(nbytes), context, human_seconds(seconds), human_seconds(extra),
                 )  # fmt: skip
             self._learn(Change(context, nbytes, backend, seconds, extra))
 
@@ -378,7 +379,8 @@ class Selector:
         name = prior if prior in risks else min(risks, key=risks.__getitem__, default=None)  # all are compared with it
         if name is None or risks[name] > left:
             return None
-        reason = f"tried for {up_to(key.bucket)}: at a risk of {shown(risks[name])}, of {shown(left)} to spend on that"
+        risk, budget = human_seconds(risks[name]), human_seconds(left)
+        reason = f"tried for {up_to(key.bucket)}: at a risk of {risk}, of {budget} to spend on that"
         return Choice(
             name,
             reason,
@@ -422,7 +424,7 @@ def _why(key: Key, mode: Mode, best: str, expected: _Expected) -> str:
     what = ""
     if expected.of is not expected.to_write:
         what = " to read" if mode == "read" else " to write and read"
-    return f"the fastest{what}: {shown(expected.of[best])} for {up_to(key.bucket)}"
+    return f"the fastest{what}: {human_seconds(expected.of[best])} for {up_to(key.bucket)}"
 
 
 def _least(seconds: Mapping[str, float]) -> str:

@@ -10,20 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from fastensor.backends import posix
-from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, FastensorError
+from fastensor.errors import CorruptCheckpointError
+from fastensor.files import posix
+from fastensor.files.os_errors import read_errors, write_error, write_errors
 from fastensor.store.ref import Format
 
 _TOKEN_NBYTES = 16
 
 
 def new_name(container: Format) -> str:
-    """A name that no other file has, whoever makes it."""
+    """A random name, which no other process or machine gives to a file."""
     return f"{secrets.token_hex(_TOKEN_NBYTES)}.{container}"
 
 
 class StoredFile:
-    """A regular file, open for reading. To be left by ``with``."""
+    """A regular file of a store, open for reading. Use it in ``with``, which closes it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -44,55 +45,36 @@ class StoredFile:
         posix.close_read_only(self.fd)
 
 
-def read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
-    """These bytes of a file, which it must have.
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Leave no file of that name if the block raises.
 
     Raises:
-        fastensor.backends.posix.EndOfFile: it ends before.
+        CheckpointWriteError: the block raised an ``OSError``.
     """
-    data = bytearray(nbytes)
-    if posix.read_fully(fd, memoryview(data), offset) != nbytes:
-        raise posix.EndOfFile(f"the file ends before offset {offset + nbytes}")
-    return bytes(data)
-
-
-@contextmanager
-def write_errors(path: str) -> Iterator[None]:
-    """Leave no file of that name if the block raises; errors of the operating system as ours."""
-    try:
-        with _removed_unless_whole(path):
+    with write_errors(path, "cannot store a tensor", "nothing of it is left"):
+        try:
             yield
-    except FastensorError:
-        raise
-    except OSError as error:
-        raise CheckpointWriteError(
-            error.errno, f"cannot store a tensor ({error.strerror}); nothing of it is left", path
-        ) from error
+        except BaseException:
+            with suppress(OSError):  # it is not there yet
+                os.unlink(path)
+            raise
 
 
 @contextmanager
-def _removed_unless_whole(path: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # it is not there yet
-            os.unlink(path)
-        raise
+def reading(path: str) -> Iterator[None]:
+    """Raise errors of the operating system as ours.
 
-
-@contextmanager
-def read_errors(path: str) -> Iterator[None]:
-    """Errors of the operating system as ours."""
+    Raises:
+        FileNotFoundError: the store has no such tensor.
+        CorruptCheckpointError: the file was cut off.
+        CheckpointReadError: the block raised another ``OSError``.
+    """
     try:
-        yield
-    except FastensorError:
-        raise
+        with read_errors(path, "cannot read a stored tensor"):
+            yield
     except FileNotFoundError as error:
         raise _missing(path) from error
-    except posix.EndOfFile as error:
-        raise CorruptCheckpointError(f"{path}: {error.strerror}; it was cut off") from error
-    except OSError as error:
-        raise CheckpointReadError(error.errno, f"cannot read a stored tensor ({error.strerror})", path) from error
 
 
 def remove(path: str) -> None:
@@ -107,7 +89,7 @@ def remove(path: str) -> None:
     except FileNotFoundError as error:
         raise _missing(path) from error
     except OSError as error:
-        raise CheckpointWriteError(error.errno, f"cannot delete a stored tensor ({error.strerror})", path) from error
+        raise write_error(error, path, "cannot delete a stored tensor") from error
 
 
 def _missing(path: str) -> FileNotFoundError:

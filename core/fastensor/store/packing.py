@@ -1,4 +1,4 @@
-"""What of a tensor is stored, and how a tensor is made of that again. No files."""
+"""Packing a tensor for a file, and unpacking it again. Pure: no files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
 _PLAIN = {Tensor: "Tensor", torch.nn.Parameter: "Parameter"}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By width: dtypes that torch copies bit by bit, whatever the bits mean."""
+"""Dtypes by width that torch copies bit by bit, whatever the bits mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Packed:
     """A tensor that can be stored. Borrows its memory."""
 
     values: Tensor
-    """What the file is to hold; dense tensors are contiguous, or contiguous when transposed."""
+    """The contents of the file. Dense tensors are contiguous, or contiguous when transposed."""
     kind: str
     """As in :class:`TensorRef`."""
     stride: tuple[int, ...] | None
@@ -35,18 +35,18 @@ class Packed:
     requires_grad: bool
     nbytes: int
     not_for_npy: str = ""
-    """Why NumPy's container cannot hold it; empty if it can. torch's can hold everything."""
+    """Why NumPy's container cannot hold the tensor; empty if it can. torch's container can hold everything."""
     planned: torch_zip.TorchZip | None = None
-    """The file, if it is not dense."""
+    """The plan of the file, if the tensor is not dense."""
 
     def plan(self, container: Format) -> Plan:
-        """Lay out the file."""
+        """The plan of the file."""
         if container == "npy":
             return npy.plan(self.values)
         return self.planned or _plan_for_torch(_alone(self.values))
 
     def ref(self, file: str, container: Format, backend: str, crc32: int | None) -> TensorRef:
-        """What brings it back, once it is in that file."""
+        """The ref of the tensor, once the tensor is in that file."""
         return TensorRef(
             file, container, self.kind, _name_of(self.values.dtype), tuple(self.values.shape), self.stride,
             self.values.device.type, self.requires_grad, self.nbytes, crc32, backend,
@@ -54,12 +54,12 @@ class Packed:
 
 
 def pack(tensor: Tensor) -> Packed:
-    """Find out what to store.
+    """The tensor in the form in which it is stored.
 
-    Dense tensors that are neither contiguous nor that when transposed are copied; lazy conjugates are resolved.
+    A dense tensor is copied if neither it nor its transpose is contiguous. Lazy conjugates are resolved.
 
     Raises:
-        UnsupportedContentError: it has no values, or none of its own.
+        UnsupportedContentError: the tensor has no values, or its storage is freed.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, found {type(tensor).__name__}")
@@ -92,18 +92,18 @@ def _pack_dense(tensor: Tensor) -> Packed:
 
 
 def _check_storage(tensor: Tensor) -> None:
-    """Sharded training frees storages of tensors that live on."""
+    """Refuse a tensor whose storage is freed: sharded training frees storages of tensors that live on."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * tensor.itemsize:
         raise UnsupportedContentError("a tensor whose storage has been freed cannot be stored")
 
 
 def unpack(values: Tensor, ref: TensorRef) -> Tensor:
-    """The tensor, of its elements on the right device.
+    """The tensor as it was before :func:`pack`.
 
     Args:
-        values: what the file holds; the result may share its memory.
-        ref: what else there is to it.
+        values: the contents of the file, on the right device. The result may share their memory.
+        ref: strides, kind and ``requires_grad``.
     """
     if ref.stride is not None:
         values = _with_strides(values, ref.stride)
@@ -113,12 +113,12 @@ def unpack(values: Tensor, ref: TensorRef) -> Tensor:
 
 
 def elements(data: Tensor, header: npy.NpyHeader, dtype: torch.dtype) -> Tensor:
-    """Bytes as the tensor that they are the elements of.
+    """The tensor whose elements are the bytes ``data``. Shares their memory.
 
     Args:
-        data: of uint8, one-dimensional.
-        header: what the file says.
-        dtype: of the same width as the one in the header.
+        data: a one-dimensional tensor of uint8.
+        header: the header of the file.
+        dtype: a dtype as wide as the one in the header.
     """
     values = data.view(dtype)
     if header.fortran_order:
@@ -127,7 +127,7 @@ def elements(data: Tensor, header: npy.NpyHeader, dtype: torch.dtype) -> Tensor:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same memory, as a dtype that can be copied bit by bit."""
+    """The same memory, as integers, which torch copies bit by bit."""
     return tensor.view(_INTEGERS[tensor.itemsize])
 
 
@@ -144,7 +144,7 @@ def _plan_for_torch(values: Tensor) -> torch_zip.TorchZip:
 
 
 def _alone(values: Tensor) -> Tensor:
-    """The same tensor, as one that has its storage for itself: torch stores storages whole."""
+    """The same tensor with a storage of its own, without other elements: torch stores storages whole."""
     storage = values.untyped_storage()
     begin = int(values.storage_offset()) * values.itemsize
     if storage.nbytes() == values.nbytes:

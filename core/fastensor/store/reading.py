@@ -15,9 +15,10 @@ from torch import Tensor
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.to_device import Filler, is_filled_at_once, storage_on
 from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
+from fastensor.files import posix
 from fastensor.stitch import npy
 from fastensor.stitch.torch_records import read_archive, read_pickle
-from fastensor.store.files import StoredFile, read_exactly
+from fastensor.store.files import StoredFile
 from fastensor.store.packing import elements
 from fastensor.store.ref import TensorRef
 
@@ -26,9 +27,9 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
     """The elements of a tensor, on the device.
 
     Raises:
-        CorruptCheckpointError: the file is damaged, or another one than the ref is of.
+        CorruptCheckpointError: the file is damaged, or does not belong to the ref.
         BackendUnavailableError: the backend cannot read this file.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     dtype = ref.torch_dtype()
     with closing(backend.open_reader(file.fd, file.nbytes, [Extent(0, file.nbytes)])) as reader:
@@ -58,9 +59,9 @@ def read_pt(file: StoredFile, ref: TensorRef, device: torch.device, *, verify: b
     """The tensor that ``torch.load(weights_only=True)`` finds in a file, on the device.
 
     Raises:
-        CorruptCheckpointError: the file is damaged, or another one than the ref is of.
+        CorruptCheckpointError: the file is damaged, or does not belong to the ref.
         UnsafeCheckpointError: the tensor is of a class that torch does not allow.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if verify:
         _check_pickle(file)
@@ -97,16 +98,16 @@ def _load(file: StoredFile, ref: TensorRef, place: Callable[[Any, str], Any]) ->
 
 
 def stored_crc32(fd: int, nbytes: int, where: str) -> int:
-    """The CRC32 of all storages in a ``.pt`` file, one behind the other, as its directory says."""
+    """The CRC32 of all storages of a ``.pt`` file in order, combined from those in the file's directory."""
     crc32 = 0
-    for part in read_archive(partial(read_exactly, fd), nbytes, where=where).storages.values():
+    for part in read_archive(partial(posix.read_exactly, fd), nbytes, where=where).storages.values():
         crc32 = isal_zlib.crc32_combine(crc32, part.crc32 or 0, part.nbytes)
     return crc32
 
 
 def _check_pickle(file: StoredFile) -> None:
-    """What stands beside the elements, such as the scale of a quantized tensor, is in the pickle."""
-    read = partial(read_exactly, file.fd)
+    """Verify the pickle, which holds what the elements do not say, such as the scale of a quantized tensor."""
+    read = partial(posix.read_exactly, file.fd)
     read_pickle(read, read_archive(read, file.nbytes, where=file.path), where=file.path, verify=True)
 
 

@@ -1,4 +1,4 @@
-"""What is needed to bring a stored tensor back."""
+"""The ref of a stored tensor: what a store needs to read it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.shape import is_dense, is_shape
 
 Format: TypeAlias = Literal["npy", "pt"]
-"""The containers of a store: NumPy's, and torch's."""
+"""The containers of a store: NumPy's and torch's."""
 PLAIN_KINDS = ("Tensor", "Parameter")
-"""Kinds of tensors that are their elements and nothing else."""
+"""Kinds of tensors that consist of their elements alone."""
 _NAME = re.compile(r"[0-9a-f]{32}\.(npy|pt)")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a :class:`TensorStore` keeps a tensor, and what the file does not say about it.
+    """Where a :class:`TensorStore` keeps a tensor, and what the file does not say about the tensor.
 
-    Holds in every process and for every store of the same directory, until the tensor is deleted. It can be pickled,
-    and is made of plain values:
+    A ref is valid in every process, for every store of the same directory, until the tensor is deleted. It can be
+    pickled, and consists of plain values:
 
     >>> import json
     >>> from dataclasses import asdict
@@ -33,7 +33,7 @@ class TensorRef:
     True
 
     Raises:
-        ValueError: the values contradict each other, or the file is not one of a store.
+        ValueError: the values contradict each other, or the name is not that of a file of a store.
         UnsupportedContentError: this torch does not have the dtype.
     """
 
@@ -41,21 +41,21 @@ class TensorRef:
     """Name of the file in the store's directory."""
     format: Format
     kind: str
-    """``Tensor``, ``Parameter``; or what else it is, such as ``sparse_coo``, ``quantized``, the name of a subclass."""
+    """``Tensor``, ``Parameter``, a layout such as ``sparse_coo``, ``quantized``, or the name of a subclass."""
     dtype: str
-    """As torch names it, such as ``bfloat16``."""
+    """The name in torch, such as ``bfloat16``."""
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
-    """In elements, with which it comes back; None means contiguous."""
+    """Strides of the tensor, in elements; None means contiguous."""
     device: str
-    """Kind of the device that it came from, such as ``cuda``."""
+    """Kind of the device of the tensor that was stored, such as ``cuda``."""
     requires_grad: bool
     nbytes: int
-    """Of its elements."""
+    """Size of the elements."""
     crc32: int | None
-    """Of its elements, as they stand in the file; None if nobody has computed it."""
+    """CRC32 of the elements as they are in the file; None if it was not computed."""
     backend: str
-    """Which one wrote it."""
+    """The backend that wrote the file."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
@@ -65,7 +65,7 @@ class TensorRef:
 
     @property
     def plain(self) -> bool:
-        """Whether the tensor is its elements and nothing else."""
+        """Whether the tensor consists of its elements alone."""
         return self.kind in PLAIN_KINDS
 
     def torch_dtype(self) -> torch.dtype:

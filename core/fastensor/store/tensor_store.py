@@ -12,10 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fastensor.backends import posix, registry, stream
+from fastensor.backends import registry, stream
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import can_write
-from fastensor.backends.new_file import NewFile
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,
@@ -23,13 +22,15 @@ from fastensor.errors import (
     LayoutError,
     PlacementError,
 )
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
 from fastensor.select.choice import Mode, check_mode
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
 from fastensor.select.selector import Selector
 from fastensor.stitch.torch_zip import TorchZip
-from fastensor.store.files import StoredFile, new_name, read_errors, remove, write_errors
+from fastensor.store.files import StoredFile, new_name, reading, remove, writing
 from fastensor.store.packing import Packed, pack, unpack
 from fastensor.store.reading import read_npy, read_pt, stored_crc32
 from fastensor.store.ref import Format, TensorRef
@@ -37,7 +38,7 @@ from fastensor.store.tools import StoreStatistics, Tools, container_of, ways_to_
 
 
 class TensorStore:
-    """A directory of tensors, one file each, written and read by whichever backend is the fastest at it.
+    """A directory of tensors, one file each, written and read by the fastest backend for each.
 
     Files are plain ``.npy``, or ``.pt`` as ``torch.save`` writes them, and hold one tensor without the rest of the
     storage that it may be a view of. ``np.load`` and ``torch.load`` read them; dtypes that NumPy does not have
@@ -50,28 +51,28 @@ class TensorStore:
     ``channels_last`` tensor), which costs a copy at both ends unless it is transposed as a whole; other tensors come
     back contiguous. Attributes, hooks and the graph of a dense tensor are not stored.
 
-    Every method may be called from several threads, and several processes may use one directory. Nothing is shared but
-    the files, whose names are random. A forked child goes on with the store that it has from its parent.
+    Every method may be called from several threads, and several processes may use one directory. They share only the
+    files, whose names are random. A forked child can use the store of its parent.
 
-    Picklable, and copied the same way: the copy has the same directory and settings, is closed if this one is, and has
-    counted nothing yet. It brings, and deletes, what any of them has put. A selector that was given is copied with it,
-    and learns by itself from then on.
+    A store can be pickled and copied: the copy has the same directory and settings, is closed if the original is, and
+    starts its counts at zero. Each of them can read and delete what the other has put. A selector that was given is
+    copied with the store, and learns separately from then on.
 
     Args:
-        directory: where the files are; created if it is missing. Closing the store removes nothing.
-        selector: what chooses backends, and learns from every transfer; None is the one that knows this machine and
-            filesystem (``fastensor.current_selector(directory, of="tensors")``). One made with ``explore=False`` keeps
-            to its dictionary.
+        directory: the directory of the files, which is created if it is missing. Closing the store removes nothing.
+        selector: chooses backends, and learns from every transfer. None is the selector that knows this machine and
+            filesystem (``fastensor.current_selector(directory, of="tensors")``). A selector with ``explore=False``
+            tries no other backends.
         backend: ``"auto"``, or the name of the backend to use, here or in the paper (``npy``, ``pt``): then the
-            selector is neither asked nor told. Where it cannot, another one is used, which is logged.
-        mode: what the choice is to make fast: ``"write"``, ``"read"`` or ``"write_read"``, by the paper's WDic, RDic or
-            WRDic. With the latter two, a tensor is read by the backend that wrote it; with ``"write"``, by the
-            fastest that reads its container.
-        durable: sync file and directory, so that a tensor that has been put survives a power failure. Without, it is
-            still whole or not there for every process on this machine. By default False, other than for checkpoints:
-            single tensors are mostly put for the running program, which a power failure ends, and a sync may take
-            longer than the write of a small tensor.
-        verify: compare what is read with the CRC32 in its ref.
+            selector neither chooses nor learns. Where the backend cannot be used, another one is, which is logged.
+        mode: the transfers that the choice is to make fast: ``"write"``, ``"read"`` or ``"write_read"``, by the paper's
+            WDic, RDic or WRDic. With the latter two, a tensor is read by the backend that wrote it; with ``"write"``,
+            by the fastest backend that reads the container.
+        durable: sync file and directory, so that a tensor survives a power failure once :meth:`put` has returned.
+            Without ``durable``, every process on this machine still finds the tensor whole or not at all. The default
+            is False, other than for checkpoints: single tensors are mostly put for the running program, which a power
+            failure ends, and a sync may take longer than the write of a small tensor.
+        verify: compare the bytes of a tensor with the CRC32 in its ref.
 
     Raises:
         CheckpointWriteError: the directory cannot be created.
@@ -125,12 +126,12 @@ class TensorStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings = dict(state)
         closed = settings.pop("closed")
-        self.__init__(**settings)  # type: ignore[misc]  # a copy begins like any other
+        self.__init__(**settings)  # type: ignore[misc]  # a copy is made like any other store
         self._closed = closed
 
     @property
     def directory(self) -> str:
-        """Where the files are: an absolute path."""
+        """The absolute path of the directory."""
         return self._directory
 
     def __enter__(self) -> Self:
@@ -140,32 +141,32 @@ class TensorStore:
         self.close()
 
     def close(self) -> None:
-        """Accept no more calls; what has begun is finished. The files stay, and refs hold for the next store."""
+        """Accept no more calls; running ones are finished. The files stay, and refs are valid for the next store."""
         self._closed = True
 
     def put(self, tensor: Tensor) -> TensorRef:
-        """Store a tensor, which is borrowed: it must not change until this returns.
+        """Store a tensor. The tensor is borrowed: it must not change until this returns.
 
-        CUDA work that was queued on the current streams is waited for. Extra memory is what the backend holds, and a
-        copy of the tensor, on its device, if it is not contiguous.
+        CUDA work that was queued on the current streams is waited for. Extra memory is the backend's, and a copy of the
+        tensor, on its device, if the tensor is not contiguous.
 
         Raises:
-            CheckpointWriteError: the operating system refused something, ``errno`` says what; nothing is left behind.
-            UnsupportedContentError: it has no values: it is on the meta device, or its storage was freed; or it is
-                nested.
-            StateChangedError: its storage was resized meanwhile.
+            CheckpointWriteError: the operating system refused an operation, ``errno`` says why; no file is left.
+            UnsupportedContentError: the tensor has no values (it is on the meta device, or its storage was freed), or
+                is nested.
+            StateChangedError: the storage was resized meanwhile.
         """
         return self.put_many([tensor])[0]
 
     def put_many(self, tensors: Iterable[Tensor]) -> list[TensorRef]:
-        """Store tensors, one after the other; all of them, or, if one of them fails, none. See :meth:`put`."""
+        """Store tensors, one after the other: all of them or, if one fails, none. See :meth:`put`."""
         self._check_open()
         refs: list[TensorRef] = []
         try:
             for tensor in tensors:
                 refs.append(self._put(tensor))
             if self._durable and refs:
-                with write_errors(self._directory):
+                with writing(self._directory):
                     posix.sync_directory(self._directory)
         except BaseException:
             for ref in refs:
@@ -175,24 +176,24 @@ class TensorStore:
         return refs
 
     def get(self, ref: TensorRef, device: torch.device | str | int | None = None) -> Tensor:
-        """Bring a tensor back. It belongs to the caller.
+        """Read a tensor, which then belongs to the caller.
 
         Args:
-            ref: what :meth:`put` returned, here or in another process.
-            device: where to; None means the kind of device that it came from, and there the current one.
+            ref: the ref that :meth:`put` returned, here or in another process.
+            device: the device of the result. None means the current device of the kind on which the tensor was.
 
         Raises:
-            FileNotFoundError: it has been deleted, or was put into another directory.
-            CorruptCheckpointError: its file is damaged, or was replaced by another one.
+            FileNotFoundError: the tensor has been deleted, or was put into another directory.
+            CorruptCheckpointError: the file is damaged, or was replaced by another one.
             CheckpointReadError: the operating system failed to deliver the bytes.
             PlacementError: there is no such device.
-            UnsafeCheckpointError: it is of a class that ``torch.load(weights_only=True)`` does not allow.
-            UnsupportedContentError: this torch does not have its dtype.
+            UnsafeCheckpointError: the tensor's class is one that ``torch.load(weights_only=True)`` does not allow.
+            UnsupportedContentError: this torch does not have the dtype.
         """
         self._check_open()
         target = _checked_device(ref.device if device is None else device)
         path = self._path(ref)
-        with read_errors(path), StoredFile(path) as file:
+        with reading(path), StoredFile(path) as file:
             resident = posix.resident_fraction(file.fd, file.nbytes)
             context = Context("read", target.type, warm=resident >= RESIDENT_FRACTION)
             tools = self._tools
@@ -204,16 +205,16 @@ class TensorStore:
                 raise CheckpointReadError(errno.EINVAL, f"cannot read a stored tensor: {error}", path) from error
 
     def get_many(self, refs: Iterable[TensorRef], device: torch.device | str | int | None = None) -> list[Tensor]:
-        """Bring tensors back, one after the other. See :meth:`get`."""
+        """Read tensors, one after the other. See :meth:`get`."""
         return [self.get(ref, device) for ref in refs]
 
     def delete(self, ref: TensorRef) -> None:
-        """Remove a tensor. Whoever is reading it gets it whole.
+        """Remove a tensor. A call that is reading the tensor still gets it whole.
 
-        Not synced: a power failure may bring the file back, which nobody refers to any more.
+        Not synced: a power failure may bring back the file, to which no ref is left.
 
         Raises:
-            FileNotFoundError: it has been deleted before, or was put into another directory.
+            FileNotFoundError: the tensor has been deleted before, or was put into another directory.
             CheckpointWriteError: the filesystem refused.
         """
         self._check_open()
@@ -221,7 +222,7 @@ class TensorStore:
         self._tools.count_delete()
 
     def delete_many(self, refs: Iterable[TensorRef]) -> None:
-        """Remove tensors: all that can be; then the first error is raised, if there was one. See :meth:`delete`."""
+        """Remove all tensors that can be removed, then raise the first error, if there was one. See :meth:`delete`."""
         failure: OSError | None = None
         for ref in refs:
             try:
@@ -232,7 +233,7 @@ class TensorStore:
             raise failure
 
     def statistics(self) -> StoreStatistics:
-        """What has been done so far."""
+        """Counts of the transfers so far."""
         return self._tools.statistics()
 
     def _put(self, tensor: Tensor) -> TensorRef:
@@ -253,18 +254,18 @@ class TensorStore:
         container = container_of(backend.name)
         try:
             plan = packed.plan(container)
-        except (LayoutError, KeyError) as error:  # KeyError: torch cannot save dtypes that it only has names for
+        except (LayoutError, KeyError) as error:  # KeyError: torch knows some dtypes by name only
             raise BackendUnavailableError(f"torch.save does not take it ({error})") from error
         if not can_write(backend.name, plan):
             raise BackendUnavailableError(f"it cannot write a tensor as .{container}")
         name = new_name(container)
         path = os.path.join(self._directory, name)
-        with write_errors(path), NewFile(path) as new:
+        with writing(path), NewFile(path) as new:
             posix.preallocate(new.fd, -(-plan.nbytes // posix.ASSUMED_ALIGNMENT) * posix.ASSUMED_ALIGNMENT)
             checksums = backend.write(plan, new.fd)
             if isinstance(plan, TorchZip):
                 crc32: int | None = stored_crc32(new.fd, plan.nbytes, path)
-            elif checksums or self._verify:  # a backend need not have any
+            elif checksums or self._verify:  # a backend may return none
                 (crc32,) = checksums or stream.checksums_of(plan)
             else:
                 crc32 = None

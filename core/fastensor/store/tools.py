@@ -1,4 +1,4 @@
-"""Which backend moves a tensor (the Fastensor paper, section 4, Algorithms 1 and 2), and what came of it."""
+"""The backend for each tensor (the Fastensor paper, section 4, Algorithms 1 and 2), and counts of transfers."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ class StoreStatistics:
     gets: int
     deletes: int
     written_bytes: int
-    """Of tensors, without what else is in their files."""
+    """Bytes of tensors, without headers."""
     read_bytes: int
     written_by: Mapping[str, int]
-    """How many tensors, by backend."""
+    """Number of tensors by backend."""
     read_by: Mapping[str, int]
     fallbacks: Mapping[str, str]
-    """Backends that were chosen or asked for, and could not do it; and why, the last time."""
+    """Backends that were chosen or named but could not be used, and the latest reason."""
     selector: SelectorStatistics
-    """Of everything that the selector has decided on, for others, too; zeros if a backend was named: none is asked."""
+    """Counts of the selector, which other stores may share. Zeros if a backend was named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Backends that can do something."""
+    """The backends that can do a transfer."""
 
     names: tuple[str, ...]
     choose: bool
-    """Whether the selector chooses among them; if not, they are tried in this order."""
+    """Whether the selector chooses among the backends. If not, they are tried in this order."""
     learn: bool
-    """Whether the selector is to hear how long it took; it always is if it chooses."""
+    """Whether the time is reported to the selector, as it always is if the selector chooses."""
 
 
 def container_of(backend: str) -> Format:
-    """What a backend writes and reads.
+    """The container that a backend writes and reads.
 
     >>> container_of("torch"), container_of("direct")
     ('pt', 'npy')
@@ -63,12 +63,12 @@ def container_of(backend: str) -> Format:
 
 
 def ways_to_write(tool: str, available: Iterable[str], containers: Sequence[Format]) -> Ways:
-    """How a tensor may be written.
+    """The backends that can write a tensor.
 
     Args:
-        tool: the backend that was asked for, or ``auto``.
-        available: those that can work here.
-        containers: those that can hold it.
+        tool: the name of a backend, or ``auto``.
+        available: the backends that can work here.
+        containers: the containers that can hold the tensor.
 
     >>> ways_to_write("auto", ["direct", "numpy", "torch"], ["npy", "pt"]).names
     ('direct', 'numpy', 'torch')
@@ -84,8 +84,8 @@ def ways_to_write(tool: str, available: Iterable[str], containers: Sequence[Form
 def ways_to_read(
     tool: str, available: Iterable[str], container: Format, written_by: str, mode: Mode, *, plain: bool
 ) -> Ways:
-    """How a stored tensor may be read: by what wrote it where that is to be compared with others (Algorithm 2), else
-    by whatever reads its container fastest.
+    """The backends that can read a stored tensor. First comes the backend that wrote the tensor, if written and read
+    times are to be compared together (Algorithm 2); else the fastest reader of the container.
 
     >>> ways_to_read("auto", ["direct", "numpy", "torch"], "npy", "numpy", "write_read", plain=True)
     Ways(names=('numpy', 'direct'), choose=False, learn=True)
@@ -101,12 +101,12 @@ def ways_to_read(
 
 
 class Tools:
-    """Does things with backends, and counts. Every method may be called from several threads.
+    """Runs transfers with the best backend, and counts them. Every method may be called from several threads.
 
     Args:
         tool: the name of a backend, in the paper or here; or ``auto``.
-        selector: gives the one that chooses; asked and told only if the tool is ``auto``.
-        mode: what tensors are written for.
+        selector: returns the selector, which is used only if the tool is ``auto``.
+        mode: which transfers the choice is to make fast.
 
     Raises:
         UnknownBackendError: no backend has that name.
@@ -127,21 +127,21 @@ class Tools:
 
     @property
     def available(self) -> tuple[str, ...]:
-        """What the selector chooses among, now; nothing if there is no choice."""
+        """The backends among which the selector chooses now; empty if a backend was named."""
         return available_names() if self.tool == registry.AUTO else ()
 
     def use(self, ways: Ways, context: Context, nbytes: int, rule: str, act: Callable[[Backend], T]) -> T:
-        """Do something with the best backend that can.
+        """Run a transfer with the best backend that can.
 
         Args:
-            ways: those that might.
-            context: in which circumstances.
-            nbytes: of the tensor.
-            rule: the backend for sizes of which nothing is known.
-            act: what to do.
+            ways: the candidates.
+            context: the circumstances of the transfer.
+            nbytes: size of the tensor.
+            rule: the backend for sizes that were not measured yet.
+            act: the transfer.
 
         Raises:
-            BackendUnavailableError: none could.
+            BackendUnavailableError: no backend could.
             Exception: whatever else ``act`` raises.
         """
         transfer = Transfer(
@@ -161,7 +161,7 @@ class Tools:
         return result
 
     def note_fallback(self, name: str, reason: str) -> None:
-        """A backend is not used. Logged if that is news to this process."""
+        """Count a backend that is not used. Logged once per process and reason."""
         announce(name, reason)
         with self._lock:
             self._fallbacks[name] = reason
@@ -191,7 +191,7 @@ _made: weakref.WeakSet[Tools] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """In a forked child: whoever holds one does not live there."""
+    """In a forked child: threads that hold a lock are missing there."""
     for tools in _made:
         tools._renew_lock()
 

@@ -25,9 +25,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fastensor.backends import posix
 from fastensor.backends.base import Backend, Extent
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
 from fastensor.stitch.torch_zip import TorchZip, plan
 from fastensor.testing.faults import failing_call, short_call
 

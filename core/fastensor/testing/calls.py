@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 from unittest import mock
 
-from fastensor.backends import posix
+from fastensor.files import posix
 
 OS_CALLS = (
     *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "mkdir", "readlink"),

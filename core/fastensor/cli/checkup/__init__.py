@@ -1,1 +1,1 @@
-"""What ``fastensor doctor`` finds out: pure records, and one function for each that fills it."""
+"""The parts of ``fastensor doctor``: software, folder and measurement. Each finds out, describes and advises."""

@@ -1,28 +1,39 @@
-"""The folder that files are to be saved to, and the filesystem that it is on."""
+"""The folder: its filesystem, its space, and what the filesystem can do."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
+from fastensor.cli.checkup.advice import Advice
 from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
+from fastensor.files.words import human_size
 from fastensor.select.machine import StorageKind, identity, storage_kind
 from fastensor.select.rule import RESIDENT_FRACTION
 
 PREFIX = ".fastensor-doctor-"
-"""What all that is created in the folder begins with, as far as it has a name."""
+"""Prefix of the names of everything that is created in the folder."""
 _PROBE_NBYTES = 1 << 20
+_LITTLE_NBYTES = 1 << 30
+_FEW_FILES = 100
+MAKE_WRITABLE = "have the folder made writable, free space or quota, or name another one"
+_REMEDIES = {
+    "there is no such folder": "create it, or name another one",
+    "it is no folder": "name the folder that it is in",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """How much fits, as the filesystem tells (``statvfs``). Quotas show only where it counts them in."""
+    """The space of the filesystem (``statvfs``). Quotas show only where the filesystem counts them in."""
 
     free_nbytes: int
-    """For this user."""
+    """What this user can still write."""
     total_nbytes: int
     files_left: int | None
     """How many more files there can be; None if there is no such limit."""
@@ -34,7 +45,7 @@ class DirectIO:
 
     accepted: bool
     reason: str
-    """Why not; empty if they are."""
+    """Why the filesystem does not accept them; empty if it does."""
     memory_alignment: int | None
     """In bytes; None if the filesystem has no direct I/O."""
     offset_alignment: int | None
@@ -42,39 +53,39 @@ class DirectIO:
 
 @dataclass(frozen=True, slots=True)
 class PageCache:
-    """Whether it can be seen what the page cache holds, and changed: a file was written, and then evicted from it."""
+    """Whether programs can see and empty the page cache: a file was written, and then evicted."""
 
     written_fraction: float
-    """How much of it was resident when it had been written."""
+    """The part of the file that was resident after writing."""
     evicted_fraction: float
-    """How much when it had been evicted."""
+    """The part that was resident after the eviction."""
 
     works: bool
-    """Whether both are as they should be: then loads know what is in it, and cold reads can be measured."""
+    """Whether both are as they should be. Then loads know what is cached, and cold reads can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What was found out about a folder. What is None could not be found out, because of the error."""
+    """What was found out about a folder; None for what could not be found out because of the error."""
 
     path: str
     error: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Why the folder cannot be used; empty if it can."""
     filesystem: str = ""
-    """Its kind, as the kernel calls it."""
+    """The kind of the filesystem, as the kernel calls it."""
     disk: str = ""
-    """What it is on, as far as that is on this machine."""
+    """The model of the disk, if it is one of this machine."""
     kept_by: StorageKind = "disk"
-    """Who keeps its files: a disk of this machine, memory until the next boot, or another machine or program."""
+    """What stores the files: a disk of this machine, memory until the next boot, or another machine or program."""
     space: Space | None = None
     direct: DirectIO | None = None
     page_cache: PageCache | None = None
     machine: dict[str, str] = field(default_factory=dict)
-    """What timings are kept apart by."""
+    """The identity by which dictionaries are kept apart."""
 
 
 def examine(path: str) -> Folder:
-    """Look at a folder, and try it with a small file that never has a name, or not for long."""
+    """Look at a folder, and try it with a small temporary file."""
     machine = identity(path)
     kind = machine.get("filesystem", "")
     found = Folder(
@@ -97,14 +108,14 @@ def examine(path: str) -> Folder:
 
 
 def _space(found: os.statvfs_result) -> Space | None:
-    if not found.f_blocks:  # it does not count
+    if not found.f_blocks:  # the filesystem does not count blocks
         return None
     files_left = found.f_favail if found.f_files else None
     return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, files_left)
 
 
 def _try(found: Folder, fd: int) -> Folder:
-    """Fill in what an empty, open file there tells."""
+    """Add what can be found out with an empty, open file in the folder."""
     posix.write_fully(fd, memoryview(bytes(_PROBE_NBYTES)), 0)
     posix.sync_file(fd)
     return replace(found, page_cache=_page_cache(fd), direct=_direct_io(fd))
@@ -117,7 +128,7 @@ def _page_cache(fd: int) -> PageCache:
 
 
 def _direct_io(fd: int) -> DirectIO:
-    """What the filesystem says, and whether a transfer is then accepted."""
+    """The limits that the filesystem states, and whether it accepts a transfer."""
     limits = posix.direct_limits(fd)
     memory, offset = (limits.memory_alignment, limits.offset_alignment) if limits else (None, None)
     try:
@@ -125,3 +136,61 @@ def _direct_io(fd: int) -> DirectIO:
     except BackendUnavailableError as error:
         return DirectIO(False, str(error), memory, offset)
     return DirectIO(True, "", memory, offset)
+
+
+def facts(found: Folder) -> dict[str, str]:
+    """The rows of the table; empty where nothing was found out."""
+    kept = {"disk": "", "memory": ", in memory", "server": ", kept elsewhere"}[found.kept_by]
+    disk = f" on {found.disk}" if found.disk else ""
+    return {
+        "folder": found.path,
+        "filesystem": f"{found.filesystem or 'unknown'}{kept}{disk}",
+        "free": _describe_space(found.space) if found.space else "",
+        "O_DIRECT": _describe_direct(found.direct) if found.direct else "",
+        "page cache": _describe_page_cache(found.page_cache) if found.page_cache else "",
+    }
+
+
+def _describe_space(space: Space) -> str:
+    files = "" if space.files_left is None else f", {space.files_left} more files"
+    return f"{human_size(space.free_nbytes)} of {human_size(space.total_nbytes)}{files}"
+
+
+def _describe_direct(direct: DirectIO) -> str:
+    if not direct.accepted:
+        return f"no: {direct.reason}"
+    return f"yes, in blocks of {direct.offset_alignment} bytes from memory aligned to {direct.memory_alignment}"
+
+
+def _describe_page_cache(cache: PageCache) -> str:
+    if cache.works:
+        return "can be seen and emptied"
+    return (
+        f"cannot be seen or emptied: {cache.written_fraction:.0%} of a file are in it after writing, and "
+        f"{cache.evicted_fraction:.0%} after the eviction"
+    )
+
+
+def advise(found: Folder) -> Iterator[Advice]:
+    """What keeps files from being saved there, from being durable, or from being moved fast."""
+    where, in_memory = found.path, found.kept_by == "memory"
+    if found.error:
+        yield Advice("error", f"{where}: {found.error}", _REMEDIES.get(found.error, MAKE_WRITABLE))
+    if in_memory:
+        what = f"{where} is on {found.filesystem}, in memory: nothing there survives the next boot, durable or not"
+        yield Advice("warning", what, "save what is to be kept to a disk")
+    if found.kept_by == "server":
+        what = f"{where} is on {found.filesystem}, kept by another machine or program, on whose fsync saves depend"
+        yield Advice("warning", what, "find out whether it syncs (an NFS export that is async does not)")
+    if found.space is not None and found.space.free_nbytes < _LITTLE_NBYTES:
+        what = f"only {human_size(found.space.free_nbytes)} are free at {where}"
+        yield Advice("warning", what, "free some: a checkpoint and the one that replaces it need room at a time")
+    if found.space is not None and found.space.files_left is not None and found.space.files_left < _FEW_FILES:
+        what = f"there can be only {found.space.files_left} more files at {where}"
+        yield Advice("warning", what, "remove some: the filesystem runs out of inodes")
+    if found.direct is not None and not found.direct.accepted and not in_memory:
+        what = f"no direct I/O at {where}: {found.direct.reason}"
+        yield Advice("warning", what, "use a filesystem that has it, such as ext4 or XFS: large files are faster there")
+    if found.page_cache is not None and not found.page_cache.works and not in_memory:
+        what = f"the page cache of {where} cannot be seen or emptied"
+        yield Advice("warning", what, "name a backend if loads are slow: they take every file for cached")

@@ -1,4 +1,4 @@
-"""What the commands that measure have in common: sizes in, tables out."""
+"""Arguments and tables that ``doctor`` and ``tune`` share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fastensor.cli.checkup.backends import LEAST_NBYTES, MOST_NBYTES, Chosen, Speed
-from fastensor.cli.output import human_size, print_table
+from fastensor.cli.checkup.measurement import LEAST_NBYTES, MOST_NBYTES, Chosen, Speed
+from fastensor.cli.output import print_table
+from fastensor.files.words import human_size
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes as they stand on the command line.
+    """The sizes in an argument of the command line.
 
     >>> parse_sizes("5000,64k,1.5MiB")
     (5000, 65536, 1572864)
@@ -30,7 +31,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def print_speeds(speeds: Sequence[Speed]) -> None:
-    """A table of how fast backends are."""
+    """Print the table of speeds."""
     rows = [
         [
             speed.backend,
@@ -56,7 +57,7 @@ def _rate(bytes_per_second: float | None) -> str:
 
 
 def print_choices(choices: Sequence[Chosen]) -> None:
-    """A table of what ``backend="auto"`` would do next."""
+    """Print the table of what ``backend="auto"`` would do next."""
     rows = [[one.context, human_size(one.nbytes), one.backend, one.reason] for one in choices]
     print_table(["auto", "size", "takes", "because"], rows, right=(1,))
 

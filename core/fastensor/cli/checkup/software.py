@@ -1,9 +1,11 @@
-"""What is installed."""
+"""The software: what is installed, and whether GPUs and GPUDirect Storage can be used."""
 
 from __future__ import annotations
 
 import platform
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,7 +15,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from fastensor import __version__
-from fastensor.cli.checkup.ask import NoAnswerError, ask
+from fastensor.cli.checkup.advice import Advice
+from fastensor.cli.checkup.probes import NoAnswerError, ask
+from fastensor.files.words import human_size
 
 ROOT = Path("/")
 """Where ``/proc`` is."""
@@ -32,11 +36,11 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU that torch can use."""
+    """A GPU that torch can use."""
 
     name: str
     nbytes: int
-    """Of its memory."""
+    """Size of the GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Cuda:
 
 @dataclass(frozen=True, slots=True)
 class Kvikio:
-    """The library that GPUDirect Storage is used by."""
+    """The library by which Fastensor uses GPUDirect Storage."""
 
     version: str
     """Empty if it is not installed."""
@@ -62,23 +66,23 @@ class Kvikio:
     reason: str
     """Why it cannot be used; empty if it can."""
     libcufile: str
-    """The version of NVIDIA's library below it; empty if that does not say, or is not there."""
+    """The version of NVIDIA's library below kvikio; empty if the library does not say, or is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gds:
-    """GPUDirect Storage: transfers between disk and GPU that do not go through host memory."""
+    """GPUDirect Storage: transfers between disk and GPU around host memory."""
 
     driver: str
     """The version of the kernel module ``nvidia-fs``; empty if it is not loaded."""
     mode: Mode
-    """What kvikio would do: ``native`` uses GDS, ``compat`` copies through host memory; ``none`` is no kvikio."""
+    """``native``: kvikio uses GDS. ``compat``: kvikio copies through host memory. ``none``: there is no kvikio."""
     reason: str
-    """Why it is not native; empty if it is."""
+    """Why the mode is not native; empty if it is."""
 
 
 def find_software() -> Software:
-    """What runs this."""
+    """The versions that run this command."""
     return Software(__version__, platform.python_version(), str(torch.__version__), platform.release())
 
 
@@ -89,7 +93,7 @@ def find_cuda() -> Cuda:
     if not built:
         return Cuda("", driver, (), "this torch is built without CUDA")
     try:
-        found = ask("probe_cuda")
+        found = ask("cuda")
     except NoAnswerError as error:
         return Cuda(built, driver, (), f"torch.cuda: {error}")
     devices = tuple(Device(one["name"], one["nbytes"]) for one in found["devices"])
@@ -97,12 +101,12 @@ def find_cuda() -> Cuda:
 
 
 def find_kvikio() -> tuple[Kvikio, Gds]:
-    """What kvikio says, asked in another process: importing it may crash."""
+    """What kvikio says. Another process asks kvikio, because importing it may crash."""
     driver = nvidia_fs(ROOT)
     if not _is_installed("kvikio"):
         return Kvikio("", False, "it is not installed", ""), Gds(driver, "none", "kvikio is not installed")
     try:
-        found = ask("probe_kvikio")
+        found = ask("kvikio")
     except NoAnswerError as error:
         found = {"imports": False, "reason": str(error)}
     release = found.get("version") or _release("kvikio", "kvikio-cu12", "kvikio-cu13") or "of an unknown version"
@@ -110,7 +114,7 @@ def find_kvikio() -> tuple[Kvikio, Gds]:
 
 
 def gds(found: dict[str, Any], driver: str) -> Gds:
-    """What follows from kvikio's answer.
+    """The mode that follows from kvikio's answer.
 
     >>> gds({"imports": True, "reason": "", "compat_preferred": False, "gds_available": True}, "2.24").mode
     'native'
@@ -120,14 +124,61 @@ def gds(found: dict[str, Any], driver: str) -> Gds:
     if "unread" in found:
         return Gds(driver, "compat", f"kvikio does not say that it uses GDS ({found['unread']})")
     if found["compat_preferred"]:
-        return Gds(
-            driver, "compat", "kvikio does not use libcufile: it is missing, /run/udev is not readable, or "
-            "KVIKIO_COMPAT_MODE says so",
-        )  # fmt: skip
+        why = "the library is missing, /run/udev is not readable, or KVIKIO_COMPAT_MODE says so"
+        return Gds(driver, "compat", f"kvikio does not use libcufile: {why}")
     if not found["gds_available"]:
         loaded = "" if driver else ", which is not loaded"
         return Gds(driver, "compat", f"libcufile does not reach the kernel module nvidia-fs{loaded}")
     return Gds(driver, "native", "")
+
+
+def facts(software: Software, cuda: Cuda, kvikio: Kvikio, gds: Gds) -> dict[str, str]:
+    """The rows of the table."""
+    driver = f"nvidia-fs {gds.driver}" if gds.driver else "nvidia-fs is not loaded"
+    mode = "no" if gds.mode == "none" else gds.mode
+    return {
+        "fastensor": software.fastensor,
+        "Python": software.python,
+        "torch": software.torch,
+        "Linux": software.kernel,
+        "CUDA": _describe(cuda),
+        "kvikio": but(kvikio.version, kvikio.reason),
+        "GDS": f"{mode}: {gds.reason}; {driver}" if gds.reason else f"{mode}, {driver}",
+    }
+
+
+def _describe(cuda: Cuda) -> str:
+    devices = Counter(f"{device.name} ({human_size(device.nbytes)})" for device in cuda.devices)
+    parts = [cuda.built, f"driver {cuda.driver}" if cuda.driver else ""]
+    parts += [f"{count} × {device}" for device, count in devices.items()]
+    return but(", ".join(filter(None, parts)), cuda.reason)
+
+
+def but(what: str, reason: str) -> str:
+    """
+    >>> but("25.10", ""), but("25.10", "no driver"), but("", "it is not installed")
+    ('25.10', '25.10, but: no driver', 'no: it is not installed')
+    """
+    if not reason:
+        return what
+    return f"{what}, but: {reason}" if what else f"no: {reason}"
+
+
+def advise(kvikio: Kvikio, gds: Gds) -> Iterator[Advice]:
+    """A kvikio that is installed and cannot be used, or does not use GDS."""
+    if kvikio.version and kvikio.reason:
+        what = "works only in part" if kvikio.imports else "cannot be imported"
+        yield Advice(
+            "warning",
+            f"kvikio {kvikio.version} is installed, but {what}: {kvikio.reason}",
+            "install what is missing (libcuda.so.1 comes with NVIDIA's driver), or remove kvikio",
+        )
+    if kvikio.version and gds.mode == "compat":
+        yield Advice(
+            "warning",
+            f"kvikio is in compat mode, which is not GPUDirect Storage: {gds.reason}",
+            "load the kernel module nvidia-fs, and see NVIDIA's gdscheck -p; else bytes go through host memory",
+        )
 
 
 def nvidia_fs(root: Path) -> str:
@@ -141,7 +192,7 @@ def nvidia_fs(root: Path) -> str:
 
 
 def _first(pattern: str, path: Path) -> str:
-    """What a pattern finds in a file; nothing if there is no such file."""
+    """The first group of a pattern in a file; empty if the file is missing or does not match."""
     try:
         found = re.search(pattern, path.read_text(errors="replace"))
     except OSError:
@@ -157,7 +208,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _release(*distributions: str) -> str:
-    """The version of the first of them that is installed."""
+    """The version of the first distribution that is installed; empty if there is none."""
     for name in distributions:
         try:
             return version(name)

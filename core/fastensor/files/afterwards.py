@@ -1,4 +1,4 @@
-"""What is left to be done when a call has returned: one thread of the process does it, one thing after the other."""
+"""Work that is done after a call has returned: by one thread of the process, one job after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = logging.getLogger("fastensor")
 
 
 class _Worker:
-    """A daemon thread that is started with the first job and ends with the process, which does not wait for it."""
+    """A daemon thread. The first job starts it; the process does not wait for it to end."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job] = SimpleQueue()
@@ -23,9 +23,9 @@ class _Worker:
         self._started = False
 
     def give(self, job: Job) -> bool:
-        """Returns False if there is no thread and none can be started: the interpreter exits, or there are too many.
+        """Queue a job. Returns False if no thread can be started: the interpreter exits, or there are too many threads.
 
-        May be called by a signal handler at any time, also while this thread is in here: waits for nothing.
+        Waits for nothing, so a signal handler may call this at any time, even while it interrupts this method.
         """
         if not self._started and self._starting.acquire(blocking=False):
             try:
@@ -43,8 +43,8 @@ class _Worker:
             job = self._jobs.get()
             try:
                 job()
-            except Exception:  # the next one has nothing to do with it
-                _logger.exception("what was left to be done after a call has failed")
+            except Exception:  # the next job is independent of this one
+                _logger.exception("work after a call has failed")
             del job
 
 
@@ -52,13 +52,13 @@ _worker = _Worker()
 
 
 def do_afterwards(job: Job) -> bool:
-    """Have a thread do something soon.
+    """Have a thread run a job soon.
 
     Args:
-        job: what. If the process ends or forks before, it is not done, or not in the child.
+        job: runs unless the process ends before. A forked child runs none of its parent's jobs.
 
     Returns:
-        False if no thread can be started: then it will not be done.
+        False if no thread can be started; then the job will not run.
     """
     return _worker.give(job)
 

@@ -1,8 +1,8 @@
-"""The system calls that move and publish bytes, one thin function each, and what Linux tells about a file.
+"""The system calls that move and publish bytes, one thin function each, and what Linux knows about a file.
 
-The reads, writes and syncs of a checkpoint go through this module, but for what torch itself writes.
-All offsets and sizes are in bytes. Functions raise ``OSError`` and retry neither errors nor, beyond what Python does
-for EINTR, interrupted calls. All of them release the GIL while they wait.
+The reads, writes and syncs of a checkpoint go through this module, except those that torch itself does.
+All offsets and sizes are in bytes. Functions raise ``OSError``. They do not retry errors; Python retries calls that a
+signal interrupted (EINTR). All of them release the GIL while they wait.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import mmap
 import os
 import secrets
 import struct
-import time
 from dataclasses import dataclass
 from functools import cache
 
 ASSUMED_ALIGNMENT = 4096
-"""Used where the kernel does not say: no block device in use needs more."""
+"""The alignment where the kernel states none: no block device in use needs more."""
 TEMPORARY_SUFFIX = ".fastensor-tmp"
-"""Of files that will have another name when they are whole."""
+"""Suffix of the names of files that are being written, and will then be renamed."""
 
 _FALLOC_FL_KEEP_SIZE = 1
 _AT_EMPTY_PATH = 0x1000
@@ -39,17 +38,17 @@ _STATFS_NBYTES = 256
 _SYNC_FILE_RANGE_AND_WAIT = 7  # WAIT_BEFORE, WRITE, WAIT_AFTER
 _MEMORY_FILESYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 _SYS_CACHESTAT = 451
-"""Of all architectures."""
+"""The number of the system call, the same on all architectures."""
 _CACHESTAT_NBYTES = 40  # five u64; the first one counts pages (linux/mman.h)
 _RESIDENCY_SAMPLES = 64
 _BTRFS = 0x9123683E
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-"""How filesystems, and kernels, say that they do not have them."""
+"""Errors by which filesystems and kernels refuse files without names."""
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class EndOfFile(OSError):
-    """A file ends before the bytes that it should hold. Not to be told from its errno, which broken disks use, too."""
+    """A file ends before the bytes that it should hold. Catch the class: broken disks use the same errno."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.ENODATA, message)
@@ -57,11 +56,11 @@ class EndOfFile(OSError):
 
 @dataclass(frozen=True, slots=True)
 class DirectLimits:
-    """What a file demands of O_DIRECT transfers."""
+    """The alignment that a file demands of O_DIRECT transfers."""
 
     memory_alignment: int
     offset_alignment: int
-    """Offsets and lengths are multiples of this."""
+    """Offsets and lengths are multiples of this number of bytes."""
 
 
 @cache
@@ -91,7 +90,7 @@ def write_fully(fd: int, data: memoryview, offset: int) -> None:
 def read_fully(fd: int, buffer: memoryview, offset: int, *, alignment: int = 1) -> int:
     """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file.
 
-    With O_DIRECT, ``alignment`` is what offsets have to be multiples of: a read that ends elsewhere met the end.
+    With O_DIRECT, offsets have to be multiples of ``alignment``: a read that ends elsewhere has met the file's end.
     """
     filled = 0
     while filled < buffer.nbytes and filled % alignment == 0:
@@ -105,14 +104,25 @@ def read_fully(fd: int, buffer: memoryview, offset: int, *, alignment: int = 1) 
 def check_end(filled: int, nbytes: int, offset: int) -> None:
     """
     Raises:
-        EndOfFile: a read of so many bytes has met the end.
+        EndOfFile: a read of ``nbytes`` bytes at ``offset`` was ``filled`` only in part.
     """
     if filled < nbytes:
         raise EndOfFile(f"the file ends before offset {offset + nbytes}")
 
 
+def read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
+    """``nbytes`` bytes of a file from ``offset`` on.
+
+    Raises:
+        EndOfFile: the file ends before.
+    """
+    data = bytearray(nbytes)
+    check_end(read_fully(fd, memoryview(data), offset), nbytes, offset)
+    return bytes(data)
+
+
 def write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Have a part of a file leave the page cache for the disk, whose own cache may still hold it."""
+    """Move a part of a file from the page cache to the disk. Not durable: the part may still be in the disk's cache."""
     _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_AND_WAIT)
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -125,7 +135,7 @@ def sync_file(fd: int) -> None:
 def sync_directory(path: str) -> None:
     """``fsync`` a directory: names that were created, replaced or removed in it are on stable storage.
 
-    One that may be written but not read cannot be synced by itself: then everything is (``sync``).
+    A directory that may be written but not read cannot be synced by itself. Then all filesystems are (``sync``).
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -142,7 +152,10 @@ def sync_directory(path: str) -> None:
 
 
 def preallocate(fd: int, nbytes: int, *, keep_size: bool = False) -> bool:
-    """Reserve space for ``nbytes`` bytes, which grows the file unless it is to keep its size; False if that cannot be.
+    """Reserve space for ``nbytes`` bytes. The file grows to that size unless ``keep_size``.
+
+    Returns:
+        False if the filesystem cannot reserve space.
 
     Raises:
         OSError: there is no space (ENOSPC, EDQUOT), or the file may not be that large (EFBIG).
@@ -167,13 +180,14 @@ def truncate(fd: int, nbytes: int) -> None:
 
 
 def set_direct(fd: int, enabled: bool) -> None:
-    """Switch O_DIRECT on an open file; EINVAL where the filesystem does not have it."""
+    """Switch O_DIRECT of an open file on or off. Raises EINVAL where the filesystem has no direct I/O."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if enabled else flags & ~os.O_DIRECT)
 
 
 def reopen_direct(fd: int, mode: int) -> int:
-    """A second descriptor of the same file, which may have no name, with O_DIRECT. The caller closes it.
+    """A second descriptor of the same file, with O_DIRECT. The file need not have a name. The caller closes the
+    descriptor.
 
     Raises:
         FileNotFoundError: ``/proc`` is missing.
@@ -182,7 +196,7 @@ def reopen_direct(fd: int, mode: int) -> int:
 
 
 def open_nameless(directory: str) -> int:
-    """A new file for reading and writing that has no name, so that nothing is left of it when it is closed."""
+    """A new file for reading and writing without a name: nothing is left of the file when it is closed."""
     fd = try_nameless(directory, 0o600)
     if fd is not None:
         return fd
@@ -197,10 +211,11 @@ def open_nameless(directory: str) -> int:
 
 
 def try_nameless(directory: str, mode: int) -> int | None:
-    """A new file for reading and writing without a name, which ``linkat`` may give it; None where there are none.
+    """A new file for reading and writing without a name. ``linkat`` can give the file a name.
 
-    None also where a file without a name could not be given one (no ``/proc``), and on btrfs: its ``fsync`` skips files
-    without names, so that they would be empty after a power failure.
+    Returns:
+        None where the filesystem has no such files; where they could not be given a name (no ``/proc``); and on btrfs,
+        whose ``fsync`` skips files without names, so that they would be empty after a power failure.
     """
     if not has_proc():
         return None
@@ -230,13 +245,13 @@ def has_proc() -> bool:
     return True
 
 
-def try_lock(fd: int) -> bool:
-    """``flock`` a file, which lasts until all copies of the descriptor are closed; False if somebody else has.
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """``flock`` a file, which lasts until all copies of the descriptor are closed; False if another process holds it.
 
-    Filesystems without locks count as locked.
+    Where the filesystem has no locks, this returns True.
     """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -246,53 +261,19 @@ def try_lock(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Give up a ``flock``, also for copies of the descriptor that forked children have."""
-    with contextlib.suppress(OSError):  # there are no locks here; closing the file ends one as well
+    """Release a ``flock``, also for the copies of the descriptor in forked children."""
+    with contextlib.suppress(OSError):  # the filesystem has no locks; closing the file releases a lock as well
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def open_to_lock(path: str) -> int:
-    """Open a file that may be anybody's, to ask who locks it.
-
-    Raises:
-        OSError: it is a link, gone, or may not be opened.
-    """
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        return os.open(path, flags | os.O_RDWR)  # NFS locks only files that are open for writing
-    except PermissionError:
-        return os.open(path, flags | os.O_RDONLY)  # its writer may have made it a read-only one
-
-
-def remove_leftover(path: str, unchanged_seconds: float | None = None) -> None:
-    """Remove the temporary file of a process that was killed: nobody locks it.
-
-    What cannot be told to be one stays: it is locked, somebody else's, gone, or on a filesystem without locks. Whoever
-    has locked a file under that name is the only one who may take the name away.
-
-    Args:
-        path: of the file.
-        unchanged_seconds: nor was it written to for so long. None leaves that to the lock.
-    """
-    with contextlib.suppress(OSError):
-        fd = open_to_lock(path)
-        try:
-            if unchanged_seconds is None or os.fstat(fd).st_mtime < time.time() - unchanged_seconds:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.lstat(path), os.fstat(fd)):  # else it has got another name, and this is another
-                    os.unlink(path)
-        finally:
-            close_read_only(fd)
-
-
 def close_read_only(fd: int) -> None:
-    """Close a descriptor that nothing was written through: a failure to do so loses nothing, and Linux frees it."""
+    """Close a descriptor that was only read. A failure to close it loses nothing: Linux frees the descriptor anyway."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def memory_filesystem(fd: int) -> str | None:
-    """The name of the filesystem if it lives in memory, where direct I/O gains nothing and nothing is durable."""
+    """The name of a filesystem in memory, where direct I/O gains nothing and nothing is durable; None if it is not."""
     return _MEMORY_FILESYSTEMS.get(_filesystem_type(fd))
 
 
@@ -304,9 +285,9 @@ def _filesystem_type(fd: int) -> int:
 
 
 def is_mounted_by_itself(path: str) -> bool:
-    """Whether a file is the root of a mount (``mount --bind``), so that its name cannot be given to another file.
+    """Whether a file is the root of a mount (``mount --bind``), so that no other file can take its name.
 
-    False where the kernel does not tell (``statx``, STATX_ATTR_MOUNT_ROOT; Linux 5.8).
+    False where the kernel does not say (``statx``, STATX_ATTR_MOUNT_ROOT; Linux 5.8).
     """
     buffer = ctypes.create_string_buffer(_STATX_NBYTES)
     try:
@@ -320,16 +301,16 @@ def is_mounted_by_itself(path: str) -> bool:
 
 
 def check_writable(path: str) -> None:
-    """Find out whether this process may write to a file, without opening it.
+    """Check that this process may write to a file, without opening the file.
 
     Raises:
-        OSError: it may not, or the file is not there.
+        OSError: the process may not, or the file is missing.
     """
     _call("faccessat", _AT_FDCWD, os.fsencode(path), os.W_OK, _AT_EACCESS)
 
 
 def attributes_of(file: str | int) -> dict[str, bytes]:
-    """The extended attributes that tell who may use a file, or what its user has noted on it: ACLs, labels, notes."""
+    """The extended attributes that a replacement of the file has to keep: ACLs, security labels, notes of the user."""
     try:
         names = os.listxattr(file)
     except OSError as error:
@@ -340,9 +321,9 @@ def attributes_of(file: str | int) -> dict[str, bytes]:
 
 
 def direct_limits(fd: int) -> DirectLimits | None:
-    """What the file demands of direct I/O (``statx``, STATX_DIOALIGN; Linux 6.1); None if it has no direct I/O.
+    """What a file demands of direct I/O (``statx``, STATX_DIOALIGN; Linux 6.1); None if there is no direct I/O.
 
-    Where the kernel or the filesystem does not say, 4096 is assumed, and the first transfer finds out.
+    Where the kernel or the filesystem does not say, an alignment of 4096 is assumed; the first transfer may fail then.
     """
     buffer = ctypes.create_string_buffer(_STATX_NBYTES)
     try:
@@ -358,10 +339,10 @@ def direct_limits(fd: int) -> DirectLimits | None:
 
 
 def resident_fraction(fd: int, nbytes: int) -> float:
-    """How much of the file is in the page cache (``cachestat``, Linux 6.5).
+    """The part of a file that is in the page cache, from 0 to 1 (``cachestat``, Linux 6.5).
 
-    Where the kernel is older, or does not tell because the file is somebody else's, 64 samples are read without
-    waiting, which starts to read those that are not there.
+    Where the kernel is older, or keeps the answer because the file belongs to another user, 64 samples are read without
+    waiting. That makes the kernel read the samples that are missing.
     """
     if nbytes == 0:
         return 1.0
@@ -377,9 +358,9 @@ def resident_fraction(fd: int, nbytes: int) -> float:
 
 
 def _resident_samples(fd: int, nbytes: int) -> float:
-    """The fraction, by ``preadv2`` and RWF_NOWAIT; unlike ``mincore`` that tells the truth about all files.
+    """The resident part, estimated by ``preadv2`` and RWF_NOWAIT, which unlike ``mincore`` works for all files.
 
-    They start no read-ahead on ``fd``'s own account: it is told to expect random access while they are taken.
+    The descriptor is set to random access meanwhile, so that the samples start no read-ahead.
     """
     samples = min(_RESIDENCY_SAMPLES, -(-nbytes // ASSUMED_ALIGNMENT))
     byte = bytearray(1)
@@ -394,18 +375,18 @@ def _resident_samples(fd: int, nbytes: int) -> float:
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-                return 1.0  # the filesystem cannot tell; such ones (9p, some FUSE) have no direct I/O either
+                return 1.0  # the filesystem (9p, some FUSE) cannot say; such filesystems have no direct I/O either
     finally:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / samples
 
 
 def evict(fd: int, nbytes: int) -> float:
-    """Drop a file that was written to the disk from the page cache.
+    """Drop a file from the page cache, as far as the file is on the disk.
 
     Returns:
-        How much of the file is in the page cache all the same, such as what others have mapped, what is not on the
-        disk yet, and all of a filesystem in memory.
+        The part of the file that is still in the page cache: pages that processes have mapped, pages that are not on
+        the disk yet, and everything if the filesystem is in memory.
     """
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return resident_fraction(fd, nbytes)

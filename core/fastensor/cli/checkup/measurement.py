@@ -1,23 +1,26 @@
-"""The backends: whether they can work here, how fast they are, and which of them would be chosen."""
+"""The measurement: which backends can work here, how fast they are, and which would be chosen."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from fastensor.backends import posix, registry
+from fastensor.backends import registry
 from fastensor.backends.fallback import why_unavailable
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
-from fastensor.cli.checkup.folder import PREFIX
+from fastensor.cli.checkup.advice import Advice
+from fastensor.cli.checkup.folder import MAKE_WRITABLE, PREFIX
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
+from fastensor.files import posix
+from fastensor.files.words import human_size
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
@@ -27,9 +30,11 @@ ROUNDS = 3
 LEAST_NBYTES, MOST_NBYTES = 4 << 10, 4 << 30
 """Sizes that can be measured."""
 _OVERHEAD_NBYTES = 2 << 10
-"""What torch's container takes, at most, beside one tensor: with it, files have about the size that they should."""
+"""The most that torch's container takes beside one tensor. Subtracted, so that files have about the size asked for."""
 _SHARE_OF_FREE = 4
-"""No file is larger than that part of the free space."""
+"""No file is larger than a quarter of the free space."""
+_CLEARLY_FASTER = 1.25
+"""A backend that is so many times as fast is so for more than the noise of a few rounds."""
 _NAME = "values"
 
 
@@ -40,26 +45,26 @@ class BackendState:
     name: str
     available: bool
     reason: str
-    """Why not; empty if it can."""
+    """Why the backend cannot; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a backend moves files of one size: medians of a few rounds. None where that could not be measured."""
+    """How fast a backend moves files of one size: medians of a few rounds; None for what could not be measured."""
 
     backend: str
     nbytes: int
-    """Of the file."""
+    """Size of the file."""
     write_bytes_per_second: float | None
-    """Until it is durable."""
+    """A save, until the file is durable."""
     cold_read_bytes_per_second: float | None
-    """From the disk; verified, as all reads are."""
+    """A verified load from the disk."""
     warm_read_bytes_per_second: float | None
-    """From the page cache, if the backend uses it."""
+    """A verified load from the page cache, if the backend uses the cache."""
     correct: bool
     """Whether all values came back."""
     reason: str
-    """Why something could not be measured; empty if all was."""
+    """Why something could not be measured; empty if everything was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +76,17 @@ class Chosen:
     backend: str
     reason: str
     exploring: bool
-    """Whether only to find out how fast it is."""
+    """Whether the backend would be tried only to measure it."""
 
 
 def backend_states() -> tuple[BackendState, ...]:
-    """All that are registered."""
+    """The state of every registered backend."""
     reasons = {name: why_unavailable(name) for name in registry.names()}
     return tuple(BackendState(name, not reason, reason) for name, reason in reasons.items())
 
 
 def fitting(sizes: Iterable[int], free_nbytes: int) -> tuple[int, ...]:
-    """The sizes that are measured where so much is free: larger ones are cut.
+    """The sizes that are measured where ``free_nbytes`` are free: larger ones are cut.
 
     >>> fitting([65536, 64 << 20], 1 << 40), fitting([65536, 64 << 20], 16 << 20), fitting([65536], 0)
     ((65536, 67108864), (65536, 4194304), ())
@@ -91,7 +96,7 @@ def fitting(sizes: Iterable[int], free_nbytes: int) -> tuple[int, ...]:
 
 
 def contenders(names: Iterable[str]) -> tuple[str, ...]:
-    """Those among which ``backend="auto"`` chooses for files.
+    """The backends among which ``backend="auto"`` chooses for files.
 
     >>> contenders(["direct", "numpy", "torch"])
     ('direct', 'numpy')
@@ -100,7 +105,7 @@ def contenders(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Chosen, ...]:
-    """What would be chosen from these backends for files at a path, of torch's container, from and to host memory."""
+    """What ``backend="auto"`` would choose among ``names`` for torch files at a path, from and to host memory."""
     if not names:
         return ()
     selector = current_selector(path)
@@ -113,19 +118,14 @@ def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[
     return tuple(found)
 
 
-def measure(folder: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Speed, ...]:
-    """Save, read from the disk and read from the page cache, by each backend in turn, in a folder of its own inside.
+def measure_rounds(folder: str, sizes: Iterable[int], names: Sequence[str]) -> list[Rounds]:
+    """Save, read from the disk, and read from the page cache, by each backend in turn. Nothing is learned.
 
-    That is removed, whatever happens. Nothing is learned from it.
+    The files are in a folder of their own inside ``folder``, which is removed, whatever happens.
 
     Raises:
         OSError: no folder can be created there.
     """
-    return tuple(map(summary, measure_rounds(folder, sizes, names)))
-
-
-def measure_rounds(folder: str, sizes: Iterable[int], names: Sequence[str]) -> list[Rounds]:
-    """As :func:`measure`, with what came of each round."""
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as inside:
         path = Path(inside, "x.ckpt")
         return [rounds for nbytes in sizes for rounds in _measure(path, nbytes, names)]
@@ -133,11 +133,11 @@ def measure_rounds(folder: str, sizes: Iterable[int], names: Sequence[str]) -> l
 
 @dataclass(slots=True)
 class Rounds:
-    """What came of a backend for one size, in bytes per second."""
+    """The speeds of one backend for one size, in bytes per second: one for each round."""
 
     backend: str
     nbytes: int
-    """Of the file."""
+    """Size of the file."""
     write: list[float] = field(default_factory=list)
     cold: list[float] = field(default_factory=list)
     warm: list[float] = field(default_factory=list)
@@ -146,19 +146,19 @@ class Rounds:
 
 
 class _WrongValuesError(Exception):
-    """Something else was read than was saved."""
+    """Other values were read than were saved."""
 
 
 def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Rounds]:
     found = {name: Rounds(name, nbytes) for name in names}
     try:
         values = torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
-    except RuntimeError as error:  # there is not so much memory
+    except RuntimeError as error:  # not enough memory
         for rounds in found.values():
             rounds.reason = str(error)
         return list(found.values())
     for number in range(ROUNDS):
-        for name in [*names[number:], *names[:number]]:  # none has to go first every time
+        for name in [*names[number:], *names[:number]]:  # so that no backend goes first every time
             if not found[name].reason:
                 _add_round(path, values, name, found[name])
     return list(found.values())
@@ -167,7 +167,7 @@ def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Rounds]:
 def _add_round(path: Path, values: torch.Tensor, name: str, rounds: Rounds) -> None:
     """Add one round, or the reason why there cannot be one."""
     try:
-        wait_for_space()  # of the file before
+        wait_for_space()  # that the previous file took
         saved = save({_NAME: values}, path, backend=name)
         _check_used(saved, name)
         rounds.write.append(saved.bytes_per_second)
@@ -179,7 +179,7 @@ def _add_round(path: Path, values: torch.Tensor, name: str, rounds: Rounds) -> N
                 raise _WrongValuesError("other values came back than were saved")
             if (report.resident_fraction >= RESIDENT_FRACTION) == warm:
                 speeds.append(report.bytes_per_second)
-    except Exception as error:  # noqa: BLE001  # a backend may raise anything: it is shown
+    except Exception as error:  # noqa: BLE001  # a backend may raise anything, and the table shows it
         rounds.correct = not isinstance(error, _WrongValuesError | CorruptCheckpointError)
         known = isinstance(error, OSError | BackendUnavailableError | _WrongValuesError | CorruptCheckpointError)
         rounds.reason = str(error) if known else repr(error)
@@ -205,9 +205,51 @@ def _fill_cache(path: Path) -> None:
 
 
 def summary(rounds: Rounds) -> Speed:
-    """The medians."""
+    """The medians of the rounds."""
     reason = rounds.reason
     if not reason and not (rounds.cold and rounds.warm):
         reason = f"its file could not be {'read into' if rounds.cold else 'evicted from'} the page cache"
     write, cold, warm = (median(speeds) if speeds else None for speeds in (rounds.write, rounds.cold, rounds.warm))
     return Speed(rounds.backend, rounds.nbytes, write, cold, warm, rounds.correct, reason)
+
+
+def advise(
+    folder: str, states: Sequence[BackendState], speeds: Sequence[Speed], choices: Sequence[Chosen]
+) -> Iterator[Advice]:
+    """Backends that fail, and choices that were not the fastest."""
+    if not any(state.available for state in states):
+        yield Advice("error", "no backend is available", "install Fastensor anew")
+    for speed in speeds:
+        if not speed.correct:
+            what = f"{speed.backend} does not bring back what it saved ({human_size(speed.nbytes)}): {speed.reason}"
+            yield Advice("error", what, "do not use it; if the others fail as well, look for a broken disk or memory")
+    if speeds and not any(speed.write_bytes_per_second for speed in speeds):
+        yield Advice("error", f"no backend could save anything: {speeds[0].reason}", MAKE_WRITABLE)
+    if slow := [text for choice in choices if (text := _slow_choice(choice, speeds))]:
+        what = f'backend="auto" would not take what was the fastest just now ({"; ".join(slow)})'
+        yield Advice(
+            "warning", what, f"fastensor tune {folder} measures more sizes, and auto goes by that from then on"
+        )
+
+
+def _slow_choice(choice: Chosen, speeds: Sequence[Speed]) -> str:
+    """By how much another backend was faster than the one that would be chosen; empty if not clearly."""
+    rates = {
+        speed.backend: _rate_in(speed, choice.context) or 0.0
+        for speed in speeds
+        if speed.nbytes == choice.nbytes and speed.backend not in WHOLE_FILES
+    }
+    ours = rates.get(choice.backend)
+    fastest = max(rates, key=rates.__getitem__, default=choice.backend)
+    if not ours or rates[fastest] <= _CLEARLY_FASTER * ours:
+        return ""
+    ratio = f"{rates[fastest] / ours:.1f} × as fast as {choice.backend}"
+    return f"{choice.context}, {human_size(choice.nbytes)}: {fastest} is {ratio}"
+
+
+def _rate_in(speed: Speed, context: str) -> float | None:
+    return {
+        str(Context("write")): speed.write_bytes_per_second,
+        str(Context("read")): speed.cold_read_bytes_per_second,
+        str(Context("read", warm=True)): speed.warm_read_bytes_per_second,
+    }.get(context)

@@ -1,0 +1,36 @@
+"""Sizes and times in words, the same everywhere: in tables, in reasons and in the log."""
+
+from __future__ import annotations
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def human_size(nbytes: float) -> str:
+    """A size to three significant digits.
+
+    >>> human_size(999), human_size(2048), human_size(1482910), human_size(1065353216), human_size(5 << 50)
+    ('999 B', '2 KiB', '1.41 MiB', '1016 MiB', '5120 TiB')
+    """
+    unit = "B"
+    for larger in _UNITS:
+        if nbytes < 1024:
+            break
+        nbytes, unit = nbytes / 1024, larger
+    return f"{_three_digits(nbytes)} {unit}"
+
+
+def human_seconds(seconds: float) -> str:
+    """A time to three significant digits.
+
+    >>> human_seconds(0.0000123), human_seconds(0.0123), human_seconds(0.25), human_seconds(1234), human_seconds(0)
+    ('12.3 µs', '12.3 ms', '250 ms', '1234 s', '0 s')
+    """
+    if seconds >= 1 or not seconds:
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_three_digits(seconds * 1e6)} µs"
+
+
+def _three_digits(amount: float) -> str:
+    """The number without trailing zeros, and never with an exponent."""
+    text = f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
