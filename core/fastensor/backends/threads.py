@@ -102,6 +102,8 @@ def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     Returns the results in the order of the items, when no call runs any more. If calls raise, the first error is raised
     then, and items that were not begun are skipped.
     """
+    if len(items) == 1:
+        return [function(items[0])]
     results: list[R | None] = [None] * len(items)
     errors: list[BaseException] = []
     todo = iter(range(len(items)))
