@@ -31,7 +31,7 @@ class ElsewhereBackend:
                 _write(fd, window.data, offset)
                 stager.release(window)
         os.ftruncate(fd, source.nbytes)
-        return ()  # whoever needs checksums can compute them
+        return stager.checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         return _Reader(fd)

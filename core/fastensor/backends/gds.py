@@ -143,7 +143,7 @@ class _GdsReader(RingReader):
         try:
             for at in range(0, target.nbytes, BUFFER_NBYTES):
                 piece = target[at : at + BUFFER_NBYTES]
-                pieces.append(submit(self._threads.reading, _read_part, self.file, piece.values, offset + at))
+                pieces.append(submit(self._reading, _read_part, self.file, piece.values, offset + at))
         except NoThreadsError:
             finish(pieces)
             return read_through_host(self._elsewhere, offset, target, checksum=checksum)

@@ -20,7 +20,7 @@ from isal import isal_zlib
 from fastensor.backends.base import Extent, Reader
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.numpy import copy_with_checksum
-from fastensor.backends.threads import NoThreadsError, finish, open_pool, shut_down, submit, usable_cores
+from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit, usable_cores
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 
 TRANSFERS_IN_FLIGHT = 4
@@ -122,11 +122,13 @@ class RingReader:
         self, read: ReadInto, alignment: int, order: Sequence[Extent], *, elsewhere: Reader, resources: ExitStack
     ) -> None:
         reads = plan_reads(order, alignment)
-        self._threads = _ReadThreads()
         self._read_file = read
-        self._resources = resources
-        self._resources.callback(elsewhere.close)
         self._elsewhere = elsewhere
+        self._resources = resources  # closed in the opposite order: the threads end before the buffers go back
+        resources.callback(elsewhere.close)
+        self._lent = resources.enter_context(transfer_buffers.lending())
+        self._reading = _opened_pool(resources, TRANSFERS_IN_FLIGHT, "fastensor-read")
+        self._copying = _opened_pool(resources, usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
         self._started = False
         self._reads = reads
         self._by_offset = sorted(range(len(reads)), key=lambda number: reads[number].begin)
@@ -157,7 +159,7 @@ class RingReader:
             return _read_at_once(self._elsewhere, offset, buffer, checksum)
 
     def _read_through_ring(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
-        if self._threads.reading.is_of_parent:  # reads that were given to them will never end
+        if self._reading.is_of_parent:  # reads that were given to them will never end
             raise NoThreadsError("the threads are those of the process that this one was forked from")
         parts: list[tuple[int, Future[int] | int]] = []
         try:
@@ -183,16 +185,13 @@ class RingReader:
         return crc32
 
     def close(self) -> None:
-        try:
-            self._threads.close()
-        finally:
-            self._resources.close()
+        self._resources.close()
 
     def _copy(self, fetch: _Fetch, begin: int, target: memoryview | DeviceTarget, checksum: bool) -> Future[int] | int:
         source = fetch.buffer.view[begin : begin + target.nbytes]
         if target.nbytes < _PARALLEL_COPY_NBYTES:
             return _copied(target, source, checksum)
-        copy = submit(self._threads.copying, _copied, target, source, checksum)
+        copy = submit(self._copying, _copied, target, source, checksum)
         fetch.copies.append(copy)
         return copy
 
@@ -206,8 +205,7 @@ class RingReader:
     def _fetched(self, number: int) -> _Fetch:
         """Make ``number`` the current read, drop earlier ones, and read ahead into all free buffers."""
         if not self._started:
-            lent = self._resources.enter_context(transfer_buffers.lending())
-            self._free = [transfer_buffers.take(lent) for _ in self._reads[:BUFFER_COUNT]]
+            self._free = [transfer_buffers.take(self._lent) for _ in self._reads[:BUFFER_COUNT]]
             self._started = True
         while self._fetches and self._current < number:
             self._emptying.append(self._fetches.popleft())
@@ -221,7 +219,7 @@ class RingReader:
             buffer, read = self._free.pop(), self._reads[following]
             buffer.prepare(self._device)
             view = buffer.view[: read.end - read.begin]
-            filled = submit(self._threads.reading, self._read_file, view, read.begin)
+            filled = submit(self._reading, self._read_file, view, read.begin)
             self._fetches.append(_Fetch(read.begin, buffer, filled, []))
         return self._fetches[0]
 
@@ -238,15 +236,7 @@ def _read_at_once(reader: Reader, offset: int, target: memoryview | DeviceTarget
     return reader.readinto(offset, target, checksum=checksum)
 
 
-class _ReadThreads:
-    """Threads that wait for the disk, and threads that copy."""
-
-    def __init__(self) -> None:
-        self.reading = open_pool(TRANSFERS_IN_FLIGHT, "fastensor-read")
-        self.copying = open_pool(usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
-
-    def close(self) -> None:
-        try:
-            shut_down(self.reading)
-        finally:
-            shut_down(self.copying)
+def _opened_pool(resources: ExitStack, threads: int, name: str) -> Pool:
+    pool = open_pool(threads, name)
+    resources.callback(shut_down, pool)
+    return pool

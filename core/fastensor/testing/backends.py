@@ -29,6 +29,7 @@ import torch
 from fastensor.backends import posix
 from fastensor.backends.base import Backend, Extent, SlotBackend
 from fastensor.errors import BackendUnavailableError
+from fastensor.stitch import safetensors
 from fastensor.stitch.torch_zip import TorchZip, plan
 from fastensor.testing.faults import failing_call, short_call
 
@@ -108,6 +109,15 @@ class BackendTests:
 
     def test_writes_many_storages(self, backend: Backend, fd: int) -> None:
         _check_written(backend, fd, make_source(*STORAGE_NBYTES, *range(200)))
+
+    def test_returns_the_checksums_that_a_head_needs(self, backend: Backend, fd: int) -> None:
+        tensors = {"a": torch.arange(300_000), "b": torch.arange(5)}
+        source = safetensors.plan(tensors, metadata=None, checksums=True)
+        if not backend.can_write(source):
+            pytest.skip(f"{backend.name} does not write such files")
+        assert source.checksums_first
+        checksums = backend.write(source, fd)
+        assert list(checksums) == [zlib.crc32(tensor.numpy().data) for tensor in tensors.values()]
 
     def test_writes_more_than_its_buffers_hold(self, backend: Backend, fd: int) -> None:
         _check_written(backend, fd, make_source(LARGE_NBYTES))
