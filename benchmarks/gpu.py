@@ -40,8 +40,8 @@ from measuring import describe_machine, settle
 import fastensor
 from fastensor import LoadReport, SaveReport
 from fastensor.backends import registry
+from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
 from fastensor.backends.device_crc32 import PendingCrc32s
-from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
 from fastensor.files import posix
 
 ALIGNMENT = 4096
@@ -264,8 +264,8 @@ def disk_seconds(path: Path, nbytes: int, *, write: bool) -> float:
     fd = os.open(path, flags | os.O_DIRECT)
     rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
     try:
-        with borrowed_ring() as ring, ThreadPoolExecutor(4) as pool:
-            views = [ring.buffer(number).view for number in range(4)]
+        with transfer_buffers.lending() as lent, ThreadPoolExecutor(4) as pool:
+            views = [transfer_buffers.take(lent).view for _ in range(4)]
             for view in views:
                 view[:] = random.randbytes(BUFFER_NBYTES)
 

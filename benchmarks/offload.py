@@ -41,7 +41,7 @@ from measuring import describe_machine, peak_memory, settle
 from torch import Tensor, nn
 
 from fastensor.backends import registry
-from fastensor.backends.memory import BUFFER_NBYTES, borrowed_ring
+from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
 from fastensor.files import posix
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
@@ -223,8 +223,8 @@ def disk_seconds(nbytes: int, folder: str) -> tuple[float, float]:
     fd = posix.open_nameless(folder)
     try:
         posix.preallocate(fd, nbytes + BUFFER_NBYTES)
-        with borrowed_ring() as ring:
-            view = ring.buffer(0).view
+        with transfer_buffers.lending() as lent:
+            view = transfer_buffers.take(lent).view
             view[:] = random.Random(0).randbytes(len(view))
             slots: Any = registry.get("direct").open_slots(fd)  # type: ignore[attr-defined]
             times = []

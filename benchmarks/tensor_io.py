@@ -546,7 +546,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    backends = [name for name in registry.names() if registry.get(name).availability().available]
+    backends = [name for name in registry.names() if not registry.get(name).why_unavailable()]
     runs: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)

@@ -19,7 +19,7 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
-from fastensor.backends import arena, snapshot
+from fastensor.backends import buffers, snapshot
 from fastensor.checkpoint import ordering, publish, save_transaction
 from fastensor.checkpoint.asynchronous import exits, operations, queue
 from fastensor.checkpoint.asynchronous import writer as writer_module
@@ -511,7 +511,7 @@ def test_nothing_refers_to_what_was_saved(tmp_path: Path, gate: Any, name: str) 
 
 OWN_FILES = {
     module.__file__
-    for module in (arena, operations, ordering, publish, queue, save_transaction, snapshot, writer_module)
+    for module in (buffers, operations, ordering, publish, queue, save_transaction, snapshot, writer_module)
 }
 OF_THREADS = ("start", "wait", "__init__", "_set_ident")
 
@@ -524,7 +524,7 @@ def interrupt_after_call(number: int) -> Any:
         nonlocal calls
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         own = file in OWN_FILES or (file == threading.__file__ and name in OF_THREADS)
-        of_others = name in ("_log_failures", "_release", "places_behind")  # in finalizers it would be ignored
+        of_others = name in ("_log_failures", "_release_all", "places_behind")  # in finalizers it would be ignored
         if own and not of_others and event in ("c_return", "call"):
             calls += 1
             if calls == number:

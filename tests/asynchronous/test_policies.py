@@ -14,9 +14,9 @@ import torch
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
-from fastensor.backends.arena import BLOCK_NBYTES, Arena
+from fastensor.backends.buffers import BUFFER_NBYTES, BufferPool
 
-ONE_BLOCK = BLOCK_NBYTES - 100_000
+ONE_BLOCK = BUFFER_NBYTES - 100_000
 
 
 def state(number: int, nbytes: int = ONE_BLOCK) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def blocked(gate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_waiting(tmp_path: Path, blocked: Any) -> None:
-    with AsyncWriter(staging_bytes=BLOCK_NBYTES) as writer:
+    with AsyncWriter(staging_bytes=BUFFER_NBYTES) as writer:
         blocked.close()
         writer.save(state(1), tmp_path / "1")
         blocked.wait_until_reached()
@@ -60,7 +60,7 @@ def test_waiting(tmp_path: Path, blocked: Any) -> None:
 
 
 def test_skipping(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
+    with AsyncWriter(staging_bytes=BUFFER_NBYTES, when_busy="skip") as writer:
         blocked.close()
         writer.save(state(1), tmp_path / "1")
         fastensor_path = tmp_path / "2"
@@ -77,17 +77,17 @@ def test_skipping(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture
 
 
 def test_a_file_larger_than_the_memory_is_not_skipped_for_that(tmp_path: Path) -> None:
-    with AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
-        assert writer.save(state(1, 3 * BLOCK_NBYTES), tmp_path / "1").result().durable
+    with AsyncWriter(staging_bytes=BUFFER_NBYTES, when_busy="skip") as writer:
+        assert writer.save(state(1, 3 * BUFFER_NBYTES), tmp_path / "1").result().durable
 
 
 def test_a_file_that_is_written_in_place_needs_no_memory_and_is_not_skipped(tmp_path: Path, blocked: Any) -> None:
-    with (tmp_path / "2").open("w+b") as file, AsyncWriter(staging_bytes=BLOCK_NBYTES, when_busy="skip") as writer:
+    with (tmp_path / "2").open("w+b") as file, AsyncWriter(staging_bytes=BUFFER_NBYTES, when_busy="skip") as writer:
         blocked.close()
         writer.save(state(1), tmp_path / "1")
         blocked.wait_until_reached()
         blocked.open()
-        with mock.patch.object(Arena, "has_room", return_value=False):
+        with mock.patch.object(BufferPool, "has_room", return_value=False):
             assert writer.save(state(2), f"/dev/fd/{file.fileno()}").result().nbytes
         assert content(tmp_path / "2") == 2
     with (tmp_path / "3").open("w+b") as file, AsyncWriter() as writer:
@@ -96,7 +96,7 @@ def test_a_file_that_is_written_in_place_needs_no_memory_and_is_not_skipped(tmp_
 
 
 def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with AsyncWriter(staging_bytes=3 * BLOCK_NBYTES, when_busy="latest") as writer:
+    with AsyncWriter(staging_bytes=3 * BUFFER_NBYTES, when_busy="latest") as writer:
         blocked.close()
         handles = [writer.save(state(0), tmp_path / "0")]
         blocked.wait_until_reached()
@@ -114,7 +114,7 @@ def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCapt
 
 
 def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_path: Path, blocked: Any) -> None:
-    with AsyncWriter(staging_bytes=2 * BLOCK_NBYTES, when_busy="latest") as writer:
+    with AsyncWriter(staging_bytes=2 * BUFFER_NBYTES, when_busy="latest") as writer:
         writer.save(state(9), tmp_path / "old").result()
         blocked.close()
         writer.save(state(0), tmp_path / "0")
@@ -130,7 +130,7 @@ def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_pat
 
 
 def test_what_follows_a_replaced_save_is_waited_for(tmp_path: Path, blocked: Any) -> None:
-    with AsyncWriter(staging_bytes=2 * BLOCK_NBYTES, when_busy="latest") as writer:
+    with AsyncWriter(staging_bytes=2 * BUFFER_NBYTES, when_busy="latest") as writer:
         writer.save(state(9), tmp_path / "old").result()
         blocked.close()
         writer.save(state(0), tmp_path / "0")
@@ -145,7 +145,7 @@ def test_what_follows_a_replaced_save_is_waited_for(tmp_path: Path, blocked: Any
 
 def test_a_removal_gives_way_to_a_later_save_of_the_same_file(tmp_path: Path, blocked: Any) -> None:
     """Its own save was replaced, and what it would have removed is another file by now."""
-    with AsyncWriter(staging_bytes=3 * BLOCK_NBYTES, when_busy="latest") as writer:
+    with AsyncWriter(staging_bytes=3 * BUFFER_NBYTES, when_busy="latest") as writer:
         writer.save(state(9), tmp_path / "x").result()
         blocked.close()
         writer.save(state(0), tmp_path / "0")
@@ -161,7 +161,7 @@ def test_a_removal_gives_way_to_a_later_save_of_the_same_file(tmp_path: Path, bl
 
 
 def test_a_save_that_cannot_begin_replaces_nothing(tmp_path: Path, blocked: Any) -> None:
-    with AsyncWriter(staging_bytes=2 * BLOCK_NBYTES, when_busy="latest") as writer:
+    with AsyncWriter(staging_bytes=2 * BUFFER_NBYTES, when_busy="latest") as writer:
         blocked.close()
         writer.save(state(0), tmp_path / "0")
         blocked.wait_until_reached()

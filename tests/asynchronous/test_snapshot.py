@@ -16,7 +16,7 @@ from states import assert_equal, trees
 
 import fastensor
 from fastensor import AsyncWriter
-from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint.asynchronous import operations
@@ -68,12 +68,12 @@ def test_the_file_is_the_one_of_a_synchronous_save(state: Any, tmp_path_factory:
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
 @pytest.mark.parametrize("backend", ["auto", *available_names()])
-@pytest.mark.parametrize("staging_bytes", [None, BLOCK_NBYTES, 3 * BLOCK_NBYTES + 17], ids=["all", "one", "three"])
+@pytest.mark.parametrize("staging_bytes", [None, BUFFER_NBYTES, 3 * BUFFER_NBYTES + 17], ids=["all", "one", "three"])
 def test_a_file_larger_than_the_staging_memory(
     tmp_path: Path, backend: str, name: str, staging_bytes: int | None
 ) -> None:
     """Windows end anywhere in the last block, and a last block of little more than nothing."""
-    for nbytes in (10, BLOCK_NBYTES - 2000, 4 * BLOCK_NBYTES, 5 * BLOCK_NBYTES + 1):
+    for nbytes in (10, BUFFER_NBYTES - 2000, 4 * BUFFER_NBYTES, 5 * BUFFER_NBYTES + 1):
         state = {"a": torch.randint(0, 255, (nbytes,), dtype=torch.uint8), "b": torch.arange(7)}
         expected = {key: tensor.clone() for key, tensor in state.items()}
         with AsyncWriter(staging_bytes=staging_bytes) as writer:
@@ -87,17 +87,17 @@ def test_a_file_larger_than_the_staging_memory(
         assert fastensor.verify(tmp_path / name).complete
         assert report.nbytes == (tmp_path / name).stat().st_size
         if staging_bytes is not None:
-            assert BLOCK_NBYTES <= statistics.peak_staging_bytes <= staging_bytes
+            assert BUFFER_NBYTES <= statistics.peak_staging_bytes <= staging_bytes
         used = "numpy" if backend == "torch" else backend
         assert backend == "auto" or report.backend == used
         assert [fallback.backend for fallback in report.fallbacks] == (["torch"] if backend == "torch" else [])
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
-@pytest.mark.parametrize("staging_bytes", [None, BLOCK_NBYTES])
+@pytest.mark.parametrize("staging_bytes", [None, BUFFER_NBYTES])
 def test_a_url(name: str, staging_bytes: int | None) -> None:
     url = f"memory://asynchronous/{name}"
-    state = {"w": torch.randint(0, 255, (2 * BLOCK_NBYTES + 5,), dtype=torch.uint8)}
+    state = {"w": torch.randint(0, 255, (2 * BUFFER_NBYTES + 5,), dtype=torch.uint8)}
     expected = state["w"].clone()
     with AsyncWriter(staging_bytes=staging_bytes) as writer:
         handle = writer.save(state, url)
@@ -120,22 +120,22 @@ def test_memory_is_reused(tmp_path: Path) -> None:
             state["w"].fill_(number)
             writer.save(state, tmp_path / "x")
         writer.wait()
-        assert writer.statistics().staging_bytes == 9 * BLOCK_NBYTES
+        assert writer.statistics().staging_bytes == 9 * BUFFER_NBYTES
     assert writer.statistics().staging_bytes == 0
     assert fastensor.load(tmp_path / "x")["w"][0] == 4
 
 
 @settings(max_examples=15)
-@given(sizes=st.lists(st.integers(0, 3 * BLOCK_NBYTES), max_size=4), blocks=st.integers(1, 3))
+@given(sizes=st.lists(st.integers(0, 3 * BUFFER_NBYTES), max_size=4), blocks=st.integers(1, 3))
 def test_the_budget_holds_for_any_sizes(
     sizes: list[int], blocks: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("x")
-    with AsyncWriter(staging_bytes=blocks * BLOCK_NBYTES) as writer:
+    with AsyncWriter(staging_bytes=blocks * BUFFER_NBYTES) as writer:
         for number, nbytes in enumerate(sizes):
             writer.save({"w": torch.full((nbytes,), number, dtype=torch.uint8)}, folder / str(number))
         writer.wait()
-        assert writer.statistics().peak_staging_bytes <= blocks * BLOCK_NBYTES
+        assert writer.statistics().peak_staging_bytes <= blocks * BUFFER_NBYTES
     for number, nbytes in enumerate(sizes):
         assert torch.equal(fastensor.load(folder / str(number))["w"], torch.full((nbytes,), number, dtype=torch.uint8))
 

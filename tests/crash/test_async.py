@@ -22,7 +22,7 @@ from crash.trainer import states
 
 import fastensor
 from fastensor import AsyncWriter, FastensorError
-from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.files.posix import TEMPORARY_SUFFIX
@@ -137,7 +137,7 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
     """Whatever is read is whole, and what one thread saves, it reads."""
     paths = [tmp_path / name for name in "abc"]
     problems: list[BaseException] = []
-    writers = [AsyncWriter(staging_bytes=4 * BLOCK_NBYTES, when_busy=policy) for policy in ("wait", "latest")]
+    writers = [AsyncWriter(staging_bytes=4 * BUFFER_NBYTES, when_busy=policy) for policy in ("wait", "latest")]
 
     def state(number: int) -> dict[str, Any]:
         return {"w": torch.full((200_000 + 7 * number,), number), "number": number}
@@ -179,7 +179,7 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
         thread.join()
     for writer in writers:
         writer.close()
-        assert writer.statistics().peak_staging_bytes <= 4 * BLOCK_NBYTES
+        assert writer.statistics().peak_staging_bytes <= 4 * BUFFER_NBYTES
     assert not problems
     assert not ordering._operations
     assert not leftovers(tmp_path)

@@ -55,7 +55,7 @@ def test_a_storage_that_is_resized_meanwhile(tmp_path: Path, backend: str, nbyte
     path = tmp_path / name
     fastensor.save({"w": torch.ones(10)}, path)
     state = {"a": torch.ones(3 << 20, dtype=torch.uint8), "w": torch.ones(3 << 20, dtype=torch.uint8)}
-    begin = staging.RingStager.begin
+    begin = staging.HostStager.begin
 
     def resize_later(self: Any, offset: int, count: int) -> Any:
         if offset:
@@ -63,7 +63,7 @@ def test_a_storage_that_is_resized_meanwhile(tmp_path: Path, backend: str, nbyte
         return begin(self, offset, count)
 
     with (
-        mock.patch.object(staging.RingStager, "begin", resize_later),
+        mock.patch.object(staging.HostStager, "begin", resize_later),
         pytest.raises(fastensor.StateChangedError, match=rf"3145728 bytes was resized to {nbytes}.*unchanged"),
     ):
         fastensor.save(state, path, backend=backend)

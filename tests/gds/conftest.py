@@ -15,7 +15,7 @@ from fastensor.backends.gds import GdsBackend
 @pytest.fixture(autouse=True, scope="module")
 def available() -> Iterator[None]:
     with mock.patch.object(gds, "_DEVICES", ()):  # where there is a GPU, these tests do not use it
-        reason = GdsBackend().availability().reason
+        reason = GdsBackend().why_unavailable()
         if reason and os.environ.get("FASTENSOR_TESTS_NEED_GDS"):
             pytest.fail(f"these tests have to run, but: {reason}")
         if reason:

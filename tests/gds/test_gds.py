@@ -23,6 +23,7 @@ import fastensor
 from fastensor import Context, Selector, TensorStore
 from fastensor.backends import gds, registry
 from fastensor.backends.base import Backend
+from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
 from fastensor.backends.gds import GdsBackend
 from fastensor.cli import main
@@ -45,6 +46,12 @@ class TestGds(BackendTests):
     @pytest.fixture
     def backend(self) -> Backend:
         return registry.get("gds")
+
+    @pytest.fixture
+    def extra_nbytes(self) -> int:
+        """Our buffers, and those that kvikio's threads hold for bytes of devices."""
+        defaults = gds._kvikio.module.defaults
+        return BUFFER_COUNT * BUFFER_NBYTES + int(defaults.get("num_threads")) * int(defaults.get("bounce_buffer_size"))
 
 
 def equal(found: Any) -> bool:
@@ -265,10 +272,10 @@ def test_errors_of_the_kernel_keep_their_numbers(tmp_path: Path) -> None:
     """kvikio tells them as text only."""
     fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     try:
-        with pytest.raises(OSError, match="directory") as caught, gds._errors_told():
+        with pytest.raises(OSError, match="directory") as caught, gds._errors_translated():
             gds._kvikio.module.CuFile(str(tmp_path / "missing" / "x"), "r")
         assert caught.value.errno == errno.ENOENT
-        with pytest.raises(BackendUnavailableError, match="CU_FILE"), gds._errors_told():
+        with pytest.raises(BackendUnavailableError, match="CU_FILE"), gds._errors_translated():
             raise RuntimeError("cuFile error at: file_handle.cpp:60: CU_FILE_DRIVER_NOT_INITIALIZED")
     finally:
         os.close(fd)
@@ -276,7 +283,7 @@ def test_errors_of_the_kernel_keep_their_numbers(tmp_path: Path) -> None:
 
 def test_settings_of_the_user_stay() -> None:
     program = (
-        "from fastensor.backends.gds import GdsBackend; assert GdsBackend().availability().available\n"
+        "from fastensor.backends.gds import GdsBackend; assert not GdsBackend().why_unavailable()\n"
         "from kvikio import defaults\n"
         "print(*map(defaults.get, ('num_threads', 'auto_direct_io_read', 'auto_direct_io_write')))"
     )
@@ -290,13 +297,11 @@ def test_settings_of_the_user_stay() -> None:
 
 def test_where_there_is_a_gpu_that_nobody_uses_it_does_not_begin_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gds, "_DEVICES", ("/dev/null",))
-    assert GdsBackend().availability().reason == "this torch is built without CUDA"
+    assert GdsBackend().why_unavailable() == "this torch is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = GdsBackend().availability()
-    assert not found.available
-    assert "does not use CUDA yet" in found.reason
+    assert "does not use CUDA yet" in GdsBackend().why_unavailable()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert GdsBackend().availability().available
+    assert not GdsBackend().why_unavailable()
 
 
 def test_the_doctor_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import torch
 
 import fastensor
 from fastensor.backends import gds, registry
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
 from fastensor.backends.device_crc32 import PendingCrc32s
-from fastensor.backends.memory import BUFFER_NBYTES, Buffer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,9 +29,8 @@ def cuda() -> None:
 
 
 def skip_unless_available(backend: str) -> None:
-    found = registry.get(backend).availability() if backend != registry.AUTO else None
-    if found is not None and not found.available:
-        pytest.skip(f"{backend}: {found.reason}")
+    if backend != registry.AUTO and (reason := registry.get(backend).why_unavailable()):
+        pytest.skip(f"{backend}: {reason}")
 
 
 @pytest.mark.parametrize("backend", registry.names())
@@ -104,7 +103,7 @@ def test_an_asynchronous_save_takes_no_device_memory_and_pins_its_own(tmp_path: 
     before = torch.cuda.max_memory_allocated()
     with fastensor.AsyncWriter() as writer:
         writer.save({"w": tensor}, tmp_path / "x").result()
-        assert all(block._pinned_for is not None for block in writer._arena._idle if block._touched)
+        assert all(block._pinned_for is not None for block in writer._pool._idle if block._touched)
     assert torch.cuda.max_memory_allocated() == before
     assert torch.equal(torch.load(tmp_path / "x", "cpu")["w"], tensor.cpu())
 
@@ -245,7 +244,7 @@ def test_several_devices_in_one_state(tmp_path: Path) -> None:
         pytest.skip("this machine has one GPU")
     state = {str(number): torch.randn(3 << 20, device=f"cuda:{number}") for number in range(2)}
     for backend in registry.names():
-        if not registry.get(backend).availability().available:
+        if registry.get(backend).why_unavailable():
             continue
         fastensor.save(state, tmp_path / "x", backend=backend)
         found = fastensor.load(tmp_path / "x", backend=backend)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Availability, Extent, Reader
+from fastensor.backends.base import Extent, Reader
 from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.cli import main
@@ -330,7 +330,7 @@ def test_a_backend_of_others_is_measured(capsys: Any, other: Any) -> None:
 
 
 def test_a_backend_that_is_not_available(capsys: Any, other: Any) -> None:
-    other.availability = lambda self: Availability(False, "no \x1b driver")
+    other.why_unavailable = lambda self: "no \x1b driver"
     status, found = examine(capsys, *SMALL)
     assert (status, speeds(found, "other")) == (0, [])
     assert found["backends"][-1] == {"name": "other", "available": False, "reason": "no \x1b driver"}
@@ -338,10 +338,10 @@ def test_a_backend_that_is_not_available(capsys: Any, other: Any) -> None:
 
 
 def test_a_backend_that_raises_when_asked(capsys: Any, other: Any) -> None:
-    def fail(self: Any) -> Availability:
+    def fail(self: Any) -> str:
         raise RuntimeError("broken")
 
-    other.availability = fail
+    other.why_unavailable = fail
     status, found = examine(capsys, *SMALL)
     assert status == 0
     assert not found["backends"][-1]["available"]
@@ -405,9 +405,9 @@ def test_a_backend_that_brings_other_values(
 
 
 def test_no_backend_at_all(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumpyBackend, "availability", lambda self: Availability(False, "gone"))
+    monkeypatch.setattr(NumpyBackend, "why_unavailable", lambda self: "gone")
     monkeypatch.setattr(registry, "_backends", {"direct": registry.get("direct"), "numpy": registry.get("numpy")})
-    monkeypatch.setattr(type(registry.get("direct")), "availability", lambda self: Availability(False, "gone, too"))
+    monkeypatch.setattr(type(registry.get("direct")), "why_unavailable", lambda self: "gone, too")
     status, found = examine(capsys)
     assert (status, found["speeds"], found["choices"]) == (1, [], [])
     assert "error: no backend is available" in advice(found)

@@ -20,7 +20,7 @@ import torch
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
 
 import fastensor
-from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint import ordering
 from fastensor.files import posix
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
@@ -615,7 +615,7 @@ def test_skipped_checkpoints_cost_no_old_ones(
     pl: Any, tmp_path: Path, disk_is_free: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a skipped one was to replace stays: from step 2 on it is durable, from step 7 on still to be written."""
-    plugin = FastensorCheckpointIO(asynchronous={"when_busy": "skip", "staging_bytes": BLOCK_NBYTES})
+    plugin = FastensorCheckpointIO(asynchronous={"when_busy": "skip", "staging_bytes": BUFFER_NBYTES})
     saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
     skipped: list[int] = []
     found: dict[int, list[int]] = {}

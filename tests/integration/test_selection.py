@@ -272,7 +272,7 @@ class Broken(NumpyBackend):
 
 
 @pytest.mark.parametrize("error", [KeyError("of somebody else"), OSError(errno.EINVAL, "not so")])
-@pytest.mark.parametrize("raises_in", ["availability", "can_write", "write", "open_reader"])
+@pytest.mark.parametrize("raises_in", ["why_unavailable", "can_write", "write", "open_reader"])
 def test_a_backend_that_raises_loses_no_checkpoint(
     selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_in: str, error: Exception
 ) -> None:

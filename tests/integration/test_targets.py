@@ -85,7 +85,7 @@ def test_a_failed_save_keeps_what_was_there(folder: str) -> None:
         fastensor.save(Unpicklable(), url)
     from fastensor.backends import staging
 
-    original = staging.RingStager.finish
+    original = staging.HostStager.finish
 
     def fail_late(self: Any, window: Any) -> None:
         if window.offset:
@@ -93,7 +93,7 @@ def test_a_failed_save_keeps_what_was_there(folder: str) -> None:
         original(self, window)
 
     if not folder.startswith("file"):
-        with mock.patch.object(staging.RingStager, "finish", fail_late), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(staging.HostStager, "finish", fail_late), pytest.raises(KeyboardInterrupt):
             fastensor.save(TENSORS, url)
     assert_same(fastensor.load(url), STATE)
     assert names_in(folder) == ["x.ckpt"]

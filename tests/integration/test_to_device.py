@@ -17,8 +17,8 @@ import fastensor
 from fastensor import TensorStore
 from fastensor.backends import registry, to_device
 from fastensor.backends.base import Extent
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
-from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.to_device import DeviceTarget, Filler, read_through_host
 from fastensor.checkpoint import placement, torch_file
 

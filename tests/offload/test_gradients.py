@@ -13,7 +13,7 @@ import torch
 from models import CASES, equal, gradients, large, slot_files
 from torch import nn
 
-from fastensor.backends import memory
+from fastensor.backends import buffers
 from fastensor.offload import ActivationOffload, copying, moving
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -88,7 +88,7 @@ def test_large_ones_by_way_of_the_host(make: Any) -> None:
 @pytest.mark.usefixtures("staged")
 def test_blocks_are_touched_before_they_are_filled(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On kernels that touch no memory by themselves, that is done by writing to it."""
-    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", -1)
+    monkeypatch.setattr(buffers, "MADV_POPULATE_WRITE", -1)
     offload = make()
     for _ in range(2):
         assert equal(gradients(large, offload), gradients(large, None))

@@ -15,7 +15,6 @@ import torch
 import fastensor
 from fastensor import Change, Context, Dictionary, Selector, TensorRef, TensorStore
 from fastensor.backends import registry
-from fastensor.backends.base import Availability
 from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.errors import BackendUnavailableError
@@ -220,8 +219,8 @@ class Refusing(NumpyBackend):
 class Absent(Refusing):
     name = "absent"
 
-    def availability(self) -> Availability:
-        return Availability(False, "no driver")
+    def why_unavailable(self) -> str:
+        return "no driver"
 
 
 @pytest.fixture

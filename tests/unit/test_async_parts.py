@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.backends.arena import BLOCK_NBYTES, Arena, ArenaClosedError
-from fastensor.backends.memory import Buffer, map_buffers
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint.asynchronous.budget import staging_limit
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.queue import WorkQueue
@@ -113,7 +110,7 @@ def test_launchers_say_how_many_processes_there_are(
 
 def test_the_budget_is_shared_by_the_processes_of_a_machine() -> None:
     assert staging_limit(64 * GIB, 8) == 4 * GIB
-    assert staging_limit(0, 8) == BLOCK_NBYTES
+    assert staging_limit(0, 8) == BUFFER_NBYTES
 
 
 @given(rate=st.floats(1, 1e9), sizes=st.lists(st.integers(1, 1 << 24), max_size=20), pauses=st.lists(st.floats(0, 10)))
@@ -147,68 +144,6 @@ def test_who_is_in_a_hurry_does_not_wait() -> None:
     pace.hurry()
     waiting.join(60)
     assert not waiting.is_alive()
-
-
-def nobody_waits() -> AbstractContextManager[None]:
-    raise AssertionError("there is a block")
-
-
-def test_the_arena_never_gives_out_more_than_it_has() -> None:
-    arena = Arena(lambda: 2 * BLOCK_NBYTES + 7)
-    arena.reserve(9 * BLOCK_NBYTES)
-    held: list[Buffer] = []
-    first = arena.take(held, while_waiting=nobody_waits, stopped=lambda: False)
-    second = arena.take(held, while_waiting=nobody_waits, stopped=lambda: False)
-    assert first is not None
-    assert second is not None
-    assert held == [first, second]
-    waits: list[bool] = []
-    assert arena.take(held, while_waiting=lambda: nullcontext(waits.append(True)), stopped=lambda: True) is None
-    assert waits == [True]
-    arena.give(first)
-    assert arena.take(held, while_waiting=nobody_waits, stopped=lambda: False) is first
-    assert (arena.nbytes, arena.free_nbytes, arena.peak_nbytes) == (2 * BLOCK_NBYTES, 0, 2 * BLOCK_NBYTES)
-    arena.close()
-    arena.give(second)
-    with pytest.raises(ArenaClosedError):
-        arena.take(held, while_waiting=nullcontext, stopped=lambda: False)
-
-
-def test_more_memory_than_there_are_addresses() -> None:
-    with pytest.raises(MemoryError, match="staging"):
-        Arena(lambda: 1 << 63).reserve(1 << 62)
-
-
-def test_the_arena_grows_as_needed_and_asks_for_its_budget_once() -> None:
-    asked = []
-    arena = Arena(lambda: asked.append(True) or 3 * BLOCK_NBYTES)  # type: ignore[func-returns-value]
-    assert (arena.nbytes, asked) == (0, [])
-    for wanted, found in ((2 * BLOCK_NBYTES - 5, 2), (1, 2), (2 * BLOCK_NBYTES + 1, 3), (4 * BLOCK_NBYTES, 3)):
-        arena.reserve(wanted)
-        assert arena.nbytes == found * BLOCK_NBYTES
-    assert len(asked) == 1
-    assert arena.has_room(100 * BLOCK_NBYTES)
-
-
-def test_the_arena_notices_blocks_beyond_its_budget() -> None:
-    arena = Arena(lambda: BLOCK_NBYTES)
-    arena.reserve(BLOCK_NBYTES)
-    arena._idle += map_buffers(1)
-    with pytest.raises(AssertionError, match="and 1 allowed"):
-        arena.take([], while_waiting=nobody_waits, stopped=lambda: False)
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_memory_of_an_arena_that_is_forgotten_is_unpinned(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
-    released: list[Buffer] = []
-    monkeypatch.setattr(Buffer, "release", lambda self: released.append(self))
-    arena = Arena(lambda: 3 * BLOCK_NBYTES)
-    arena.reserve(3 * BLOCK_NBYTES)
-    if forked:
-        arena.forget()  # what is pinned is the parent's
-    del arena
-    gc.collect()
-    assert len(released) == (0 if forked else 3)
 
 
 class Work:

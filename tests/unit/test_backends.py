@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import direct, memory, registry, ring_reader, staging, threads
+from fastensor.backends import buffers, copier, direct, registry, ring_reader, threads
 from fastensor.backends.base import Backend, Extent
+from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.fallback import available_names
 from fastensor.backends.staging import open_stager
@@ -50,22 +51,17 @@ def tmpfs() -> Path:
     return folder
 
 
-class TestDirect(BackendTests):
+class TestBuiltIn(BackendTests):
+    """All but gds, which has an environment of its own (``tests/gds``)."""
+
+    @pytest.fixture(params=[backend.name for backend in registry.BUILT_IN if backend.name != "gds"])
+    def backend(self, request: pytest.FixtureRequest) -> Backend:
+        return registry.get(request.param)
+
     @pytest.fixture
-    def backend(self) -> Backend:
-        return registry.get("direct")
-
-
-class TestNumpy(BackendTests):
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return registry.get("numpy")
-
-
-class TestTorch(BackendTests):
-    @pytest.fixture
-    def backend(self) -> Backend:
-        return registry.get("torch")
+    def extra_nbytes(self, backend: Backend) -> int | None:
+        """torch copies whole storages of devices."""
+        return {"torch": None, "numpy": BUFFER_NBYTES}.get(backend.name, BUFFER_COUNT * BUFFER_NBYTES)
 
 
 def test_all_backends_write_the_same_bytes(disk: Path) -> None:
@@ -223,28 +219,13 @@ def test_a_load_in_order_is_read_ahead_and_never_elsewhere(disk: Path) -> None:
     assert max(elsewhere) < 8192, "payload was read outside the ring"
 
 
-def test_the_ring_is_kept_for_the_next_transfer_and_never_shared() -> None:
-    with memory.borrowed_ring() as first, memory.borrowed_ring() as second:
-        assert first is not second
-    with memory.borrowed_ring() as again:
-        assert again is second
-
-
-def test_buffers_are_aligned_and_stay_with_the_process() -> None:
-    """A forked child sees nothing of them, changes nothing in them, and makes a ring of its own."""
-    with memory.borrowed_ring() as ring:
-        buffer = ring.buffer(1)
-        assert buffer.address % 4096 == 0
-        buffer.array[0] = 7
-        pid = os.fork()
-        if pid == 0:
-            seen = int(buffer.array[0])
-            buffer.array[0] = 8
-            with memory.borrowed_ring() as own:
-                own.buffer(0).array[:] = 9
-            os._exit(0 if seen == 0 and own is not ring else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert buffer.array[0] == 7
+def test_transfers_reuse_buffers_and_never_share_them(disk: Path) -> None:
+    fastensor.save({"a": torch.arange(1 << 20)}, disk / "x", backend="direct")
+    kept = set(buffers.transfer_buffers._idle)
+    assert kept
+    with open_stager(make_source(100)) as first, open_stager(make_source(100)) as second:
+        assert first.begin(0, 100).buffer is not second.begin(0, 100).buffer
+    assert set(buffers.transfer_buffers._idle) >= kept
 
 
 @pytest.mark.parametrize("allowed", [0, 3, 9])
@@ -267,22 +248,6 @@ def test_threads_that_cannot_be_started_are_done_without(disk: Path, allowed: in
         assert torch.equal(torch.load(disk / "y")["a"], state["a"])
 
 
-def test_staging_works_without_pinning(caplog: pytest.LogCaptureFixture) -> None:
-    memory._report_unpinned.cache_clear()
-    cudart = mock.Mock(**{"cudaHostRegister.return_value": 2})
-    with (
-        memory.borrowed_ring() as ring,
-        mock.patch.object(memory, "_cudart", return_value=cudart),
-        mock.patch("torch.cuda.device"),
-        caplog.at_level(logging.WARNING, "fastensor"),
-    ):
-        for _ in range(2):
-            ring.buffers()[0].prepare(torch.device("cuda", 0))
-            ring.release()
-    assert len(caplog.records) == 1
-    cudart.cudaHostUnregister.assert_not_called()
-
-
 def test_a_reader_that_the_filesystem_refuses_falls_back(disk: Path) -> None:
     state = {"a": torch.arange(1 << 20)}
     fastensor.save(state, disk / "x")
@@ -303,7 +268,7 @@ def test_storages_of_devices_without_streams_get_their_checksums(monkeypatch: py
     """Such devices (mps, xpu) are not in this machine: a host storage is sent down their path."""
     source = make_source(100, 5 << 10)
     expected = _stage(source, source.nbytes)
-    monkeypatch.setattr(staging, "_address", lambda storage: 0)
+    monkeypatch.setattr(copier, "_address", lambda storage: 0)
     assert _stage(source, 1000) == expected
 
 
@@ -333,7 +298,7 @@ def test_waits_are_not_cut_short_by_interrupts(interruption: type[BaseException]
 def test_a_window_larger_than_its_buffer_is_refused() -> None:
     source = make_source(100)
     with open_stager(source) as stager, pytest.raises(ValueError, match="does not fit"):
-        stager.begin(0, memory.BUFFER_NBYTES + 1)
+        stager.begin(0, BUFFER_NBYTES + 1)
 
 
 @pytest.mark.parametrize("nbytes", [1, 2, 3, 5, 7, 64, 1000])
@@ -357,5 +322,5 @@ def _stage(source: TorchZip, nbytes: int) -> bytes:
 
 def test_transfers_follow_the_order_that_was_announced() -> None:
     far = 100 << 20
-    transfers = ring_reader.plan_transfers([Extent(far, far + 10), Extent(0, 10)], 512)
+    transfers = ring_reader.plan_reads([Extent(far, far + 10), Extent(0, 10)], 512)
     assert [(t.begin, t.end) for t in transfers] == [(far, far + 512), (0, 512)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastensor.backends import gather
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.gather import ALIGNMENT, DeviceStager, gathering_device
-from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.staging import open_stager
 from fastensor.errors import StateChangedError
 from fastensor.stitch.torch_zip import TorchZip, plan
@@ -78,7 +78,7 @@ def test_what_is_in_host_memory_is_not_gathered() -> None:
 
 def test_a_ring_that_was_made_in_inference_mode_serves_others() -> None:
     source = make_source(100_000)
-    gather._rings.forget()
+    gather._idle.clear()
     with torch.inference_mode():
         assert gathered(source, 4096) == staged(source)
     assert gathered(source, 4096) == staged(source)

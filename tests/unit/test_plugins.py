@@ -1,4 +1,4 @@
-"""Backends of other packages: found by their entry points, and as good as our own."""
+"""Backends of other packages: found by their entry points, and usable wherever built-in ones are."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import fastensor
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
+from fastensor.checkpoint.report import LoadReport, SaveReport
+from fastensor.cli import main
 from fastensor.errors import UnknownBackendError
+from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor.testing import BackendTests
 
+BUILT_IN = tuple(backend.name for backend in registry.BUILT_IN)
 PLUGIN = Path(__file__).parents[1] / "plugin"
 """What a package that brings a backend leaves in ``site-packages``."""
 
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has looked for other backends yet."""
-    monkeypatch.setattr(
-        registry, "_backends", {name: registry._backends[name] for name in ("direct", "gds", "numpy", "torch")}
-    )
+    """Backends of other packages are still to be imported."""
+    monkeypatch.setattr(registry, "_backends", {backend.name: backend for backend in registry.BUILT_IN})
     monkeypatch.setattr(registry, "_others_wanted", True)
 
 
@@ -50,8 +55,61 @@ class TestElsewhere(BackendTests):
 
 
 def test_it_joins_the_others(plugin: None) -> None:
-    assert registry.names() == ("direct", "gds", "numpy", "torch", "elsewhere")
+    assert registry.names() == (*BUILT_IN, "elsewhere")
     assert type(registry.get("elsewhere")).__module__ == "elsewhere"
+
+
+def test_it_is_usable_wherever_built_in_ones_are(
+    plugin: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"w": torch.arange(1 << 20), "b": torch.ones(3)}
+
+    def check(report: SaveReport | LoadReport, found: Any = state) -> None:
+        assert (report.backend, report.fallbacks) == ("elsewhere", ())
+        assert all(torch.equal(found[name], state[name]) for name in state)
+
+    for name in ("x.ckpt", "x.safetensors"):
+        check(fastensor.save(state, tmp_path / name, backend="elsewhere"))
+        found, report = fastensor.load_with_report(tmp_path / name, backend="elsewhere")
+        check(report, found)
+        assert fastensor.verify(tmp_path / name, backend="elsewhere").complete
+    with fastensor.AsyncWriter() as writer:
+        check(writer.save(state, tmp_path / "y.ckpt", backend="elsewhere").result())
+    with fastensor.TensorStore(tmp_path, backend="elsewhere") as store:
+        assert torch.equal(store.get(store.put(state["w"])), state["w"])
+        assert store.statistics().written_by == {"elsewhere": 1}
+    assert "elsewhere" in registry.names_with_slots()
+    config = OffloadConfig(directories=(str(tmp_path),), min_bytes=1, backend="elsewhere")
+    with ActivationOffload(config) as offload:
+        x = torch.rand(1 << 18, requires_grad=True)
+        with offload.step():
+            loss = x.exp().exp().sum()
+        loss.backward()
+        assert set(offload.statistics().written_by) == {"elsewhere"}
+    assert x.grad is not None
+    assert torch.allclose(x.grad, x.detach().exp() * x.detach().exp().exp())
+    assert main(["doctor", str(tmp_path), "--quick"]) == 0
+    assert "\nelsewhere " in capsys.readouterr().out
+
+
+def test_one_that_moves_no_parts_of_files_is_refused_for_activations(plugin: None) -> None:
+    with pytest.raises(ValueError, match=r"auto or one of direct, gds, numpy, elsewhere, found 'torch'"):
+        OffloadConfig(backend="torch")
+
+
+def test_one_that_cannot_open_slots_is_replaced(
+    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: object, fd: int) -> None:
+        raise KeyError("anything")
+
+    monkeypatch.setattr(type(registry.get("elsewhere")), "open_slots", refuse)
+    with ActivationOffload(OffloadConfig(directories=(str(tmp_path),), min_bytes=1, backend="elsewhere")) as offload:
+        with offload.step():
+            loss = torch.rand(1 << 18, requires_grad=True).exp().sum()
+        loss.backward()
+        assert set(offload.statistics().written_by) == {"numpy"}
+    assert "elsewhere is not used: it raised KeyError('anything')" in caplog.text
 
 
 def test_it_is_imported_when_it_is_wanted(forgetful: None) -> None:
@@ -96,8 +154,8 @@ def test_a_broken_one_is_left_out_with_a_warning(
     reason: str,
 ) -> None:
     install(tmp_path, monkeypatch, source, "bad = brought:Bad")
-    assert registry.names() == ("direct", "gds", "numpy", "torch")
-    assert registry.names() == ("direct", "gds", "numpy", "torch")
+    assert registry.names() == BUILT_IN
+    assert registry.names() == BUILT_IN
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "the backend bad (brought:Bad) is left out" in record.message
@@ -108,7 +166,7 @@ def test_a_broken_one_does_not_keep_others_away(
     forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(tmp_path, monkeypatch, PRELUDE, "a = brought:Bad", "b = brought:Mine")
-    assert registry.names() == ("direct", "gds", "numpy", "torch", "mine")
+    assert registry.names() == (*BUILT_IN, "mine")
     assert len(caplog.records) == 1
     with pytest.raises(UnknownBackendError, match=r"'yours'.*auto, direct, gds, numpy, torch, mine"):
         registry.get("yours")
@@ -121,7 +179,7 @@ def test_damaged_metadata_of_anybody_is_survived(
         raise ValueError("a line without a section")
 
     monkeypatch.setattr(registry, "entry_points_of", fail)
-    assert registry.names() == ("direct", "gds", "numpy", "torch")
+    assert registry.names() == BUILT_IN
     assert "a line without a section" in caplog.text
 
 

@@ -1,6 +1,14 @@
-"""Ways of moving a file's bytes. Authors of plug-ins implement :class:`Backend`, and test it by
-:class:`fastensor.testing.BackendTests`."""
+"""Ways of moving a file's bytes, and what authors of other ways need: they implement :class:`Backend`, name their class
+by an entry point (see :mod:`fastensor.backends.registry`), and test it by :class:`fastensor.testing.BackendTests`.
+"""
 
-from fastensor.backends.base import Availability, Backend, DeviceSlots, Extent, Reader, SlotBackend, Slots
+from fastensor.backends.base import Backend, BatchReader, DeviceSlots, Extent, Reader, SlotBackend, Slots
+from fastensor.backends.copier import Window
+from fastensor.backends.posix import EndOfFile
+from fastensor.backends.staging import Stager, open_stager
+from fastensor.stitch.source import Source
 
-__all__ = ["Availability", "Backend", "DeviceSlots", "Extent", "Reader", "SlotBackend", "Slots"]
+__all__ = [
+    "Backend", "BatchReader", "DeviceSlots", "EndOfFile", "Extent", "Reader", "SlotBackend", "Slots",
+    "Source", "Stager", "Window", "open_stager",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a backend is: the seam between the layout of a file and the ways of moving it."""
+"""The protocols of a backend: the seam between the layout of a file and the ways of moving it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from fastensor.stitch.source import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Availability:
-    """Whether a backend can work on this machine, and if not, why."""
-
-    available: bool
-    reason: str = ""
-    """Empty if available; otherwise what is missing, in a sentence that can be shown to a user."""
-
-
-@dataclass(frozen=True, slots=True)
 class Extent:
     """A part of a file: ``[begin, end)`` in bytes."""
 
@@ -29,119 +20,117 @@ class Extent:
 
 
 class Reader(Protocol):
-    """Random access to one file, fast if the order that was announced is kept. Used by one thread."""
+    """Random access to one file, fast in the order that was announced. Used by one thread."""
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         """Fill ``buffer`` from ``offset`` and return the CRC32 of its bytes (0 without ``checksum``).
 
-        The buffer is the caller's; when this returns or raises, nothing writes to it any more.
+        The buffer is the caller's. When the method returns or raises, nothing writes to the buffer any more.
 
         Raises:
             OSError: the file cannot be read there.
-            fastensor.files.posix.EndOfFile: it ends before the buffer is full.
+            fastensor.files.posix.EndOfFile: the file ends before the buffer is full.
         """
 
     def close(self) -> None:
-        """Stop reading ahead and give back memory. The file stays open. Calling it again does nothing."""
+        """Stop reading ahead and give back memory. The file stays open. A second call does nothing."""
 
 
 @runtime_checkable
 class BatchReader(Reader, Protocol):
-    """A reader to which the order does not matter, and which fills several buffers by several threads at once."""
+    """A reader that is fast in any order, and fills several buffers at once by several threads."""
 
     def read_batch(self, pieces: Sequence[tuple[int, memoryview]], *, checksum: bool) -> list[int]:
-        """As :meth:`Reader.readinto`, for buffers each with its offset. Returns the CRC32 of each."""
+        """Fill each buffer from its offset, as :meth:`Reader.readinto` does. Returns the CRC32 of each."""
 
 
 class Slots(Protocol):
-    """An open file any part of which is written and read, again and again. Every method may be called from several
-    threads at once, for parts that do not overlap. What has been written stays out of the page cache, or leaves it."""
+    """An open file whose parts are written and read again and again.
+
+    Several threads may call any method at once, for parts that do not overlap. Bytes that were written do not stay in
+    the page cache.
+    """
 
     @property
     def alignment(self) -> int:
-        """What offsets, and lengths and addresses of host memory, are multiples of; a power of two, at most 4096."""
+        """Unit of offsets, and of lengths and addresses of host memory: a power of two, at most 4096."""
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of it.
+        """Write all of ``data``.
 
         Raises:
-            OSError: the file does not take it.
+            OSError: the file does not take the bytes.
             BackendUnavailableError: this backend cannot write to this file after all.
         """
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill the buffer.
+        """Fill ``buffer``.
 
         Raises:
-            OSError: the file cannot be read there, or ends before.
+            OSError: the file cannot be read there, or ends before the buffer is full.
             BackendUnavailableError: this backend cannot read from this file after all.
         """
 
     def close(self) -> None:
-        """Nothing is written or read any more. The descriptor that it was opened with stays open."""
+        """Give up what was opened, when no method runs any more. The descriptor of :meth:`SlotBackend.open_slots` stays
+        open. In a forked child only the child's copies are given up."""
 
 
 @runtime_checkable
 class DeviceSlots(Slots, Protocol):
-    """Slots that move bytes of devices by themselves. Tensors are of uint8 and contiguous, and nothing is queued that
-    concerns their memory; lengths may be any."""
+    """Slots that move bytes of devices by themselves. Tensors are contiguous, of uint8 and of any length, and no queued
+    work uses their memory."""
 
     @property
     def device_types(self) -> Set[str]:
-        """Kinds of devices."""
+        """Types of the devices, such as ``cuda``."""
 
     def write_from_device(self, values: torch.Tensor, offset: int) -> None:
-        """As :meth:`Slots.write`."""
+        """See :meth:`Slots.write`."""
 
     def read_to_device(self, values: torch.Tensor, offset: int) -> None:
-        """As :meth:`Slots.read`."""
+        """See :meth:`Slots.read`."""
 
 
 @runtime_checkable
 class SlotBackend(Protocol):
-    """A backend that moves parts of files, too."""
+    """A backend that also moves parts of files. Activation offload uses such backends."""
 
     def open_slots(self, fd: int) -> Slots:
-        """Of a file that is open for reading and writing, and stays so.
+        """Open slots on ``fd``, which must be readable and writable. The caller keeps ownership of ``fd``.
 
         Raises:
-            BackendUnavailableError: this backend cannot use this file.
+            BackendUnavailableError: this backend cannot use the file.
         """
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A way of moving images. Stateless between calls; every method may be called from several threads at once."""
+    """A way of moving files. Stateless between calls. Several threads may call any method at once."""
 
     @property
     def name(self) -> str:
-        """What users pass as ``backend=``."""
+        """The name that users pass as ``backend=``."""
 
-    def availability(self) -> Availability:
-        """Whether the backend can work here at all. A single file may still be refused."""
-
-    @property
-    def extra_bytes(self) -> int | None:
-        """The most memory in bytes, beyond the state itself, that one transfer takes. None: as much as the largest
-        storage on a device, because the backend copies such storages to the host whole."""
+    def why_unavailable(self) -> str:
+        """Why the backend cannot work here at all, in words for a user; empty if it can. It may still refuse a file."""
 
     def can_write(self, source: Source) -> bool:
-        """Whether it knows how to write this kind of source at all. A single file may still be refused."""
+        """Whether the backend can write this kind of source at all. A single file may still be refused."""
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
         """Write the whole image to an open, empty, seekable file.
 
-        Afterwards the file has exactly the image's bytes; they need not be durable yet, that is the caller's
-        business. ``fd`` stays open and has the flags that it came with. Storages are only read. The file may have
-        space preallocated beyond its final size.
+        Afterwards the file has exactly the image's bytes. The caller makes them durable, and writes the source's head.
+        ``fd`` stays open and keeps its flags. Storages are only read. The file may have space preallocated beyond its
+        final size.
 
         Returns:
-            What :meth:`Source.head` needs: the CRC32 of each storage's payload. Whoever calls writes the head. May be
-            empty for a source without one.
+            The CRC32 of each storage's payload, for :meth:`Source.head`. May be empty for a source without a head.
 
         Raises:
-            BackendUnavailableError: this file cannot be written this way; another backend may start over on ``fd``.
-            OSError: a write failed; what the file holds is undefined.
+            BackendUnavailableError: this backend cannot write the file. Another one may start over on ``fd``.
+            OSError: a write failed. The contents of the file are undefined.
             StateChangedError: a storage was resized while it was being saved.
         """
 
@@ -149,11 +138,11 @@ class Backend(Protocol):
         """Prepare to read a file of ``nbytes`` bytes.
 
         Args:
-            fd: open for reading; stays open and is used until the reader is closed.
+            fd: open for reading. Stays open, and is used until the reader is closed.
             nbytes: the file's size.
-            order: the extents that will be asked for, in the order in which they will be asked for, as far as that
-                can be foretold. Reading them ahead may not begin before the first one is asked for.
+            order: the extents that will be asked for, in that order, as far as the caller knows. Reading ahead may not
+                begin before the first one is asked for.
 
         Raises:
-            BackendUnavailableError: this file cannot be read this way.
+            BackendUnavailableError: this backend cannot read the file.
         """

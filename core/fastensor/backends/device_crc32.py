@@ -1,9 +1,9 @@
-"""CRC32s of memory where it is, on any device of torch's, without a copy of it on the host.
+"""CRC32s of memory on any device of torch's, computed there, without a copy on the host.
 
-A CRC is linear: that of a lane of bytes is the XOR of one table entry for each byte, chosen by its value and its
+A CRC is linear: the CRC of a lane of bytes is the XOR of one table entry for each byte, chosen by the byte's value and
 position. So the device looks up and folds, without a loop over the bytes, and the host combines the few values of the
-lanes. Zeros in front of a message do not change the linear part, so that lanes and powers of two are filled up there.
-What is small goes to the host, all of it in one copy: looking it up would take longer.
+lanes. Zeros in front of a message do not change the linear part, so lanes and powers of two are filled up in front.
+Small vectors go to the host, all in one copy, because looking them up would take longer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from isal import isal_zlib
 
 LANE_NBYTES = 4096
 LEAST_NBYTES = 64 << 10
-"""What is smaller is copied to the host."""
+"""Smaller vectors are copied to the host."""
 _CHUNK_NBYTES = 4 << 20
-"""Looked up at a time: the device holds eight times as much meanwhile, and a table of the same size from then on."""
+"""Looked up at a time. The device holds eight times as much meanwhile, and keeps a table of the same size."""
 _ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320
 
@@ -28,10 +28,10 @@ _Words = npt.NDArray[np.uint32]
 
 
 class PendingCrc32s:
-    """The CRC32s of some uint8 vectors on one device, as ``zlib.crc32`` has them.
+    """The CRC32s of some uint8 vectors on one device, equal to those of ``zlib.crc32``.
 
-    Made on the stream that the vectors are filled on; they may be changed once what has been queued there by then is
-    done, and that is when :meth:`values` may be called.
+    Make the object on the stream that fills the vectors. When the work that was queued there by then is done, the
+    vectors may change, and :meth:`values` may be called.
 
     >>> PendingCrc32s([torch.arange(9, dtype=torch.uint8)]).values() == [isal_zlib.crc32(bytes(range(9)))]
     True
@@ -45,7 +45,7 @@ class PendingCrc32s:
         self._lanes = _on_host(torch.cat(lanes)) if lanes else None
 
     def values(self) -> list[int]:
-        """One for each vector, in their order."""
+        """The CRC32 of each vector, in their order."""
         small = memoryview(b"") if self._small is None else self._small.numpy().data
         lanes = np.empty(0, np.uint32) if self._lanes is None else self._lanes.numpy().view(np.uint32)
         result = []
@@ -61,13 +61,13 @@ class PendingCrc32s:
 
 
 def _on_host(found: torch.Tensor) -> torch.Tensor:
-    """A copy that is complete when what has been queued on the device is done."""
+    """A copy on the host, complete when the work that is queued on the device is done."""
     target = torch.empty_like(found, device="cpu", pin_memory=found.is_cuda)
     return target.copy_(found, non_blocking=True)
 
 
 def _lanes(part: torch.Tensor) -> list[torch.Tensor]:
-    """The linear part of the CRC of each lane, the first of which may be a short one."""
+    """The linear part of the CRC of each lane. The first lane may be short."""
     result = []
     odd = part.numel() % LANE_NBYTES
     if odd:
@@ -90,13 +90,13 @@ def _lookup(chunk: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _device_table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each position's part of the table begins, and the table: by position in a lane, and value."""
+    """The table, by position in a lane and value of a byte, and the index at which each position begins."""
     step = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         step = np.where(step & 1, (step >> 1) ^ np.uint32(_POLYNOMIAL), step >> 1)
     table = np.empty((LANE_NBYTES, 256), np.uint32)
     table[-1] = step
-    for position in range(LANE_NBYTES - 2, -1, -1):  # followed by one zero more
+    for position in range(LANE_NBYTES - 2, -1, -1):  # each position is followed by one more zero than the next
         after = table[position + 1]
         table[position] = step[after & 0xFF] ^ (after >> 8)
     begins = torch.arange(0, table.size, 256, dtype=torch.int32, device=device)
@@ -104,7 +104,7 @@ def _device_table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _combined(lanes: _Words) -> int:
-    """The linear part of the CRC of all lanes."""
+    """The linear part of the CRC of all lanes together."""
     values = np.zeros(1 << (len(lanes) - 1).bit_length(), np.uint32)
     values[-len(lanes) :] = lanes
     nbytes = LANE_NBYTES
@@ -119,7 +119,7 @@ def _combined(lanes: _Words) -> int:
 
 @cache
 def _shift_table(nbytes: int) -> _Words:
-    """What becomes of each byte of a CRC when so many zeros follow: XOR the four entries."""
+    """The effect of ``nbytes`` zeros on each byte of a CRC. XOR the four entries for the effect on the CRC."""
     bits = [_shifted(1 << bit, nbytes) for bit in range(32)]
     table = np.zeros((4, 256), np.uint32)
     for number in range(4):

@@ -1,8 +1,8 @@
-"""The ``direct`` backend: O_DIRECT through a ring of reused buffers, several transfers in flight.
+"""The ``direct`` backend: O_DIRECT through reused buffers, with several transfers in flight.
 
-Saving: the calling thread stages windows of the image in order, and writer threads put them on the disk. Loading:
-reader threads run ahead through the file in the order that was announced, and the calling thread copies from the ring
-to where the bytes belong. Neither leaves anything in the page cache. Memory beyond the state is the ring: 32 MiB.
+In a save, the calling thread stages windows of the image in order, and other threads write them to the disk. In a load,
+threads read ahead in the order that was announced, and the calling thread copies from the buffers to where the bytes
+belong. Neither leaves anything in the page cache. Memory beyond the state is eight buffers: 32 MiB.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from fastensor.backends.base import Availability, Extent, Reader
-from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES, borrowed_ring
+from fastensor.backends.base import Extent, Reader
+from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
+from fastensor.backends.copier import Window
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
 from fastensor.backends.ring_reader import RingReader
-from fastensor.backends.staging import Window, open_stager
+from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.stitch.source import Source
@@ -29,14 +30,8 @@ class DirectBackend:
 
     name = "direct"
 
-    def availability(self) -> Availability:
-        if not hasattr(os, "O_DIRECT"):
-            return Availability(False, "this operating system has no O_DIRECT")
-        return Availability(True)
-
-    @property
-    def extra_bytes(self) -> int:
-        return BUFFER_COUNT * BUFFER_NBYTES
+    def why_unavailable(self) -> str:
+        return "" if hasattr(os, "O_DIRECT") else "this operating system has no O_DIRECT"
 
     def can_write(self, source: Source) -> bool:
         return True
@@ -54,8 +49,10 @@ class DirectBackend:
         direct_fd = _reopen(fd, os.O_RDONLY)
         with ExitStack() as undo:
             undo.callback(posix.close_read_only, direct_fd)
-            with _refusals_reported(), borrowed_ring() as ring:
-                block = ring.buffer(0).view[: limits.offset_alignment]
+            with _refusals_reported(), transfer_buffers.lending() as lent:
+                buffer = transfer_buffers.take(lent)
+                buffer.prepare()
+                block = buffer.view[: limits.offset_alignment]
                 posix.read_fully(direct_fd, block, 0, alignment=limits.offset_alignment)
             read = partial(_read_direct, direct_fd, limits.offset_alignment)
             resources = ExitStack()
@@ -85,7 +82,7 @@ class DirectSlots:
         posix.check_end(filled, buffer.nbytes, offset)
 
     def close(self) -> None:
-        posix.close_read_only(self._fd)  # nobody will read what was written
+        posix.close_read_only(self._fd)  # what was written is not needed any more
 
 
 def _write_direct(fd: int, alignment: int, window: Window) -> None:
@@ -117,7 +114,7 @@ def _reopen(fd: int, mode: int) -> int:
 
 @contextmanager
 def _refusals_reported() -> Iterator[None]:
-    """EINVAL is how filesystems refuse O_DIRECT: when a file is opened, or only when it is read or written."""
+    """Filesystems refuse O_DIRECT by EINVAL: when a file is opened, or only when it is read or written."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Doing without a way that was wanted, and saying why."""
+"""Fallbacks: which backends cannot be used, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger("fastensor")
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A way that was tried or chosen first, and why another one was taken."""
+    """A backend that was tried or chosen first, and why another one was used."""
 
     backend: str
     reason: str
@@ -27,17 +27,16 @@ def announce(backend: str, reason: str) -> None:
 
 
 def record_fallback(fallbacks: list[Fallback], what: str, reason: str) -> None:
-    """Log a fallback and add it to those that the report will show."""
+    """Log a fallback, and add it to the fallbacks of a report."""
     announce(what, reason)
     fallbacks.append(Fallback(what, reason))
 
 
 def why_unavailable(name: str) -> str:
-    """Why a backend cannot work here; empty if it can. One of another package may raise."""
+    """Why a backend cannot work here; empty if it can. An exception that the backend raises is a reason."""
     try:
-        found = registry.get(name).availability()
-        return "" if found.available else str(found.reason) or "it does not say why"
-    except Exception as error:  # noqa: BLE001  # it is a reason
+        return str(registry.get(name).why_unavailable())
+    except Exception as error:  # noqa: BLE001  # whatever a backend of another package raises
         return f"asked whether it is available, it raised {error!r}"
 
 
@@ -47,9 +46,9 @@ def available_names() -> tuple[str, ...]:
 
 
 def can_write(name: str, source: Source) -> bool:
-    """Whether a backend says that it can write a file. One of another package may raise, which is logged."""
+    """Whether a backend says that it can write a source. False, with a warning, if the backend raises."""
     try:
         return registry.get(name).can_write(source)
-    except Exception as error:  # noqa: BLE001  # it is no reason to lose what is to be written
+    except Exception as error:  # noqa: BLE001  # whatever a backend of another package raises: others may write the file
         announce(name, f"it raised {error!r} when asked whether it can write a file")
         return False

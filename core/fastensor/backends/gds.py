@@ -1,8 +1,8 @@
-"""The ``gds`` backend: kvikio moves the bytes, between files and GPUs without host memory where the system has
-GPUDirect Storage, and by its own threads and direct I/O where it has not, or where the bytes are in host memory.
+"""The ``gds`` backend: kvikio moves the bytes.
 
-It is ``cpy`` of the Fastensor paper (sections 3 and 4). Windows of the image are staged and written, and read ahead, as
-the backend ``direct`` does it.
+Where the system has GPUDirect Storage, bytes go between files and GPUs without host memory. Elsewhere, and for bytes in
+host memory, kvikio uses its own threads and direct I/O. The Fastensor paper calls this backend ``cpy`` (sections 3 and
+4). Windows are staged, written and read ahead as by the backend ``direct``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from fastensor.backends.base import Availability, Extent, Reader
+from fastensor.backends.base import Extent, Reader
+from fastensor.backends.buffers import BUFFER_NBYTES
+from fastensor.backends.copier import Window
 from fastensor.backends.gather import ALIGNMENT, DeviceStager, DeviceWindow, gathering_device
-from fastensor.backends.memory import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
-from fastensor.backends.staging import Window, open_stager
+from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import NoThreadsError, finish, submit, uninterrupted_call
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 from fastensor.errors import BackendUnavailableError
@@ -39,7 +40,7 @@ from fastensor.stitch.source import Plan, Source
 DRIVER = "libcuda.so.1"
 _logger = logging.getLogger("fastensor")
 _DEVICES = ("/proc/driver/nvidia/version", "/dev/dxg")
-"""What is there if there is a driver of a GPU. (``/dev/nvidiactl`` is made by the library, where there is none.)"""
+"""Files that exist if a GPU's driver is loaded. (The library makes ``/dev/nvidiactl`` itself.)"""
 _ERRORS = {os.strerror(number): number for number in errno.errorcode}
 
 
@@ -48,13 +49,8 @@ class GdsBackend:
 
     name = "gds"
 
-    def availability(self) -> Availability:
-        reason = _kvikio.why_unavailable() or _why_not_yet()
-        return Availability(not reason, reason)
-
-    @property
-    def extra_bytes(self) -> int:
-        return BUFFER_COUNT * BUFFER_NBYTES + _bounce_nbytes()
+    def why_unavailable(self) -> str:
+        return _kvikio.why_unavailable() or _why_not_yet()
 
     def can_write(self, source: Source) -> bool:
         return True
@@ -84,8 +80,8 @@ class GdsBackend:
 
 
 class GdsSlots:
-    """See :class:`fastensor.backends.base.DeviceSlots`. Whoever calls may be interrupted: not between the begin of a
-    transfer and its end, where memory would be given back that is moved from, or to."""
+    """See :class:`fastensor.backends.base.DeviceSlots`. An interrupt of the caller does not cut a transfer short: the
+    memory would be freed while kvikio uses it."""
 
     alignment = ALIGNMENT
     device_types = frozenset({"cuda"})
@@ -93,6 +89,7 @@ class GdsSlots:
     def __init__(self, file: Any, resources: ExitStack) -> None:
         self._file = file
         self._resources = resources
+        self._process = os.getpid()
 
     def write(self, data: memoryview, offset: int) -> None:
         uninterrupted_call(_write_part, self._file, data, offset)
@@ -109,29 +106,28 @@ class GdsSlots:
         posix.check_end(uninterrupted_call(_read_part, self._file, values, offset), values.nbytes, offset)
 
     def close(self) -> None:
-        self._resources.close()
+        if self._process == os.getpid():  # in a forked child, kvikio may wait for threads that do not exist there
+            self._resources.close()
 
 
 def _write_all(source: Source, fd: int) -> Sequence[int]:
-    device = gathering_device(source)
     with _opened(fd, "r+") as file:
         write = partial(_write, file)
-        if device is None:
-            return write_windows(source.nbytes, open_stager(source), write)
-        _announce_mode()
-        gathered = DeviceStager(cast(Plan, source), device, prepare=_register)
-        return write_windows(source.nbytes, gathered, write)
+        if isinstance(source, Plan) and (device := gathering_device(source)) is not None:
+            _announce_mode()
+            return write_windows(source.nbytes, DeviceStager(source, device, prepare=_register), write)
+        return write_windows(source.nbytes, open_stager(source), write)
 
 
 class _GdsReader(RingReader):
-    """Reads to devices without the ring."""
+    """Reads to devices without buffers of the host."""
 
     file: Any
     nbytes: int
     _fills_devices = False
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
-        """Headers come before what may go to a device: they are no reason to read ahead into the ring."""
+        """Headers are read before parts that may go to a device, so they do not start reading ahead."""
         if self._fills_devices or (buffer.nbytes <= ALIGNMENT and not self._started):
             return self._elsewhere.readinto(offset, buffer, checksum=checksum)
         return super().readinto(offset, buffer, checksum=checksum)
@@ -142,17 +138,17 @@ class _GdsReader(RingReader):
         _announce_mode()
         self._fills_devices = True
         if target.stream is not None:
-            target.stream.synchronize()  # what uses the memory still; kvikio knows of no stream
+            target.stream.synchronize()  # queued work may use the memory, and kvikio knows no streams
         pieces: list[Future[int]] = []
         try:
             for at in range(0, target.nbytes, BUFFER_NBYTES):
                 piece = target[at : at + BUFFER_NBYTES]
-                pieces.append(submit(self._threads.reading, _read_part, self.file, piece.values, offset + at))
+                pieces.append(submit(self._reading, _read_part, self.file, piece.values, offset + at))
         except NoThreadsError:
             finish(pieces)
             return read_through_host(self._elsewhere, offset, target, checksum=checksum)
         finally:
-            finish(pieces)  # nobody writes there any more when it is freed
+            finish(pieces)  # the memory may be freed when this returns
         try:
             filled = sum(piece.result() for piece in pieces)
         except BackendUnavailableError as error:
@@ -164,7 +160,7 @@ class _GdsReader(RingReader):
 
 
 class _Kvikio:
-    """The library, imported when it is wanted, and set up once."""
+    """The library, imported and set up when it is first used."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +168,7 @@ class _Kvikio:
         self._module: Any = None
 
     def why_unavailable(self) -> str:
-        """Empty if it can be used."""
+        """Why kvikio cannot be used; empty if it can."""
         with self._lock:
             if self._reason is None:
                 self._reason = self._load()
@@ -193,13 +189,13 @@ class _Kvikio:
             _set_up()
         except OSError as error:
             return f"the library of NVIDIA's driver cannot be loaded: {error}"
-        except Exception as error:  # noqa: BLE001  # whatever a library that is not complete raises: it is the reason
+        except Exception as error:  # noqa: BLE001  # whatever an incomplete library raises
             return f"kvikio cannot be used: {_first_line(error)}"
         return ""
 
     def forked(self) -> None:
-        """In a child, which has none of the parent's threads: kvikio would wait for them for ever."""
-        self.__init__()  # type: ignore[misc]  # nor whoever held the lock
+        """In a forked child: kvikio would wait for ever for the parent's threads."""
+        self.__init__()  # type: ignore[misc]  # a thread that does not exist here may hold the lock
         if "kvikio" in sys.modules:
             self._reason = "this process was forked from one that has loaded kvikio, whose threads it lacks"
 
@@ -209,7 +205,7 @@ os.register_at_fork(after_in_child=_kvikio.forked)
 
 
 def _why_not_yet() -> str:
-    """kvikio would begin to use CUDA, after which no forked process can: that is the program's to decide."""
+    """Why kvikio is not used yet; empty if it is. It would initialize CUDA, which forbids forks: the program is to."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
     if in_use or not any(map(os.path.exists, _DEVICES)):
         return ""
@@ -219,9 +215,9 @@ def _why_not_yet() -> str:
 
 
 def _set_up() -> None:
-    """What kvikio does not do by itself: several transfers at a time, around the page cache.
+    """Let kvikio move several transfers at a time, around the page cache.
 
-    Both are settings of the whole process. Those that the user has made by environment variables stay.
+    Both settings hold for the whole process. Settings from the user's environment variables stay.
     """
     defaults = import_module("kvikio.defaults")
     if not {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & set(os.environ):
@@ -232,9 +228,9 @@ def _set_up() -> None:
 
 
 def _register(memory: torch.Tensor) -> Callable[[], None]:
-    """Have a device's buffers pinned for GPUDirect Storage, which is faster; kvikio does nothing where there is none.
+    """Register a device's buffers with GPUDirect Storage, which is faster. Does nothing on systems without it.
 
-    Returns what undoes it.
+    Returns the function that undoes this.
     """
     kvikio = _kvikio.module
     try:
@@ -248,7 +244,7 @@ def _register(memory: torch.Tensor) -> Callable[[], None]:
 def _deregister(memory: torch.Tensor) -> None:
     try:
         _kvikio.module.memory_deregister(memory)
-    except RuntimeError as error:  # what was written with it is written
+    except RuntimeError as error:  # the transfers are done
         _logger.info("the buffers of %s are not deregistered: %s", memory.device, _first_line(error))
 
 
@@ -258,16 +254,8 @@ def _announce_mode() -> None:
         _logger.warning("kvikio is in compat mode, not using GPUDirect Storage: %s", compat)
 
 
-def _bounce_nbytes() -> int:
-    """What kvikio's threads hold of the host at most for bytes of a device that do not go around it."""
-    if _kvikio.why_unavailable():
-        return 0
-    defaults = _kvikio.module.defaults
-    return int(defaults.get("num_threads")) * int(defaults.get("bounce_buffer_size"))
-
-
 def compat_reason() -> str:
-    """Why bytes of GPUs go through host memory; empty if they do not.
+    """Why bytes of GPUs go through host memory; empty if they go directly.
 
     Raises:
         BackendUnavailableError: kvikio cannot be used at all.
@@ -282,10 +270,10 @@ def compat_reason() -> str:
 
 @contextmanager
 def _opened(fd: int, flags: str) -> Iterator[Any]:
-    """kvikio's view of an open file. It opens it again, by what the kernel calls the descriptor.
+    """kvikio's view of an open file, which kvikio opens again through ``/proc``.
 
     Raises:
-        BackendUnavailableError: that cannot be done.
+        BackendUnavailableError: kvikio cannot open the file.
     """
     kvikio = _kvikio.module
     try:
@@ -303,38 +291,38 @@ def _write(file: Any, window: Window | DeviceWindow) -> None:
 
 
 def _write_part(file: Any, data: memoryview | torch.Tensor, offset: int) -> None:
-    with _errors_told():
+    with _errors_translated():
         written = file.pwrite(_for_kvikio(data), data.nbytes, offset, BUFFER_NBYTES).get()
     if written != data.nbytes:
         raise OSError(errno.EIO, f"kvikio has written {written} of {data.nbytes} bytes")
 
 
 def _read_part(file: Any, buffer: memoryview | torch.Tensor, offset: int) -> int:
-    with _errors_told():
+    with _errors_translated():
         return int(file.pread(_for_kvikio(buffer), buffer.nbytes, offset, BUFFER_NBYTES).get())
 
 
 def _for_kvikio(data: memoryview | torch.Tensor) -> Any:
-    """The same memory, as kvikio takes it: it knows tensors of devices, and no others."""
+    """The same memory in a form that kvikio takes: tensors of devices, but arrays of the host."""
     return data.numpy() if isinstance(data, torch.Tensor) and not data.is_cuda else data
 
 
 def _read(file: Any, nbytes: int, buffer: memoryview, offset: int) -> int:
-    """A read may not go beyond the end of the file."""
+    """Fill the buffer, or the part of it that lies before the file's end. Returns the number of bytes read."""
     wanted = min(buffer.nbytes, nbytes - offset)
     try:
         return _read_part(file, buffer[:wanted], offset)
-    except posix.EndOfFile:  # it has become shorter; nobody knows how much was read
+    except posix.EndOfFile:  # the file has become shorter, by how much is unknown
         return 0
 
 
 @contextmanager
-def _errors_told() -> Iterator[None]:
-    """kvikio raises RuntimeError, whose text ends with the kernel's, if it is the kernel's.
+def _errors_translated() -> Iterator[None]:
+    """Translate kvikio's ``RuntimeError``, whose text ends with the kernel's error, if there is one.
 
     Raises:
-        OSError: that is so.
-        fastensor.files.posix.EndOfFile: the file is shorter.
+        OSError: the kernel's error.
+        fastensor.files.posix.EndOfFile: the file ends earlier.
         BackendUnavailableError: kvikio, CUDA or libcufile could not do it.
     """
     try:
@@ -342,7 +330,7 @@ def _errors_told() -> Iterator[None]:
     except RuntimeError as error:
         text = _first_line(error)
         if text.endswith(": EOF"):
-            raise posix.EndOfFile("the file ends before it was to") from error
+            raise posix.EndOfFile("the file ends before the bytes that were asked for") from error
         number = next((number for name, number in _ERRORS.items() if text.endswith(f": {name}")), None)
         if number is None:
             raise BackendUnavailableError(text) from error

@@ -1,6 +1,6 @@
 """The ``numpy`` backend: buffered POSIX I/O on views of memory, through the page cache.
 
-For small files, and for reading what is in the page cache already: resident bytes arrive at the speed of memory.
+For small files, and for files that are in the page cache: resident bytes arrive at the speed of memory.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from fastensor.backends.base import Availability, Extent, Reader
-from fastensor.backends.memory import BUFFER_NBYTES, copy_memory, populate
+from fastensor.backends.base import Extent, Reader
+from fastensor.backends.memory import copy_memory, populate
 from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import run_each, usable_cores
 from fastensor.files import posix
 from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 1 << 20
-"""Staged and written at a time: small enough to stay in the processor's cache between the two."""
+"""Staged and written at a time: small enough to stay in the processor's cache from one to the other."""
 _BLOCK_NBYTES = 512 << 10
-"""Populated, filled and checksummed at a time, so that each step finds it in the processor's cache."""
+"""Populated, filled and checksummed at a time, so that each step finds the bytes in the processor's cache."""
 _PARALLEL_NBYTES = 2 << 20
-"""Reads from this size on are shared by several threads. For smaller ones, starting threads takes longer."""
+"""Several threads share reads from this size on. For smaller ones, starting threads takes longer than it saves."""
 _MAX_THREADS = 4
 
 
@@ -33,12 +33,8 @@ class NumpyBackend:
 
     name = "numpy"
 
-    def availability(self) -> Availability:
-        return Availability(True)
-
-    @property
-    def extra_bytes(self) -> int:
-        return BUFFER_NBYTES
+    def why_unavailable(self) -> str:
+        return ""
 
     def can_write(self, source: Source) -> bool:
         return True
@@ -83,7 +79,7 @@ class BufferedSlots:
 class BufferedReader:
     """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.BatchReader`.
 
-    Goes on in a forked child.
+    A reader that was opened before a fork works in the child, too.
     """
 
     def __init__(self, fd: int) -> None:
@@ -111,9 +107,9 @@ class _Block(NamedTuple):
     """A part of a buffer that one thread fills."""
 
     number: int
-    """Of the buffer."""
+    """Number of the buffer among those that are read together."""
     offset: int
-    """Where its bytes begin in the file."""
+    """Offset in the file."""
     buffer: memoryview
     address: int
 
@@ -132,7 +128,7 @@ def _read_block(fd: int, block: _Block, checksum: bool) -> int:
 
 
 def copy_with_checksum(target: memoryview, source: memoryview, checksum: bool) -> int:
-    """Copy between two pieces of memory of equal size; returns the CRC32 of the bytes, or 0 without ``checksum``."""
+    """Copy between two pieces of memory of equal size. Returns the CRC32 of the bytes, or 0 without ``checksum``."""
     to = np.frombuffer(target, np.uint8).ctypes.data
     from_ = np.frombuffer(source, np.uint8).ctypes.data
     crc32 = 0

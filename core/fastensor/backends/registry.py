@@ -1,12 +1,14 @@
-"""The backends by name: those of this package, and those that other packages bring.
+"""The backends by name: those of this package, and those of other packages.
 
-A package brings a backend by an entry point of the group ``fastensor.backends`` that names something to be called
-without arguments, such as its class::
+This is the one place where a backend is added. The rest of the package asks :func:`names`, and the protocols that a
+backend implements. Another package adds a backend by an entry point of the group ``fastensor.backends``, which names a
+class, or another callable without arguments::
 
     [project.entry-points."fastensor.backends"]
     mine = "my_package.backend:MyBackend"
 
-It is imported when somebody asks for all names, or for one that is not known yet. What is wrong with it is logged.
+Such a backend is imported by the first call that asks for all names, or for an unknown one. If that fails, a warning
+says why, and the other backends stay usable.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import threading
 from importlib.metadata import EntryPoint
 
-from fastensor.backends.base import Backend
+from fastensor.backends.base import Backend, SlotBackend
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.gds import GdsBackend
 from fastensor.backends.numpy import NumpyBackend
@@ -26,17 +28,19 @@ from fastensor.files.installed import entry_points_of, is_mentioned
 
 AUTO = "auto"
 PAPER_NAMES = {"cpy": "gds", "npy": "numpy", "pt": "torch"}
-"""What the Fastensor paper (section 4) calls the tools that it chooses from."""
+"""The names of the Fastensor paper (section 4) for the same tools."""
 
 GROUP = "fastensor.backends"
-"""Of entry points."""
+"""The group of entry points."""
 
+BUILT_IN: tuple[Backend, ...] = (DirectBackend(), GdsBackend(), NumpyBackend(), TorchBackend())
+"""The backends of this package, the preferred one first. Add a backend here."""
 _logger = logging.getLogger("fastensor")
 _backends: dict[str, Backend] = {}
 _others_wanted = True
-"""Whether nobody has looked for backends of other packages yet."""
+"""Whether backends of other packages are still to be imported."""
 _lock = threading.RLock()
-"""Held while they are imported."""
+"""Held while backends of other packages are imported."""
 
 
 def _renew_lock() -> None:
@@ -44,7 +48,7 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # whoever holds it does not live in the child
+os.register_at_fork(after_in_child=_renew_lock)  # the thread that holds it does not exist in the child
 
 
 def register(backend: Backend) -> None:
@@ -59,10 +63,10 @@ def register(backend: Backend) -> None:
 
 
 def get(name: str) -> Backend:
-    """The backend of that name, or of that name in the paper.
+    """The backend with this name, or with this name in the paper.
 
     Raises:
-        UnknownBackendError: there is none.
+        UnknownBackendError: no backend has the name.
 
     >>> get("npy").name
     'numpy'
@@ -75,25 +79,30 @@ def get(name: str) -> Backend:
 
 
 def names() -> tuple[str, ...]:
-    """All registered names."""
+    """The names of all backends, those of this package first."""
     global _others_wanted
     with _lock:
         if _others_wanted:
-            _others_wanted = False  # now, because what is being imported may ask, too
+            _others_wanted = False  # first, because a module that is imported here may ask for names, too
             _register_others()
         return tuple(_backends)
+
+
+def names_with_slots() -> tuple[str, ...]:
+    """The names of the backends that move parts of files, in the same order."""
+    return tuple(name for name in names() if isinstance(get(name), SlotBackend))
 
 
 def _register_others() -> None:
     try:
         points = entry_points_of(GROUP)
-    except Exception as error:  # noqa: BLE001  # somebody's metadata is damaged
+    except Exception as error:  # noqa: BLE001  # the metadata of some package is damaged
         _logger.warning("other packages cannot be asked for backends: %r", error)
         return
     for point in points:
         try:
             register(_make(point))
-        except Exception as error:  # noqa: BLE001  # one package must not keep the others from working
+        except Exception as error:  # noqa: BLE001  # the other packages must stay usable
             _logger.warning("the backend %s (%s) is left out: %r", point.name, point.value, error)
 
 
@@ -104,6 +113,6 @@ def _make(point: EntryPoint) -> Backend:
     return made
 
 
-is_mentioned(GROUP)  # while packages are imported anyway: the first save or load would read many small files
-for _backend in (DirectBackend(), GdsBackend(), NumpyBackend(), TorchBackend()):
+is_mentioned(GROUP)  # at import, because otherwise the first save or load would read many small files
+for _backend in BUILT_IN:
     register(_backend)

@@ -1,7 +1,7 @@
-"""Reading ahead through a ring of buffers, several reads in flight: for files that answer slowly.
+"""Reading ahead through a ring of buffers, with several reads in flight: for files that answer slowly.
 
-Reader threads run through the file in the order that was announced, and the calling thread copies from the ring to
-where the bytes belong. Memory beyond the state is the ring: 32 MiB.
+Threads read the file in the order that was announced, and the calling thread copies from the buffers to where the bytes
+belong. Memory beyond the state is the buffers: 32 MiB.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.memory import BUFFER_NBYTES, Buffer, borrowed_ring
+from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.numpy import copy_with_checksum
-from fastensor.backends.threads import NoThreadsError, finish, open_pool, shut_down, submit, usable_cores
+from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit, usable_cores
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 
 TRANSFERS_IN_FLIGHT = 4
 _MIN_TRANSFER_NBYTES = 2 << 20
 _TRANSFERS_PER_FILE = 128
 _PARALLEL_COPY_NBYTES = 512 << 10
-"""Copies from this size on are worth handing to another thread."""
+"""Copies from this size on are handed to another thread. For smaller ones that takes longer than it saves."""
 _GAP_NBYTES = 64 << 10
-"""Extents that lie closer together than this are read in one go."""
+"""Extents with smaller gaps between them are read together."""
 
 ReadInto: TypeAlias = Callable[[memoryview, int], int]
-"""``read(buffer, offset)``: fill the buffer; returns the number of bytes read, fewer only at the end of the file."""
+"""``read(buffer, offset)`` fills the buffer. It returns the number of bytes read, fewer only at the end of the file."""
 
 
 def transfer_nbytes(total: int) -> int:
-    """The size of single transfers: large, but so small that filling and draining the pipeline takes little time.
+    """The size of single transfers: large, but small enough that filling and draining the pipeline takes little time.
 
     >>> transfer_nbytes(1 << 30) >> 20, transfer_nbytes(200 << 20) >> 20, transfer_nbytes(100) >> 20
     (4, 2, 2)
@@ -47,28 +47,28 @@ def transfer_nbytes(total: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """One aligned read of ``[begin, end)``, for the sake of the bytes in ``wanted``."""
+class AlignedRead:
+    """One aligned read of ``[begin, end)``, of which the bytes in ``wanted`` are used."""
 
     begin: int
     end: int
     wanted: Extent
 
 
-def plan_transfers(order: Sequence[Extent], alignment: int) -> list[Transfer]:
-    """Cut the extents into aligned transfers, in the same order; extents that lie close together share transfers.
+def plan_reads(order: Sequence[Extent], alignment: int) -> list[AlignedRead]:
+    """Cut the extents into aligned reads, in the same order. Extents that lie close together share reads.
 
-    >>> plan_transfers([Extent(10, 5000), Extent(5010, 6000)], 512)
-    [Transfer(begin=0, end=6144, wanted=Extent(begin=10, end=6000))]
+    >>> plan_reads([Extent(10, 5000), Extent(5010, 6000)], 512)
+    [AlignedRead(begin=0, end=6144, wanted=Extent(begin=10, end=6000))]
     """
     size = transfer_nbytes(sum(extent.end - extent.begin for extent in order))
-    transfers: list[Transfer] = []
+    reads: list[AlignedRead] = []
     for begin, end in _runs(order):
         aligned_end = -(-end // alignment) * alignment
         for at in range(begin // alignment * alignment, aligned_end, size):
             stop = min(at + size, aligned_end)
-            transfers.append(Transfer(at, stop, Extent(max(at, begin), min(stop, end))))
-    return transfers
+            reads.append(AlignedRead(at, stop, Extent(max(at, begin), min(stop, end))))
+    return reads
 
 
 def _runs(order: Sequence[Extent]) -> Iterator[tuple[int, int]]:
@@ -86,7 +86,7 @@ def _runs(order: Sequence[Extent]) -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Fetch:
-    """One transfer: the file's bytes from ``begin`` are, or will be, in ``buffer``, and are copied out of it."""
+    """One read in progress: the read into ``buffer``, and the copies out of the buffer."""
 
     begin: int
     buffer: Buffer
@@ -95,74 +95,76 @@ class _Fetch:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing reads or writes the buffer any more."""
+        """Whether no thread reads or writes the buffer any more."""
         return self.filled.done() and all(copy.done() for copy in self.copies)
 
     def wait(self) -> None:
-        """Return when it is idle."""
+        """Return when the read is idle."""
         finish([self.filled, *self.copies])
 
 
 class RingReader:
-    """Reads ahead through planned transfers; what is asked for out of order is read on the spot, buffered.
+    """Reads ahead in the order that was announced. See :class:`fastensor.backends.base.Reader`.
 
-    Filling fresh memory is slower than the disk, because every page of it is touched for the first time: so large
-    reads are copied out of the ring by several threads. In a forked child, which has neither the threads nor what is in
-    the ring, all is read on the spot. See :class:`fastensor.backends.base.Reader`.
+    Filling fresh memory is slower than the disk, because every page is touched for the first time. So several threads
+    copy large reads out of the buffers. A forked child has neither the threads nor the bytes in the buffers, so the
+    reader ``elsewhere`` reads everything there.
 
     Args:
         read: called by several threads at once.
-        alignment: what offsets and lengths of reads are multiples of.
+        alignment: unit of the offsets and lengths of reads.
         order: the extents that will be asked for.
-        elsewhere: for what is asked for out of order; closed with this one.
-        resources: what ``read`` needs, closed with this one.
+        elsewhere: reads what is asked for out of order; closed with this reader.
+        resources: what ``read`` needs; closed with this reader.
     """
 
     def __init__(
         self, read: ReadInto, alignment: int, order: Sequence[Extent], *, elsewhere: Reader, resources: ExitStack
     ) -> None:
-        transfers = plan_transfers(order, alignment)
-        self._threads = _ReadThreads()
+        reads = plan_reads(order, alignment)
         self._read_file = read
-        self._resources = resources
-        self._resources.callback(elsewhere.close)
         self._elsewhere = elsewhere
+        self._resources = resources  # closed in the opposite order: the threads end before the buffers go back
+        resources.callback(elsewhere.close)
+        self._lent = resources.enter_context(transfer_buffers.lending())
+        self._reading = _opened_pool(resources, TRANSFERS_IN_FLIGHT, "fastensor-read")
+        self._copying = _opened_pool(resources, usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
         self._started = False
-        self._transfers = transfers
-        self._by_offset = sorted(range(len(transfers)), key=lambda number: transfers[number].begin)
-        self._begins = [transfers[number].wanted.begin for number in self._by_offset]
+        self._reads = reads
+        self._by_offset = sorted(range(len(reads)), key=lambda number: reads[number].begin)
+        self._begins = [reads[number].wanted.begin for number in self._by_offset]
         self._free: list[Buffer] = []
         self._device: torch.device | None = None
-        """That the ring is pinned for."""
+        """The device that buffers are pinned for."""
         self._current = 0
-        """The transfer that is being consumed; all earlier ones are done with."""
+        """Number of the read that is being copied out. Earlier reads are not used any more."""
         self._fetches: deque[_Fetch] = deque()
-        """Those in flight or filled: ``_current`` and the ones behind it."""
+        """Reads in flight or done, from ``_current`` on."""
         self._emptying: deque[_Fetch] = deque()
-        """Those done with, whose buffers are still being copied from."""
+        """Earlier reads whose buffers are still being copied from."""
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         return self._read(offset, buffer, checksum)
 
     def read_to_device(self, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
-        """See :class:`fastensor.backends.to_device.DeviceReader`: the device copies from the ring."""
+        """See :class:`fastensor.backends.to_device.DeviceReader`. The device copies from the buffers."""
         self._device = target.device
         return self._read(offset, target, checksum)
 
     def _read(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
         try:
             return self._read_through_ring(offset, buffer, checksum)
-        except NoThreadsError:  # the interpreter exits, or this is a forked child: from now on without
+        except NoThreadsError:  # the interpreter exits, or this is a forked child: read without threads from now on
             self._begins = []
             return _read_at_once(self._elsewhere, offset, buffer, checksum)
 
     def _read_through_ring(self, offset: int, buffer: memoryview | DeviceTarget, checksum: bool) -> int:
-        if self._threads.reading.is_of_parent:  # they will never fill what they were to fill
-            raise NoThreadsError("the ring is that of the process that this one was forked from")
+        if self._reading.is_of_parent:  # reads that were given to them will never end
+            raise NoThreadsError("the threads are those of the process that this one was forked from")
         parts: list[tuple[int, Future[int] | int]] = []
         try:
             while buffer.nbytes:
-                number = self._transfer_of(offset)
+                number = self._number_of(offset)
                 if number is None or number < self._current:
                     parts.append((buffer.nbytes, _read_at_once(self._elsewhere, offset, buffer, checksum)))
                     break
@@ -183,31 +185,27 @@ class RingReader:
         return crc32
 
     def close(self) -> None:
-        try:
-            self._threads.close()
-        finally:
-            self._resources.close()
+        self._resources.close()
 
     def _copy(self, fetch: _Fetch, begin: int, target: memoryview | DeviceTarget, checksum: bool) -> Future[int] | int:
         source = fetch.buffer.view[begin : begin + target.nbytes]
         if target.nbytes < _PARALLEL_COPY_NBYTES:
             return _copied(target, source, checksum)
-        copy = submit(self._threads.copying, _copied, target, source, checksum)
+        copy = submit(self._copying, _copied, target, source, checksum)
         fetch.copies.append(copy)
         return copy
 
-    def _transfer_of(self, offset: int) -> int | None:
+    def _number_of(self, offset: int) -> int | None:
         at = bisect_right(self._begins, offset) - 1
         if at < 0:
             return None
         number = self._by_offset[at]
-        return number if offset < self._transfers[number].wanted.end else None
+        return number if offset < self._reads[number].wanted.end else None
 
     def _fetched(self, number: int) -> _Fetch:
-        """Make ``number`` the current transfer, dropping those before it, and keep the ring busy behind it."""
+        """Make ``number`` the current read, drop earlier ones, and read ahead into all free buffers."""
         if not self._started:
-            ring = self._resources.enter_context(borrowed_ring())
-            self._free = ring.buffers()[: len(self._transfers)]
+            self._free = [transfer_buffers.take(self._lent) for _ in self._reads[:BUFFER_COUNT]]
             self._started = True
         while self._fetches and self._current < number:
             self._emptying.append(self._fetches.popleft())
@@ -217,12 +215,12 @@ class RingReader:
             emptied = self._emptying.popleft()
             emptied.wait()
             self._free.append(emptied.buffer)
-        while self._free and (following := number + len(self._fetches)) < len(self._transfers):
-            buffer, transfer = self._free.pop(), self._transfers[following]
+        while self._free and (following := number + len(self._fetches)) < len(self._reads):
+            buffer, read = self._free.pop(), self._reads[following]
             buffer.prepare(self._device)
-            view = buffer.view[: transfer.end - transfer.begin]
-            filled = submit(self._threads.reading, self._read_file, view, transfer.begin)
-            self._fetches.append(_Fetch(transfer.begin, buffer, filled, []))
+            view = buffer.view[: read.end - read.begin]
+            filled = submit(self._reading, self._read_file, view, read.begin)
+            self._fetches.append(_Fetch(read.begin, buffer, filled, []))
         return self._fetches[0]
 
 
@@ -238,15 +236,7 @@ def _read_at_once(reader: Reader, offset: int, target: memoryview | DeviceTarget
     return reader.readinto(offset, target, checksum=checksum)
 
 
-class _ReadThreads:
-    """Threads that wait for the disk, and threads that copy."""
-
-    def __init__(self) -> None:
-        self.reading = open_pool(TRANSFERS_IN_FLIGHT, "fastensor-read")
-        self.copying = open_pool(usable_cores(TRANSFERS_IN_FLIGHT), "fastensor-copy")
-
-    def close(self) -> None:
-        try:
-            shut_down(self.reading)
-        finally:
-            shut_down(self.copying)
+def _opened_pool(resources: ExitStack, threads: int, name: str) -> Pool:
+    pool = open_pool(threads, name)
+    resources.callback(shut_down, pool)
+    return pool

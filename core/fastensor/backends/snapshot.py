@@ -1,8 +1,8 @@
-"""Snapshots: files whose bytes are copied into an arena first, and moved from there while the program goes on.
+"""Snapshots: files whose bytes are copied into buffers first, and moved from there while the program goes on.
 
-The caller's threads copy windows of the image into blocks, in order, without looking at the bytes; whoever moves them
-takes the CRC32s and fills in headers. Blocks go back to the arena one by one as they have been written, so a file that
-is larger than the arena streams through it.
+The caller's threads copy windows of the image into buffers, in order, without looking at the bytes. The thread that
+moves the file takes the CRC32s and fills in headers. Buffers go back to the pool one by one as they have been written,
+so a file that is larger than the pool streams through it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,32 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
 
-from fastensor.backends.arena import BLOCK_NBYTES, Arena
-from fastensor.backends.memory import Buffer
-from fastensor.backends.staging import Checksums, Copier, Window, copy_header
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
+from fastensor.backends.copier import Copier, Window, copy_header
 from fastensor.backends.threads import run_together, usable_cores
 from fastensor.errors import BackendUnavailableError
-from fastensor.stitch.image import Header, Image
+from fastensor.stitch.image import Header
 from fastensor.stitch.source import Plan
 
 _MOST_THREADS = 4
-"""More do not copy faster: memory is what limits them."""
+"""More threads do not copy faster: memory is the limit."""
 
 
 class Snapshot:
-    """A planned file in an arena: a :class:`~fastensor.backends.staging.StagedSource`.
+    """A planned file in buffers: a :class:`~fastensor.stitch.source.Source` that is staged before it is moved.
 
-    One thread stages it while, or before, another one moves it. Once it is staged nothing of the plan's storages is
-    referred to any more.
+    One thread stages the snapshot while, or before, another one moves it. Once the snapshot is staged, it refers to
+    the plan's storages no more.
 
     Args:
-        plan: what to copy.
-        arena: where to. It has blocks, or blocks in use by others will come back to it.
+        plan: the file to copy.
+        pool: lends the buffers. It has some, or buffers that others use will come back to it.
         before_window: called with the number of bytes of each window that is about to be handed over, in the thread
-            that moves it; may wait, and may raise.
-        while_waiting: entered while staging waits for blocks that are still to be moved.
+            that moves the snapshot; may wait, and may raise.
+        while_waiting: entered while staging waits for buffers that are still to be moved.
         known_checksums: see :class:`~fastensor.stitch.source.Source`.
-        held_up: whether ``before_window`` waits.
+        throttled: whether ``before_window`` waits.
     """
 
     device = "staged"
@@ -46,49 +44,54 @@ class Snapshot:
     def __init__(
         self,
         plan: Plan,
-        arena: Arena,
+        pool: BufferPool,
         *,
         before_window: Callable[[int], None] = lambda nbytes: None,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         known_checksums: tuple[int, ...] | None = None,
-        held_up: bool = False,
+        throttled: bool = False,
     ) -> None:
         self.nbytes = plan.nbytes
-        self._held_up = held_up
         self.known_checksums = known_checksums
+        self.layout = plan.released()
+        """The plan, without its storages."""
+        self.storage_count = len(plan.storages)
+        self._throttled = throttled
         self._plan = plan
-        self._released_plan = plan.released()
-        self._storage_count = len(plan.storages)
-        self._arena = arena
+        self._pool = pool
         self._before_window = before_window
         self._while_waiting = while_waiting
         self._changed = threading.Condition()
-        self._count = -(-plan.nbytes // BLOCK_NBYTES)
+        self._count = -(-plan.nbytes // BUFFER_NBYTES)
         self._claimed = 0
         self._claiming = threading.Lock()
-        self._held: list[Buffer] = []
-        """Blocks that have been taken and are being filled."""
+        self._filling: list[Buffer] = []
+        """Buffers that have been lent and are being filled."""
         self._staged: dict[int, Buffer] = {}
+        """Filled buffers by their number, counted from the file's start."""
         self._moved: Counter[int] = Counter()
-        """How many bytes of each block have been moved."""
+        """How many bytes of each buffer have been moved."""
         self._staging = True
         self._streams = False
-        """Whether windows may be had before all is staged. Otherwise moving would take time from staging."""
+        """Whether windows may be moved before all is staged. Otherwise moving would take time from staging."""
         self._failure: BaseException | None = None
+        self._moving_failure: BaseException | None = None
 
     @property
-    def held_up(self) -> bool:
-        return self._held_up or self._streams
+    def throttled(self) -> bool:
+        return self._throttled or self._streams
 
     @property
     def checksums_first(self) -> bool:
-        return self._released_plan.checksums_first
+        return self.layout.checksums_first
 
     def head(self, checksums: Sequence[int]) -> bytes:
-        return self._released_plan.head(checksums)
+        return self.layout.head(checksums)
+
+    # --- called by the thread that saves
 
     def stage(self) -> None:
-        """Copy everything; returns when the plan's storages are not needed any more.
+        """Copy everything. Returns when the plan's storages are not needed any more.
 
         Raises:
             StateChangedError: a storage has another size than when the file was planned.
@@ -97,111 +100,113 @@ class Snapshot:
         try:
             copier = Copier(self._plan.storages)
             try:
-                run_together(lambda: self._fill_blocks(copier), self._threads())
+                run_together(lambda: self._fill_buffers(copier), self._threads())
             finally:
                 copier.synchronize()
         except BaseException as error:
             self.fail(error)
             raise
         finally:
-            self._plan = self._released_plan
+            self._plan = self.layout
             self._while_waiting = nullcontext
-            with self._changed:
-                self._staging = False
-                self._changed.notify_all()
+            self._end_staging()
         if self._failure is not None:
             raise self._failure
 
     def fail(self, failure: BaseException) -> None:
-        """Stop whoever stages or moves it, at the next block, with this exception. The first one counts."""
+        """Stop staging and moving at the next buffer, with this exception. Only the first call counts."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
-        self._arena.wake()
+        self._pool.wake()
 
     def stop(self, failure: BaseException) -> None:
-        """It will not be staged: :meth:`stage` was not called, or has returned."""
+        """Fail a snapshot for which :meth:`stage` was not called, or has returned."""
         self.fail(failure)
-        with self._changed:
-            self._staging = False
-            self._changed.notify_all()
+        self._end_staging()
 
     def discard(self) -> None:
-        """Give all blocks back. Nobody moves them any more; whoever stages is waited for."""
+        """Give all buffers back, once :meth:`stage` has returned. Nothing moves them any more."""
         with self._changed:
             self._changed.wait_for(lambda: not self._staging)
-            for block in (*self._staged.values(), *self._held):
-                self._arena.give(block)
+            for buffer in (*self._staged.values(), *self._filling):
+                self._pool.give(buffer)
             self._staged.clear()
-            self._held.clear()
+            self._filling.clear()
 
-    @contextmanager
-    def open_stager(self) -> Iterator[SnapshotStager]:
-        """What hands over its windows.
-
-        Raises:
-            BackendUnavailableError: parts of it have been moved by another backend, and given back.
-        """
-        if self._moved:
-            raise BackendUnavailableError("a part of the snapshot has been given back; it cannot be moved again")
-        checksums = Checksums(self._storage_count)
-        yield SnapshotStager(self, self._released_plan.image, checksums, self._before_window)
-
-    def block(self, number: int, stopped: Callable[[], bool]) -> Buffer | None:
-        """Wait until a block is staged.
-
-        Args:
-            number: of the block, counted from the file's start.
-            stopped: asked whenever something changes; whether to give up and return None.
-
-        Raises:
-            BaseException: what :meth:`fail` was given.
-        """
-
-        def decided() -> bool:
-            return (number in self._staged and self._may_be_moved()) or self._failure is not None or stopped()
-
-        with self._changed:
-            self._changed.wait_for(decided)
-            if self._failure is not None:
-                raise self._failure
-            return None if stopped() else self._staged[number]
+    # --- called by the threads that move the file
 
     def wait_to_move(self) -> None:
-        """Return when moving it takes no time from staging it, or it has failed."""
+        """Return when moving takes no time from staging, or the snapshot has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._may_be_moved() or self._failure is not None)
 
-    def wake(self) -> None:
-        """Let whoever waits in :meth:`block` ask again whether to stop."""
+    def begin_moving(self) -> None:
+        """Called once by each stager.
+
+        Raises:
+            BackendUnavailableError: parts of the snapshot have been moved, and their buffers given back.
+        """
+        if self._moved:
+            raise BackendUnavailableError("a part of the snapshot has been given back; it cannot be moved again")
+        self._moving_failure = None
+
+    def window(self, offset: int, nbytes: int) -> Window:
+        """Wait until a part of the file is staged. Its headers have blanks, and its CRC32s were not taken.
+
+        Raises:
+            BaseException: what :meth:`fail` or :meth:`moving_failed` was given.
+        """
+        number, begin = divmod(offset, BUFFER_NBYTES)
         with self._changed:
+            self._changed.wait_for(lambda: self._failed() or (number in self._staged and self._may_be_moved()))
+            if (failure := self._failed()) is not None:
+                raise failure
+            buffer = self._staged[number]
+        self._before_window(nbytes)
+        return Window(buffer, begin, offset, nbytes)
+
+    def give_back(self, window: Window) -> None:
+        """Count a window as moved. When all bytes of its buffer are, the buffer goes back to the pool."""
+        number = window.offset // BUFFER_NBYTES
+        with self._changed:
+            self._moved[number] += window.nbytes
+            if self._moved[number] < min(BUFFER_NBYTES, self.nbytes - number * BUFFER_NBYTES):
+                return
+            buffer = self._staged.pop(number)
+        self._pool.give(buffer)
+
+    def moving_failed(self, failure: BaseException) -> None:
+        """Raise ``failure`` from :meth:`window`, until :meth:`begin_moving` is called again."""
+        with self._changed:
+            self._moving_failure = failure
             self._changed.notify_all()
 
-    def hand_back(self, number: int, nbytes: int) -> None:
-        """So many bytes of a block have been moved. When all have, it goes back to the arena."""
-        with self._changed:
-            begin = number * BLOCK_NBYTES
-            self._moved[number] += nbytes
-            if self._moved[number] < min(BLOCK_NBYTES, self.nbytes - begin):
-                return
-            block = self._staged.pop(number)
-        self._arena.give(block)
+    # --- inside
+
+    def _failed(self) -> BaseException | None:
+        return self._failure or self._moving_failure
 
     def _may_be_moved(self) -> bool:
         return self._streams or not self._staging
 
+    def _end_staging(self) -> None:
+        with self._changed:
+            self._staging = False
+            self._changed.notify_all()
+
     def _threads(self) -> int:
         return max(1, min(usable_cores(_MOST_THREADS), self._count // 2))
 
-    def _fill_blocks(self, copier: Copier) -> None:
-        """Work of one thread: claim blocks, one after the other, and fill them. Raises nothing but interrupts."""
+    def _fill_buffers(self, copier: Copier) -> None:
+        """The work of one thread: claim buffers, one after the other, and fill them. Raises only interrupts."""
         try:
             while (claimed := self._claim()) is not None:
                 number, buffer = claimed
                 self._fill(number, buffer, copier)
                 with self._changed:
                     self._staged[number] = buffer
-                    self._held.remove(buffer)
+                    self._filling.remove(buffer)
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001  # raised by stage()
             self.fail(error)
@@ -213,8 +218,8 @@ class Snapshot:
         with self._claiming:
             if self._claimed == self._count or self._failure is not None:
                 return None
-            buffer = self._arena.take(
-                self._held, while_waiting=self._streaming, stopped=lambda: self._failure is not None
+            buffer = self._pool.wait_and_take(
+                self._filling, while_waiting=self._streaming, stopped=lambda: self._failure is not None
             )
             if buffer is None:
                 return None
@@ -231,48 +236,11 @@ class Snapshot:
 
     def _fill(self, number: int, buffer: Buffer, copier: Copier) -> None:
         buffer.prepare(copier.device)
-        begin = number * BLOCK_NBYTES
-        for piece in self._plan.image.pieces(begin, min(begin + BLOCK_NBYTES, self.nbytes)):
+        begin = number * BUFFER_NBYTES
+        for piece in self._plan.image.pieces(begin, min(begin + BUFFER_NBYTES, self.nbytes)):
             if isinstance(piece.segment, Header):
                 copy_header(piece, piece.segment, buffer.view)
             else:
                 copier.copy(piece, piece.segment, buffer, 0)
         for event in copier.record_events():
             event.synchronize()
-
-
-class SnapshotStager:
-    """Hands over the windows of a snapshot. See :class:`fastensor.backends.staging.Stager`."""
-
-    asynchronous = False
-
-    def __init__(
-        self, snapshot: Snapshot, image: Image, checksums: Checksums, before_window: Callable[[int], None]
-    ) -> None:
-        self._snapshot = snapshot
-        self._image = image
-        self._checksums = checksums
-        self._before_window = before_window
-        self._failure: BaseException | None = None
-
-    @property
-    def checksums(self) -> tuple[int, ...]:
-        return self._checksums.values
-
-    def begin(self, offset: int, nbytes: int) -> Window:
-        number, begin = divmod(offset, BLOCK_NBYTES)
-        block = self._snapshot.block(number, lambda: self._failure is not None)
-        if block is None:
-            raise cast(BaseException, self._failure)
-        self._before_window(nbytes)
-        return Window(block, begin, offset, nbytes)
-
-    def finish(self, window: Window) -> None:
-        self._checksums.take(self._image.pieces(window.offset, window.offset + window.nbytes), window.data)
-
-    def release(self, window: Window) -> None:
-        self._snapshot.hand_back(window.offset // BLOCK_NBYTES, window.nbytes)
-
-    def fail(self, failure: BaseException) -> None:
-        self._failure = failure
-        self._snapshot.wake()

@@ -1,6 +1,6 @@
-"""Files that are not on a local filesystem: written from front to back, read through Python's file interface.
+"""Files that are not on a local filesystem: written from front to back, and read through Python's file interface.
 
-Memory beyond the state is one buffer of the ring.
+Memory beyond the state is one buffer.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Protocol
 
 from isal import isal_zlib
 
-from fastensor.backends.memory import BUFFER_NBYTES
-from fastensor.backends.staging import Stager, Window, open_stager
+from fastensor.backends.buffers import BUFFER_NBYTES
+from fastensor.backends.staging import HostStager, open_stager
 from fastensor.errors import StateChangedError
 from fastensor.files import posix
 from fastensor.stitch.source import Source
 
 NAME = "stream"
-"""What reports call this way. It is not chosen but follows from the target, so it is not registered as a backend."""
+"""The name of this way in reports. The target decides about it, not a user, so it is no registered backend."""
 
 
 def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
-    """Pass the whole file to ``write`` in order, in pieces that are the writer's until it returns.
+    """Pass the whole file to ``write`` in order, in pieces that stay unchanged until ``write`` returns.
 
-    Where checksums stand in front of what they are of, the state is staged twice, first for them alone.
+    If the file has checksums in front of the bytes that they are of, the state is staged twice, first only for the
+    checksums.
     """
     checksums: tuple[int, ...] = ()
     if source.checksums_first:
@@ -42,14 +43,14 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
 
 
 def checksums_of(source: Source) -> tuple[int, ...]:
-    """What the source's head needs. Goes through all of it."""
+    """The CRC32s that the source's head needs. Stages the whole source."""
     with open_stager(source) as stager:
         deque(_windows(source, stager), maxlen=0)
         return stager.checksums
 
 
-def _windows(source: Source, stager: Stager[Window]) -> Iterator[tuple[int, memoryview]]:
-    """The file in pieces: where each begins, and its bytes, which are lent until the next one is asked for."""
+def _windows(source: Source, stager: HostStager) -> Iterator[tuple[int, memoryview]]:
+    """The offset and the bytes of each piece of the file. The bytes are lent until the next piece is asked for."""
     for offset in range(0, source.nbytes, BUFFER_NBYTES):
         window = stager.begin(offset, min(BUFFER_NBYTES, source.nbytes - offset))
         stager.finish(window)
@@ -58,7 +59,7 @@ def _windows(source: Source, stager: Stager[Window]) -> Iterator[tuple[int, memo
 
 
 class Readable(Protocol):
-    """What of a binary file is used."""
+    """The methods of a binary file that :class:`StreamReader` calls."""
 
     def seek(self, offset: int, whence: int = ..., /) -> object: ...
 
@@ -88,7 +89,7 @@ class StreamReader:
 
 
 def read_block(file: Readable, block: memoryview) -> int:
-    """Fill ``block`` from the file's position; returns the number of bytes read, fewer only at the end."""
+    """Fill ``block`` from the file's position. Returns the number of bytes read, fewer only at the end."""
     filled = 0
     while filled < block.nbytes:
         data = file.read(block.nbytes - filled)

@@ -1,8 +1,8 @@
 """Threads that must be done with a buffer or a file before its owner goes on.
 
-An interrupt or an exit does not cut these waits short: a thread that still wrote to memory that has been freed, or to
-a descriptor that has been closed and given to another file, would damage what it does not know. It is raised
-afterwards; what is waited for are single transfers.
+An interrupt or an exit does not cut the waits in this module short. A thread that still wrote to freed memory, or to a
+descriptor that now belongs to another file, would damage foreign data. The interrupt is raised after the wait, which
+lasts as long as single transfers do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ R = TypeVar("R")
 
 
 class NoThreadsError(BackendUnavailableError):
-    """None can be started, or they accept no more work: the interpreter exits, there are too many, or they are those of
-    the process that this one was forked from."""
+    """No thread can be started, or the threads accept no work: the interpreter exits, there are too many threads, or
+    the threads are those of the process that this one was forked from."""
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads of the process that has made it: none of them lives in a forked child."""
+    """Threads of the process that has made the pool. A forked child has none of them."""
 
     def __init__(self, threads: int, name: str) -> None:
         super().__init__(threads, name)
@@ -33,18 +33,17 @@ class Pool(ThreadPoolExecutor):
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that has made it. What was given to it is never done here."""
+        """Whether this process was forked from the one that has made the pool. Submitted work is never done here."""
         return self._process != os.getpid()
 
 
 def usable_cores(most: int) -> int:
-    """How many threads can compute at once, up to ``most``."""
+    """The number of threads that can compute at once, up to ``most``."""
     return min(most, len(os.sched_getaffinity(0)))
 
 
 def open_pool(threads: int, name: str) -> Pool:
-    """A pool all of whose threads run: later work only fails to be accepted if the interpreter exits, or in a forked
-    child.
+    """A pool all of whose threads run already. It refuses work only if the interpreter exits, or in a forked child.
 
     Raises:
         NoThreadsError: a thread cannot be started, because the interpreter exits or there are too many.
@@ -67,7 +66,7 @@ def submit(pool: Pool, function: Callable[..., T], *arguments: Any, **options: A
     """Give work to a pool.
 
     Raises:
-        NoThreadsError: it accepts none any more, because the interpreter exits, or this process was forked.
+        NoThreadsError: the pool accepts no work, because the interpreter exits, or this process was forked.
     """
     if pool.is_of_parent:
         raise NoThreadsError("the threads are those of the process that this one was forked from")
@@ -78,9 +77,9 @@ def submit(pool: Pool, function: Callable[..., T], *arguments: Any, **options: A
 
 
 def run_together(work: Callable[[], None], threads: int) -> None:
-    """Run ``work``, which must not raise, in this thread and others at once, fewer if no more can be started.
+    """Run ``work``, which must not raise, in this thread and others at once; in fewer if no more can be started.
 
-    Returns when none of them runs any more.
+    Returns when no call of ``work`` runs any more.
     """
     others = []
     try:
@@ -98,10 +97,10 @@ def run_together(work: Callable[[], None], threads: int) -> None:
 
 
 def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Call ``function`` with each item, in this thread and one other for each further item, as far as they start.
+    """Call ``function`` with each item: in this thread, and in one more thread for each further item, if it starts.
 
-    Returns the results in the order of the items, when none of the calls runs any more. The first error that one of
-    them raises is raised then; items that have not been begun by that time are left out.
+    Returns the results in the order of the items, when no call runs any more. If calls raise, the first error is raised
+    then, and items that were not begun are skipped.
     """
     if len(items) == 1:
         return [function(items[0])]
@@ -125,7 +124,7 @@ def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def uninterrupted_call(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread to which no interrupt comes: another one if this is the main one, which waits."""
+    """Call a function in a thread that no interrupt reaches: in another one if this is the main thread, which waits."""
     if threading.current_thread() is not threading.main_thread():
         return function(*arguments)
     pool = Pool(1, "fastensor-call")
@@ -136,19 +135,19 @@ def uninterrupted_call(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def finish(futures: Iterable[Future[Any]]) -> None:
-    """Return when all of them are done, whatever came of them."""
+    """Return when all futures are done, with a result or an error."""
     pending = list(futures)
     uninterrupted(lambda: wait(pending))
 
 
 def shut_down(pool: Pool) -> None:
-    """Drop what has not begun and return when nothing runs any more: at once in a forked child, where nothing does."""
+    """Drop work that has not begun, and return when no work runs any more. Does nothing in a forked child."""
     if not pool.is_of_parent:
         uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
 
 
 def uninterrupted(action: Callable[[], object]) -> None:
-    """Call it again until no interrupt, or exit, cuts it short, which is raised then."""
+    """Call ``action`` until no interrupt or exit cuts it short. Raises the last interrupt afterwards."""
     interrupt: BaseException | None = None
     while True:
         try:

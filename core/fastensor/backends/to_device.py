@@ -1,8 +1,9 @@
-"""Bytes of a file into memory of a device: by way of pinned memory of the host, a window at a time, or by the backend
-itself if it can.
+"""Reading bytes of a file into the memory of a device: through pinned buffers of the host, or by the backend itself if
+it can.
 
-Copies go on a stream of this module's own. It begins behind what was queued on the device's current stream, which may
-still use memory that has been freed and given out again; and what is queued there afterwards finds the bytes.
+Copies run on a stream of this module's own. That stream waits for the work that was queued on the device's current
+stream, which may still use memory that was freed and allocated again. Work that is queued on the current stream
+afterwards finds the bytes.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Reader
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.device_crc32 import PendingCrc32s
-from fastensor.backends.memory import BUFFER_NBYTES, Buffer, borrowed_ring
 
 FILLED_AT_ONCE = {"cuda"}
-"""Kinds of devices that bytes are read to without a tensor of theirs on the host."""
+"""Types of devices whose storages are filled without a storage of the same size on the host."""
 _LEAST_NBYTES = 256 << 10
-"""What is smaller is copied at once, by way of memory that is not pinned."""
+"""Smaller storages are copied in one step, through memory that is not pinned."""
 _BUFFERS = 3
-"""One is read into while others are copied from."""
+"""One is filled while the device copies from the others."""
 
 
 class DeviceTarget:
-    """A part of a device's memory that is being filled, to be sliced like a memoryview. Not to be used elsewhere."""
+    """A part of a device's memory that is being filled. It can be sliced like a memoryview."""
 
     def __init__(self, values: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self.values = values
         """uint8, one-dimensional, contiguous."""
         self.stream = stream
-        """That it is filled on; None if the device has none."""
+        """The stream that copies run on; None if the device has no streams."""
 
     @property
     def nbytes(self) -> int:
@@ -45,14 +46,14 @@ class DeviceTarget:
 
     @property
     def device(self) -> torch.device | None:
-        """That host memory is to be pinned for; None if for none."""
+        """The device that buffers are pinned for; None if pinning has no use."""
         return None if self.stream is None else self.values.device
 
     def __getitem__(self, part: slice) -> DeviceTarget:
         return DeviceTarget(self.values[part], self.stream)
 
     def checksum(self) -> int:
-        """The CRC32 of what is there, computed there."""
+        """The CRC32 of the bytes, computed on the device."""
         if self.stream is None:
             return PendingCrc32s([self.values]).values()[0]
         try:
@@ -64,7 +65,10 @@ class DeviceTarget:
         return pending.values()[0]
 
     def begin_copy(self, source: memoryview) -> torch.cuda.Event | None:
-        """Start to copy as many bytes from the host, which must stay there until the event has come."""
+        """Start to copy ``source`` here, which has the same size.
+
+        Returns an event; the source must stay unchanged until the event is reached. None if the copy is complete.
+        """
         found = torch.frombuffer(source, dtype=torch.uint8)
         if self.stream is None:
             self.values.copy_(found)
@@ -75,7 +79,8 @@ class DeviceTarget:
         return event
 
     def copy(self, source: memoryview, *, checksum: bool) -> int:
-        """Copy as many bytes from the host; returns their CRC32, or 0 without ``checksum``. Any thread may."""
+        """Copy ``source`` here, which has the same size. Returns the CRC32, or 0 without ``checksum``. Any thread may
+        call this."""
         event = self.begin_copy(source)
         try:
             return int(isal_zlib.crc32(source)) if checksum else 0
@@ -86,8 +91,11 @@ class DeviceTarget:
 
 @contextmanager
 def entered(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work goes on a stream, and afterwards on what it went on before. Leaving a stream alone would make the thread's
-    former device current, which takes memory there if nothing was ever done on it."""
+    """Queue work on a stream in this block, and on the former stream afterwards.
+
+    ``torch.cuda.stream`` alone would make the thread's former device current at the end, which takes memory there if
+    that device was never used.
+    """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
@@ -96,9 +104,9 @@ _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 def stream_behind_current(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """A CUDA device's stream for a purpose, from now on behind the work that is queued on its current one.
+    """The stream of a CUDA device for a purpose, made to wait for the work that is queued on the current stream.
 
-    It is the same each time: torch keeps freed memory for the stream that it was used on.
+    The stream is the same each time, because torch keeps freed memory for the stream that used it.
     """
     key = (device, purpose)
     if key not in _streams:
@@ -113,47 +121,47 @@ os.register_at_fork(after_in_child=_streams.clear)
 
 @runtime_checkable
 class DeviceReader(Protocol):
-    """A reader that can fill memory of devices by itself."""
+    """A reader that fills the memory of devices by itself."""
 
     def read_to_device(self, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
-        """As :meth:`fastensor.backends.base.Reader.readinto`."""
+        """See :meth:`fastensor.backends.base.Reader.readinto`."""
 
 
 def is_filled_at_once(device: torch.device) -> bool:
-    """Whether a storage there is filled without one like it on the host."""
+    """Whether storages on the device are filled without a storage of the same size on the host."""
     return device.type in FILLED_AT_ONCE
 
 
 def storage_on(device: torch.device, nbytes: int) -> torch.UntypedStorage:
-    """Memory of a device, or of the host, not touched yet."""
+    """A new storage on a device or in host memory, whose pages were not touched yet."""
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage on the host. Keeps it alive."""
+    """The bytes of a storage in host memory, which the memoryview keeps alive."""
     array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return array.data
 
 
 class Filler:
-    """Fills storages, wherever they are, from one file. Used by one thread."""
+    """Fills storages on any device from one file. Use it in one thread."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
     def fill(self, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
-        """Fill a storage from an offset of the file; returns the CRC32 of the bytes, or 0 without ``checksum``.
+        """Fill a storage from an offset of the file. Returns the CRC32 of the bytes, or 0 without ``checksum``.
 
-        On a device, the bytes are there for work that is queued on its current stream from now on.
+        On a device, work that is queued on the current stream from now on finds the bytes.
 
         Raises:
-            OSError: the file cannot be read there; what the storage holds is undefined.
+            OSError: the file cannot be read there. The contents of the storage are undefined.
         """
         if not storage.nbytes():
             return 0
         if not is_filled_at_once(storage.device):
             return self._reader.readinto(offset, memory_of(storage), checksum=checksum)
-        with torch.inference_mode(False):  # other threads may write to it, whatever mode this one is in
+        with torch.inference_mode(False):  # other threads may write to the storage, in other modes
             values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         if values.numel() < _LEAST_NBYTES:
             buffer = bytearray(values.numel())
@@ -172,11 +180,11 @@ class Filler:
 
 
 def read_through_host(reader: Reader, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
-    """Have a reader fill pinned buffers, which are copied to the device while the next one is filled."""
+    """Fill pinned buffers by a reader. The device copies from one buffer while the next one is filled."""
     crc32 = 0
     copying: deque[tuple[Buffer, torch.cuda.Event | None]] = deque()
-    with borrowed_ring() as ring:
-        free = ring.buffers()[:_BUFFERS]
+    with transfer_buffers.lending() as lent:
+        free = [transfer_buffers.take(lent) for _ in range(min(_BUFFERS, -(-target.nbytes // BUFFER_NBYTES)))]
         try:
             for at in range(0, target.nbytes, BUFFER_NBYTES):
                 if not free:
@@ -194,7 +202,7 @@ def read_through_host(reader: Reader, offset: int, target: DeviceTarget, *, chec
 
 
 def _copied(copying: deque[tuple[Buffer, torch.cuda.Event | None]]) -> Buffer:
-    """The buffer that was the first to be copied from, when it has been."""
+    """Wait for the oldest copy. Returns its buffer."""
     buffer, event = copying.popleft()
     if event is not None:
         event.synchronize()

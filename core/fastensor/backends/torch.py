@@ -1,4 +1,4 @@
-"""The ``torch`` backend: ``torch.save`` moves the bytes, and ``torch.load`` gets them by plain reads. The reference."""
+"""The ``torch`` backend, the reference: ``torch.save`` writes the file, and plain reads get the bytes for loads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, BinaryIO
 import torch
 from isal import isal_zlib
 
-from fastensor.backends.base import Availability, Extent, Reader
+from fastensor.backends.base import Extent, Reader
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.stitch.source import Source, skips_values
 from fastensor.stitch.torch_zip import TorchZip
 
 _GATHERED_NBYTES = 64 << 10
-"""torch writes five small pieces per record and more: they are put together up to this size."""
+"""torch writes five or more small pieces for each record. They are gathered up to this size."""
 
 
 class TorchBackend:
@@ -28,12 +28,8 @@ class TorchBackend:
 
     name = "torch"
 
-    def availability(self) -> Availability:
-        return Availability(True)
-
-    @property
-    def extra_bytes(self) -> int | None:
-        return None
+    def why_unavailable(self) -> str:
+        return ""
 
     def can_write(self, source: Source) -> bool:
         return isinstance(source, TorchZip)
@@ -56,15 +52,15 @@ class TorchBackend:
 
 @contextmanager
 def file_for_torch(write: Callable[[memoryview, int], object]) -> Iterator[BinaryIO]:
-    """A file for ``torch.save``, all of which has gone through ``write`` when the block is left.
+    """A file for ``torch.save``. When the block is left, all bytes have gone through ``write``.
 
     Args:
-        write: puts bytes at an offset, all of them, before it returns. Called in order; there are gaps between its
-            calls only where ``torch.serialization.skip_data`` makes torch leave some.
+        write: writes all bytes at an offset before it returns. Called in the order of the offsets; only
+            ``torch.serialization.skip_data`` leaves gaps between them.
 
     Raises:
-        BaseException: what the first failing ``write`` raised; there was none after it.
-        OSError: nothing was written.
+        BaseException: what the first failing ``write`` raised. No ``write`` was called after it.
+        OSError: torch wrote nothing.
     """
     raw = _FileForTorch(write)
     try:
@@ -81,10 +77,10 @@ def file_for_torch(write: Callable[[memoryview, int], object]) -> Iterator[Binar
 
 
 class _FileForTorch(io.RawIOBase):
-    """Keeps the first failure aside, and drops what comes after it.
+    """Keeps the first failure of a write, and drops the bytes that follow.
 
-    torch calls from C++ that ignores what a write returns, goes on after an exception, and raises it at its end, or,
-    depending on where it came, a ``RuntimeError`` about a wrong position instead. So it hears of no failure.
+    torch's C++ ignores what a write returns. After an exception torch goes on, and raises at the end the exception or a
+    ``RuntimeError`` about a wrong position. So torch is not told of a failure.
     """
 
     def __init__(self, write: Callable[[memoryview, int], object]) -> None:
@@ -110,7 +106,7 @@ class _FileForTorch(io.RawIOBase):
             try:
                 self._write(view, self.position)
             except BaseException as failure:  # noqa: BLE001  # raised when torch has returned
-                self.failure = failure.with_traceback(None)  # its frames hold torch's memory, which torch frees
+                self.failure = failure.with_traceback(None)  # the frames of the traceback hold memory that torch frees
         self.position += view.nbytes
         return view.nbytes
 

@@ -1,4 +1,4 @@
-"""Small parts of a file that follow each other, read together."""
+"""Reading small neighbouring parts of a file together."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from fastensor.backends.base import Extent
 
 ALIGNMENT = 64
-"""What is so aligned in the file is so aligned in memory, as torch has all memory."""
+"""Parts that are aligned to this in the file are so in memory, too, as all memory of torch is."""
 WINDOW_NBYTES = 1 << 20
-"""About so much is read together."""
+"""About so many bytes are read together."""
 SMALL_NBYTES = 64 << 10
-"""Parts up to this size are worth reading with those behind them."""
+"""Parts up to this size are read together with the parts behind them."""
 
 
-class Window:
-    """A part of a file in memory: small neighbours, which are planned to be read together. Use it in one thread, and
-    not any more when reading has failed.
+class ReadWindow:
+    """A part of a file in memory, which holds neighbours that are read together. Use it in one thread, and not after a
+    read has failed.
 
     Args:
         read: called with an offset, and the memory to fill from there.
-        runs: what is read together, by :func:`joined`.
-        kept: whether the memory is kept by whoever asks: then none of it is used again.
+        runs: the extents that are read together, from :func:`joined`.
+        kept: whether the caller keeps the memory, so that none of it is used again.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Window:
         self._begin = 0
 
     def part(self, begin: int, nbytes: int) -> memoryview:
-        """So many bytes of the file; they stay until the next call, or for ever if ``kept``. Raises what reading does.
+        """A part of the file, which stays in memory until the next call, or for good if ``kept``.
 
-        With the first part of a run all of the run is read. Who asks for parts in another order than planned reads them
-        one by one.
+        The first part of a run causes one read of the whole run. Parts in another order than planned are read one by
+        one. Raises what ``read`` raises.
         """
         if not self._begin <= begin <= begin + nbytes <= self._begin + self._data.nbytes:
             self._move(begin, max(self._ends.get(begin, 0) - begin, nbytes))
@@ -51,12 +51,12 @@ class Window:
         return self._data[at : at + nbytes]
 
     def array(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """The same of a part within the one that was asked for last, as an array."""
+        """A part of what the last :meth:`part` returned, as an array."""
         at = begin - self._begin
         return self._array[at : at + nbytes]
 
     def address_of(self, offset: int) -> int:
-        """Where a byte of the part that was asked for last is in memory."""
+        """The address of a byte of what the last :meth:`part` returned."""
         return self._address + offset - self._begin
 
     def _move(self, begin: int, nbytes: int) -> None:
@@ -71,10 +71,10 @@ class Window:
 
 
 def joined(parts: Iterable[tuple[int, int, bool]]) -> list[Extent]:
-    """What is read in one go: small parts that follow each other are one, up to about the size of a window.
+    """The extents to read at once: small parts that follow each other become one, up to about the size of a window.
 
     Args:
-        parts: begin and end of each, and whether it is small, in the order in which they will be asked for.
+        parts: begin and end of each part, and whether the part is small, in the order of reading.
 
     >>> joined([(0, 5, True), (5, 9, True), (10, 11, True), (11, 99, False), (99, 100, True)])
     [Extent(begin=0, end=9), Extent(begin=10, end=11), Extent(begin=11, end=99), Extent(begin=99, end=100)]

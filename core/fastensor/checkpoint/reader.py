@@ -21,7 +21,7 @@ from isal import isal_zlib
 from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.fallback import Fallback
 from fastensor.backends.to_device import Filler
-from fastensor.backends.window import SMALL_NBYTES, Window, joined
+from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
@@ -180,7 +180,7 @@ class PartReader:
         self._reader = MeasuredReader(file, order, options, [] if fallbacks is None else fallbacks)
         # The CRC32 is asked for so that the time of this load can be compared with that of others. It is not looked at.
         # No method of this object is called: with a reference cycle, memory would wait for the garbage collector.
-        self.window = Window(partial(self._reader.read, checksum=verify), order, kept=keep)
+        self.window = ReadWindow(partial(self._reader.read, checksum=verify), order, kept=keep)
         self._data: dict[int, int] = {}
         """Where the data of records begins, by where their local headers do."""
         self._sound: set[str] = set()

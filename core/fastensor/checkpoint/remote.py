@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import Fallback, record_fallback
-from fastensor.backends.memory import BUFFER_NBYTES
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions

@@ -88,12 +88,10 @@ class OffloadConfig:
             if isinstance(value, str) or not all(isinstance(one, str | os.PathLike) for one in value):
                 raise TypeError(f"{name} is a tuple of strings, found {value!r}")
             object.__setattr__(self, name, tuple(os.fspath(one) for one in value))
-        if self.backend not in (registry.AUTO, *TRANSPORTS):
-            raise ValueError(f"backend is auto or one of {', '.join(TRANSPORTS)}, found {self.backend!r}")
-
-
-TRANSPORTS = ("direct", "gds", "numpy")
-"""The backends that can write parts of a file."""
+        if self.backend != registry.AUTO and self.backend not in registry.names_with_slots():
+            raise ValueError(
+                f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"
+            )
 
 
 def folders_to_try(config: OffloadConfig) -> Sequence[str]:

@@ -10,7 +10,8 @@ import threading
 
 import torch
 
-from fastensor.backends.memory import Buffer, copy_memory
+from fastensor.backends.buffers import Buffer
+from fastensor.backends.memory import copy_memory
 from fastensor.backends.threads import uninterrupted
 from fastensor.backends.to_device import DeviceTarget, entered
 from fastensor.errors import OffloadError

@@ -15,7 +15,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import DeviceSlots, Slots
-from fastensor.backends.memory import BUFFER_NBYTES, Buffer
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
 from fastensor.errors import CorruptActivationError, OffloadError
 from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, prepare, resized
 from fastensor.offload.saved import SavedBytes, StoredBytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastensor.backends.memory import Buffer
+from fastensor.backends.buffers import Buffer
 from fastensor.errors import OffloadError
 from fastensor.offload.slots import Slot
 

@@ -22,9 +22,10 @@ from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
 from fastensor.files import posix
 from fastensor.files.budgets import local_processes
-from fastensor.offload.config import TRANSPORTS, OffloadConfig, folders_to_try
+from fastensor.offload.config import OffloadConfig, folders_to_try
 from fastensor.offload.extents import Extents
 from fastensor.select.machine import StorageKind, identity, storage_kind
+from fastensor.select.transfer import is_to_blame
 
 ALIGNMENT = 4096
 """Offsets and lengths of slots are multiples of this, as any disk accepts for direct I/O."""
@@ -129,13 +130,11 @@ class SlotFiles:
         self.backends = tuple(name for name in self.backends if name != backend)
 
     def forget(self) -> None:
-        """In a forked child: close the child's descriptors of the parent's files. A file that kvikio has opened stays
-        open: closing it may wait for threads that the child lacks."""
+        """In a forked child: close the child's descriptors of the parent's files."""
         _of_parents.append(self._resources.pop_all())
         for file in self.files:
-            for name, slots in file.opened.items():
-                if name != "gds":
-                    slots.close()
+            for slots in file.opened.values():
+                slots.close()
             posix.close_read_only(file.fd)
 
     def close(self) -> None:
@@ -152,7 +151,7 @@ class SlotFiles:
 
     def _usable_backends(self, config: OffloadConfig) -> tuple[str, ...]:
         usable = []
-        for name in TRANSPORTS if config.backend == registry.AUTO else (config.backend, "numpy"):
+        for name in registry.names_with_slots() if config.backend == registry.AUTO else (config.backend, "numpy"):
             if name in usable:
                 continue
             try:
@@ -165,9 +164,11 @@ class SlotFiles:
                     self._resources.callback(slots.close)
                     if ALIGNMENT % slots.alignment:
                         raise BackendUnavailableError(f"it asks for an alignment of {slots.alignment} bytes")
-            except BackendUnavailableError as error:
+            except Exception as error:
+                if not is_to_blame(error):
+                    raise
                 if name == config.backend:
-                    announce(name, str(error))
+                    announce(name, str(error) if isinstance(error, BackendUnavailableError) else f"it raised {error!r}")
                 continue
             usable.append(name)
         return tuple(usable)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from fastensor.backends.base import Backend
-from fastensor.backends.memory import Buffer
+from fastensor.backends.buffers import Buffer
 from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
 from fastensor.backends.to_device import storage_on
 from fastensor.errors import OffloadError

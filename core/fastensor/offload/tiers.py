@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.arena import BLOCK_NBYTES, Arena
-from fastensor.backends.memory import Buffer
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.errors import OffloadError
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
@@ -38,9 +37,11 @@ class StorageTiers:
         self._slots: SlotFiles | None = None
         self._selector: Selector | None = None
         """None if the user has named a backend."""
-        self._staged = Arena(lambda: in_blocks(dram_nbytes) + config.staging_bytes // BLOCK_NBYTES * BLOCK_NBYTES)
-        self._bounce = Arena(lambda: threads * BLOCK_NBYTES)
-        self._bounce_nbytes = threads * BLOCK_NBYTES
+        self._staged = BufferPool(
+            lambda: in_blocks(dram_nbytes) + config.staging_bytes // BUFFER_NBYTES * BUFFER_NBYTES
+        )
+        self._bounce = BufferPool(lambda: threads * BUFFER_NBYTES)
+        self._bounce_nbytes = threads * BUFFER_NBYTES
         self.broken = ""
         """Why nothing is written any more; empty if ranges are written."""
         self._closed = False
@@ -113,8 +114,8 @@ class StorageTiers:
         if self._staged.free_nbytes < wanted:
             raise MemoryError("no staging memory is left: activations that could not be written hold it")
         blocks: list[Buffer] = []
-        while len(blocks) < wanted // BLOCK_NBYTES:
-            self._staged.take(blocks, while_waiting=nullcontext, stopped=lambda: False)
+        while len(blocks) < wanted // BUFFER_NBYTES:
+            self._staged.take(blocks)
         return blocks
 
     def give_blocks(self, saved: SavedBytes) -> None:
@@ -126,19 +127,11 @@ class StorageTiers:
     def bounce_block(self) -> Iterator[Buffer]:
         """A block for pieces on their way. There is one for each thread."""
         self._bounce.reserve(self._bounce_nbytes)
-        taken: list[Buffer] = []
-        try:
-            block = self._bounce.take(taken, while_waiting=nullcontext, stopped=lambda: False)
-            assert block is not None
-            yield block
-        finally:
-            for one in taken:
-                self._bounce.give(one)
+        with self._bounce.lending() as lent:
+            yield self._bounce.take(lent)
 
     def forget(self) -> None:
-        """In a forked child: pinned memory and files are the parent's."""
-        self._staged.forget()
-        self._bounce.forget()
+        """In a forked child: files are the parent's."""
         if self._slots is not None:
             self._slots.forget()
 
@@ -153,8 +146,8 @@ class StorageTiers:
 
 
 def in_blocks(nbytes: int) -> int:
-    """``nbytes``, rounded up to whole blocks."""
-    return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+    """What ``nbytes`` take in whole blocks."""
+    return -(-nbytes // BUFFER_NBYTES) * BUFFER_NBYTES
 
 
 def cost(saved: SavedBytes) -> int:

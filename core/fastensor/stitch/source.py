@@ -37,8 +37,8 @@ class Source(Protocol):
         """Kind of the device that the payload comes from; ``staged`` if it has been copied from there already."""
 
     @property
-    def held_up(self) -> bool:
-        """Whether moving it has to wait for something else than the backend that moves it."""
+    def throttled(self) -> bool:
+        """Whether moving the file waits for more than the backend, so that the time is not the backend's."""
 
     @property
     def checksums_first(self) -> bool:
@@ -80,7 +80,7 @@ class Plan:
         return next(iter(sorted(kinds - {"cpu"})), "cpu")
 
     @property
-    def held_up(self) -> bool:
+    def throttled(self) -> bool:
         return not all(isinstance(storage, torch.UntypedStorage) for storage in self.storages)
 
     @property

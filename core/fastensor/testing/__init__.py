@@ -1,4 +1,5 @@
-"""What backends and adapters have to pass. Needs pytest; not imported by the rest of the package."""
+"""For authors of backends: the tests that every backend passes, and injected faults. Needs pytest; the rest of the
+package does not import this."""
 
 from fastensor.testing.backends import BackendTests
 from fastensor.testing.faults import Fault, failing_call, short_call

@@ -1,7 +1,7 @@
-"""The conformance suite that every backend passes.
+"""The tests that every backend passes.
 
-Subclass :class:`BackendTests` in a test module and override the ``backend`` fixture. The files are made under
-pytest's ``tmp_path``: put that on the filesystem to be tested (``--basetemp``).
+Subclass :class:`BackendTests` in a test module and override the ``backend`` fixture. The files are made under pytest's
+``tmp_path``: put that on the filesystem to be tested (``--basetemp``).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import fcntl
 import io
 import itertools
+import mmap
 import os
 import pickle
 import random
@@ -25,21 +26,22 @@ from unittest import mock
 import pytest
 import torch
 
-from fastensor.backends.base import Backend, Extent
+from fastensor.backends.base import Backend, Extent, SlotBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
+from fastensor.stitch import safetensors
 from fastensor.stitch.torch_zip import TorchZip, plan
 from fastensor.testing.faults import failing_call, short_call
 
 STORAGE_NBYTES = (0, 1, 63, 511, 4095, 4096, 4097, 65536, 1 << 20, (2 << 20) - 1, (2 << 20) + 1, (9 << 20) + 7)
 _SLACK_NBYTES = 8 << 20
-"""What threads and small objects take."""
-RING_NBYTES = 70 << 20
-"""More than any backend's buffers hold at once."""
+"""Memory that threads and small objects take."""
+LARGE_NBYTES = 70 << 20
+"""More than the buffers of any backend hold at once."""
 
 
 def make_source(*storage_nbytes: int, seed: int = 0) -> TorchZip:
-    """The planned image of random bytes in storages of these sizes."""
+    """A planned file with random bytes in storages of these sizes."""
     generator = torch.Generator().manual_seed(seed)
     state = {
         str(i): torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
@@ -49,15 +51,16 @@ def make_source(*storage_nbytes: int, seed: int = 0) -> TorchZip:
 
 
 class BackendTests:
-    """A backend writes exactly the image, reads exactly the file, and fails without leaving anything behind."""
+    """A backend writes exactly the image, reads exactly the file, and leaves nothing behind when it fails."""
 
     uses_os = True
-    """Whether its bytes are moved by functions of :mod:`os`, so that these can be made to fail. What a library's own
-    code does cannot."""
+    """Whether functions of :mod:`os` move the bytes, so that tests can make them fail. Calls of a library cannot be
+    made to fail."""
     survives_fork = True
-    """Whether it works in a forked child of a process that has used it. If not, it is pickled for one of its own."""
+    """Whether the backend works in a forked child of a process that has used it. If not, it is pickled for a process of
+    its own."""
     may_be_missing = True
-    """Whether tests are skipped if it is not available, or cannot use pytest's folder."""
+    """Whether tests are skipped if the backend is not available, or cannot use pytest's folder."""
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -65,10 +68,15 @@ class BackendTests:
         raise NotImplementedError("override the backend fixture")
 
     @pytest.fixture
+    def extra_nbytes(self) -> int | None:
+        """The most memory in bytes, beyond the state itself, that one save takes. None: the memory is not tested."""
+        return None
+
+    @pytest.fixture
     def fd(self, tmp_path: Path, backend: Backend) -> Iterator[int]:
         """An empty file that the backend can use."""
-        if not backend.availability().available:
-            self._skip(f"{backend.name}: {backend.availability().reason}")
+        if reason := backend.why_unavailable():
+            self._skip(f"{backend.name}: {reason}")
         fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
         try:
             backend.write(make_source(1), fd)
@@ -79,25 +87,20 @@ class BackendTests:
         yield fd
         os.close(fd)
 
-    def test_says_why_it_is_unavailable(self, backend: Backend) -> None:
-        availability = backend.availability()
-        assert availability.available == (not availability.reason)
-
-    def test_keeps_to_the_extra_memory_that_it_states(self, backend: Backend, fd: int) -> None:
-        stated = backend.extra_bytes
-        if stated is None:
-            pytest.skip(f"{backend.name} states no bound")
+    def test_keeps_to_its_extra_memory(self, backend: Backend, extra_nbytes: int | None, fd: int) -> None:
+        if extra_nbytes is None:
+            pytest.skip(f"no bound is stated for {backend.name}")
         if not self.survives_fork:
             path = os.readlink(f"/proc/self/fd/{fd}")
-            process = get_context("spawn").Process(target=_measure_memory, args=(backend, path, stated))
+            process = get_context("spawn").Process(target=_measure_memory, args=(backend, path, extra_nbytes))
             process.start()
             process.join()
             assert process.exitcode == 0
             return
-        source = make_source(2 * RING_NBYTES)
+        source = make_source(2 * LARGE_NBYTES)
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if _extra_nbytes(backend, source, fd) < stated + _SLACK_NBYTES else 1)
+            os._exit(0 if _extra_nbytes(backend, source, fd) < extra_nbytes + _SLACK_NBYTES else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
     @pytest.mark.parametrize("nbytes", STORAGE_NBYTES)
@@ -107,8 +110,17 @@ class BackendTests:
     def test_writes_many_storages(self, backend: Backend, fd: int) -> None:
         _check_written(backend, fd, make_source(*STORAGE_NBYTES, *range(200)))
 
+    def test_returns_the_checksums_that_a_head_needs(self, backend: Backend, fd: int) -> None:
+        tensors = {"a": torch.arange(300_000), "b": torch.arange(5)}
+        source = safetensors.plan(tensors, metadata=None, checksums=True)
+        if not backend.can_write(source):
+            pytest.skip(f"{backend.name} does not write such files")
+        assert source.checksums_first
+        checksums = backend.write(source, fd)
+        assert list(checksums) == [zlib.crc32(tensor.numpy().data) for tensor in tensors.values()]
+
     def test_writes_more_than_its_buffers_hold(self, backend: Backend, fd: int) -> None:
-        _check_written(backend, fd, make_source(RING_NBYTES))
+        _check_written(backend, fd, make_source(LARGE_NBYTES))
 
     def test_writes_over_preallocated_space_and_earlier_attempts(self, backend: Backend, fd: int) -> None:
         os.pwrite(fd, b"x" * (1 << 20), 0)
@@ -149,9 +161,9 @@ class BackendTests:
             list(pool.map(save, range(8)))
 
     def test_passes_on_that_a_file_may_not_get_so_large(self, backend: Backend, fd: int) -> None:
-        """The kernel cuts one write short, and refuses those behind it."""
-        source, before = make_source(RING_NBYTES), resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (RING_NBYTES // 2, before[1]))
+        """The kernel cuts one write short, and refuses the writes behind it."""
+        source, before = make_source(LARGE_NBYTES), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE_NBYTES // 2, before[1]))
         try:
             with pytest.raises(OSError, match="large") as caught:
                 backend.write(source, fd)
@@ -167,7 +179,7 @@ class BackendTests:
             mock.patch.object(os, "pwrite", side_effect=OSError(errno.ENOSPC, "injected")),
             pytest.raises(OSError, match="injected") as caught,
         ):
-            backend.write(make_source(RING_NBYTES), fd)
+            backend.write(make_source(LARGE_NBYTES), fd)
         assert caught.value.errno == errno.ENOSPC
 
     def test_passes_on_whichever_call_fails(self, backend: Backend, fd: int) -> None:
@@ -205,7 +217,7 @@ class BackendTests:
 
     def _skip_unless_os_is_used(self) -> None:
         if not self.uses_os:
-            pytest.skip("its bytes are moved by a library, whose calls cannot be made to fail from here")
+            pytest.skip("a library moves the bytes, whose calls cannot be made to fail from here")
 
     @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
     def test_reads_what_is_there_in_any_order(self, backend: Backend, fd: int, order: str) -> None:
@@ -273,12 +285,34 @@ class BackendTests:
             assert buffer == content, fault
         assert number > 2
 
+    def test_moves_parts_of_a_file(self, backend: Backend, fd: int) -> None:
+        if not isinstance(backend, SlotBackend):
+            pytest.skip(f"{backend.name} does not move parts of files")
+        page, pages = 4096, 64
+        os.ftruncate(fd, pages * page)
+        slots = backend.open_slots(fd)
+        assert page % slots.alignment == 0
+        memory = memoryview(mmap.mmap(-1, 16 * page))
+        for seed, (begin, count) in enumerate(((0, 1), (40, 16), (3, 5), (pages - 1, 1), (40, 16))):
+            content = random.Random(seed).randbytes(count * page)
+            part = memory[: count * page]
+            part[:] = content
+            slots.write(part, begin * page)
+            part[:] = bytes(count * page)
+            slots.read(part, begin * page)
+            assert part == content
+            assert os.pread(fd, count * page, begin * page) == content
+        with pytest.raises(OSError, match="ends before"):
+            slots.read(memory[: 2 * page], (pages - 1) * page)
+        slots.close()
+        assert os.fstat(fd).st_size == pages * page
 
-def _measure_memory(backend: Backend, path: str, stated: int) -> None:
-    """In a process of its own, after a first use that loads what is loaded once."""
+
+def _measure_memory(backend: Backend, path: str, extra_nbytes: int) -> None:
+    """For a process of its own. A first save loads what is loaded once."""
     fd = os.open(path, os.O_RDWR)
     backend.write(make_source(1), fd)
-    assert _extra_nbytes(backend, make_source(2 * RING_NBYTES), fd) < stated + _SLACK_NBYTES
+    assert _extra_nbytes(backend, make_source(2 * LARGE_NBYTES), fd) < extra_nbytes + _SLACK_NBYTES
 
 
 def _extra_nbytes(backend: Backend, source: TorchZip, fd: int) -> int:
@@ -314,7 +348,7 @@ def _check_contents(fd: int, source: TorchZip) -> None:
 
 
 def _random_file(fd: int) -> tuple[bytes, list[Extent]]:
-    """Random contents, and small and large extents that cover them."""
+    """Fill a file with random contents. Returns them, and small and large extents that cover them."""
     rng = random.Random(1)
     sizes = [rng.choice((1, 100, 5000, 300_000, 3 << 20)) for _ in range(40)]
     content = rng.randbytes(sum(sizes))

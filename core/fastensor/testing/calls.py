@@ -1,4 +1,4 @@
-"""The system calls that Fastensor's I/O consists of, and how a test gets between the two."""
+"""Intercepting the system calls of Fastensor's I/O in tests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OS_CALLS = (
     *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
     *("listxattr", "getxattr", "setxattr", "removexattr"),
 )
-"""Attributes of ``os``."""
+"""Functions of ``os`` that are intercepted."""
 FCNTL_CALLS = ("fcntl", "flock")
-"""Attributes of ``fcntl``."""
+"""Functions of ``fcntl`` that are intercepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +29,27 @@ class Call:
     """One system call that is about to be made."""
 
     name: str
-    """As in ``os`` or ``fcntl``, or, for what only the C library has, as there (``fallocate64``)."""
+    """The name in ``os`` or ``fcntl``; for a call that only the C library has, the name there (``fallocate64``)."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     def perform(self) -> Any:
-        """Make it, and return what it returns."""
+        """Make the call. Returns its result."""
         return self.function(*self.arguments, **self.options)
 
 
 Interceptor: TypeAlias = Callable[[Call], Any]
-"""Makes the call, or does something else; what it returns or raises is what the caller gets. May be called by several
-threads at once. What it calls itself is intercepted, too, but for :meth:`Call.perform`."""
+"""Makes the call, or does something else. The caller gets what the interceptor returns or raises. Several threads may
+call an interceptor at once. Its own calls are intercepted, too, except :meth:`Call.perform`."""
 
 
 @contextmanager
 def intercepted(by: Interceptor) -> Iterator[None]:
-    """Send every call that opens, looks at, moves, syncs, locks, names or closes files through ``by``.
+    """Send every call that opens, examines, moves, syncs, locks, names or closes files through ``by``.
 
-    Those of the whole process that are made from Python: what libraries do in C passes unseen. Blocks may be nested;
-    the inner one comes first. Not to be entered by several threads at a time.
+    Calls of all threads are intercepted if they are made from Python, not those of libraries in C. Blocks may be
+    nested; the inner one comes first. Only one thread may enter such blocks at a time.
     """
     with ExitStack() as patches:
         for module, names in ((os, OS_CALLS), (fcntl, FCNTL_CALLS)):

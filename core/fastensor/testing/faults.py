@@ -1,4 +1,4 @@
-"""Making the Nth system call fail, or move less than it was asked to, to show that both are survived."""
+"""Making the Nth system call fail, or move fewer bytes than it was asked to."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 from fastensor.testing.calls import Call, intercepted
 
-_fcntl, _fstat = fcntl.fcntl, os.fstat  # as they are outside of any block
+_fcntl, _fstat = fcntl.fcntl, os.fstat  # not intercepted
 
 
 @dataclass(slots=True)
 class Fault:
-    """What became of an injected fault."""
+    """The record of an injected fault."""
 
     calls: int = 0
-    """Calls seen so far."""
+    """The number of calls so far."""
     fired: str = ""
-    """The call that was chosen; empty while none has been."""
+    """The name of the call that failed or was cut short; empty before that."""
 
 
 def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[Fault]:
-    """Let the ``number``-th system call of Fastensor's I/O in the block fail with ``code``, counting from 1.
+    """Make the ``number``-th system call of Fastensor's I/O in the block fail with ``code``, counting from 1.
 
-    Counted are the calls of :mod:`fastensor.testing.calls`, from all threads of the process. A failing call has done
-    nothing, but for ``close``, after which Linux has freed the descriptor whatever it returns. Blocks may be nested;
-    not for use by several threads at a time.
+    The calls of :mod:`fastensor.testing.calls` are counted, from all threads of the process. A failing call does
+    nothing, except ``close``, which frees the descriptor as in Linux. Blocks may be nested. Only one thread may enter
+    such blocks at a time.
 
     >>> with failing_call(1, errno.ENOSPC) as fault:
     ...     os.stat("/")
@@ -50,11 +50,11 @@ def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[F
 
 
 def short_call(number: int) -> AbstractContextManager[Fault]:
-    """Let the ``number``-th system call of Fastensor's I/O in the block move about a third of what it was asked to.
+    """Make the ``number``-th system call of Fastensor's I/O in the block move about a third of the bytes.
 
-    As a signal, a disk that gets full or a network filesystem may do to any ``pwrite`` or ``preadv``: the caller has
-    to go on from there. The part is not aligned to anything, unless the file is open for direct I/O. Calls that move
-    nothing are made as they are. Otherwise as :func:`failing_call`.
+    A signal, a full disk or a network filesystem may do that to any ``pwrite`` or ``preadv``, and the caller has to go
+    on from there. The part is aligned only if the file is open for direct I/O. Calls that move no bytes are made
+    unchanged. Calls are counted as for :func:`failing_call`.
     """
     return _injected(number, _cut_short)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from fastensor.backends.arena import BLOCK_NBYTES
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint.asynchronous.budget import staging_limit
 from fastensor.files.budgets import available_memory, local_processes
 
@@ -27,8 +27,8 @@ class WriterSettings:
     preemption_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.staging_bytes is not None and self.staging_bytes < BLOCK_NBYTES:
-            raise ValueError(f"staging_bytes is at least {BLOCK_NBYTES} (one block), found {self.staging_bytes}")
+        if self.staging_bytes is not None and self.staging_bytes < BUFFER_NBYTES:
+            raise ValueError(f"staging_bytes is at least {BUFFER_NBYTES} (one buffer), found {self.staging_bytes}")
         if self.when_busy not in get_args(WhenBusy):
             raise ValueError(f"when_busy is one of {get_args(WhenBusy)}, found {self.when_busy!r}")
         if self.exit_seconds < 0:

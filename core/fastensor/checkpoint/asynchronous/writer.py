@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from fastensor.backends import stream
-from fastensor.backends.arena import Arena
+from fastensor.backends.buffers import BufferPool
 from fastensor.backends.fallback import announce
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import files, ordering
@@ -112,7 +112,7 @@ class AsyncWriter:
 
     def _begin_empty(self) -> None:
         self._queue = WorkQueue("fastensor-drain")
-        self._arena = Arena(self._settings.staging_budget)
+        self._pool = BufferPool(self._settings.staging_budget)
         self.pace = Pace(self._settings.max_bytes_per_second)
         self._turn = threading.RLock()  # a signal handler may save, too
         """Held while a save is staged: blocks are taken in the order of the saves."""
@@ -256,7 +256,7 @@ class AsyncWriter:
             self.abandon("it was interrupted")
             raise
         finally:
-            self._arena.close()
+            self._pool.close()
         self._raise_failure(all_of_them=True)
 
     def __enter__(self) -> Self:
@@ -299,8 +299,8 @@ class AsyncWriter:
                 replaced=self._counts["replaced"],
                 nbytes=self._nbytes,
                 stall_seconds=self._stall_seconds,
-                staging_bytes=self._arena.nbytes,
-                peak_staging_bytes=self._arena.peak_nbytes,
+                staging_bytes=self._pool.nbytes,
+                peak_staging_bytes=self._pool.peak_nbytes,
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -371,7 +371,6 @@ class AsyncWriter:
     def forget_pending(self) -> None:
         """In a forked child: what is pending is the parent's, and so is the memory."""
         self._failures.clear()
-        self._arena.forget()
         self._begin_empty()
 
     # --- inside
@@ -385,21 +384,21 @@ class AsyncWriter:
             save.run_now(plan)
             return
         self._reserve(plan.nbytes)
-        if self._settings.when_busy == "skip" and not self._arena.has_room(plan.nbytes):
+        if self._settings.when_busy == "skip" and not self._pool.has_room(plan.nbytes):
             _logger.warning("skipped, because earlier saves are not done: %s", save.handle.path)
             save.drop("skipped", "the save was skipped, because earlier ones were not done")
             save.run()
             return
         remote = isinstance(save.transaction.target, RemotePath)
         known = stream.checksums_of(plan) if remote and plan.checksums_first else None
-        held_up = self._settings.max_bytes_per_second is not None
+        throttled = self._settings.max_bytes_per_second is not None
         snapshot = Snapshot(
             plan,
-            self._arena,
+            self._pool,
             before_window=save.before_window,
             while_waiting=self.hurried,
             known_checksums=known,
-            held_up=held_up,
+            throttled=throttled,
         )
         try:
             save.open(snapshot)
@@ -477,15 +476,15 @@ class AsyncWriter:
 
     def _reserve(self, nbytes: int) -> None:
         """Map as much staging memory as a file needs and the budget allows."""
-        arena = self._arena
+        pool = self._pool
         # A budget of the user's may be for several files at a time, ours is for one, or some small ones.
         is_ours = self._settings.staging_bytes is None
-        arena.reserve(max(nbytes, _LEAST_NBYTES) if is_ours else nbytes + arena.nbytes - arena.free_nbytes)
+        pool.reserve(max(nbytes, _LEAST_NBYTES) if is_ours else nbytes + pool.nbytes - pool.free_nbytes)
 
     def _make_room(self, save: Save, nbytes: int) -> None:
         """Drop queued saves, the oldest first, until there is room. What was to follow them follows this one."""
         for old in self._pending_saves():
-            if self._arena.has_room(nbytes):
+            if self._pool.has_room(nbytes):
                 break
             if old.handle.stage != "queued":
                 continue

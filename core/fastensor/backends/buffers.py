@@ -1,0 +1,320 @@
+"""Buffers that transfers go through: page-aligned, touched once, pinned for a GPU where that helps, and reused.
+
+The first touch of memory costs more than the copy that follows, and pinning costs more still. So a pool keeps buffers
+for the next transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastensor.backends.memory import MADV_POPULATE_WRITE
+
+BUFFER_NBYTES = 4 << 20
+"""Size of every buffer."""
+BUFFER_COUNT = 8
+"""The most buffers that one transfer uses."""
+_HUGE_PAGE = 2 << 20
+_MADV_WIPEONFORK = 18
+"""Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
+_logger = logging.getLogger("fastensor")
+
+
+class Buffer:
+    """``BUFFER_NBYTES`` of memory, aligned to pages. One thread uses it at a time: whoever fills it hands it on.
+
+    In a forked child the memory is empty, and a pool neither lends it nor unpins it.
+    """
+
+    __slots__ = ("_begin", "_memory", "_pinned_for", "_process", "_touched", "address", "array", "nbytes", "view")
+
+    def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
+        self._memory = memory
+        self._begin = begin
+        self._process = os.getpid()
+        self.nbytes = nbytes
+        self.view = memoryview(memory)[begin : begin + nbytes]
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self.view, dtype=np.uint8)
+        self.address = int(self.array.ctypes.data)
+        self._touched = False
+        self._pinned_for: torch.device | None = None
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that has mapped the buffer."""
+        return self._process != os.getpid()
+
+    def prepare(self, device: torch.device | None = None) -> None:
+        """Back every page with memory, so that no transfer waits for it, and pin the memory if a CUDA device is given.
+
+        Only the first call does anything. If CUDA refuses to pin, a warning is logged; copies still work, more slowly.
+        """
+        if not self._touched:
+            self._touch()
+        if device is not None and self._pinned_for is None:
+            self._pin(device)
+
+    def as_tensor(self) -> torch.Tensor:
+        """A uint8 tensor over the same memory."""
+        return torch.from_numpy(self.array)
+
+    def release(self) -> None:
+        """Unpin the memory. The memory itself is freed with the last reference to the buffer's mapping."""
+        if self._pinned_for is not None and not self.is_of_parent:
+            with torch.cuda.device(self._pinned_for):
+                torch.cuda.check_error(int(_cudart().cudaHostUnregister(self.address)))
+            self._pinned_for = None
+
+    def _touch(self) -> None:
+        try:
+            self._memory.madvise(MADV_POPULATE_WRITE, self._begin, self.nbytes)
+        except OSError:  # an older kernel
+            self.array[:: mmap.PAGESIZE] |= 0
+        self._touched = True
+
+    def _pin(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            status = int(_cudart().cudaHostRegister(self.address, self.nbytes, 0))
+            if status == 0:
+                self._pinned_for = device
+                return
+            _clear_cuda_error()
+        _warn_unpinned(status)
+
+
+class BufferPool:
+    """Lends buffers and takes them back. Any thread may call any method.
+
+    With a limit, :meth:`reserve` maps memory, and the pool keeps it until :meth:`close`. Without one, :meth:`take` maps
+    another buffer if none is idle, and the pool keeps ``BUFFER_COUNT`` of them. Such a pool takes no lock, only single
+    operations of a list, which are atomic: a signal handler may save while the code that it interrupts is in here.
+
+    A forked child begins with an empty pool.
+
+    Args:
+        limit: returns the most bytes that the pool may map, at least ``BUFFER_NBYTES``. Called once, by the first
+            :meth:`reserve`. None: there is no limit.
+    """
+
+    def __init__(self, limit: Callable[[], int] | None = None) -> None:
+        self._limit = limit
+        self._most: int | None = None
+        """How many buffers the limit allows, once it is known."""
+        self._idle: list[Buffer] = []
+        self._count = 0
+        """Buffers that are mapped, lent or not; counted only with a limit."""
+        self._peak = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        # Unpins the memory of a pool that is dropped without having been closed.
+        weakref.finalize(self, _release_all, self._idle).atexit = False
+        _pools.add(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are mapped, lent or not."""
+        return self._count * BUFFER_NBYTES
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that can be lent at once."""
+        return len(self._idle) * BUFFER_NBYTES
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes that were lent at any instant."""
+        return self._peak * BUFFER_NBYTES
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` can be lent at once; or all that is mapped, if that is less."""
+        return self.free_nbytes >= min(nbytes, self.nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Map memory until there are at least ``nbytes``, or as many as the limit allows.
+
+        Raises:
+            MemoryError: the operating system refuses so much address space.
+            RuntimeError: the pool is closed.
+        """
+        assert self._limit is not None, "a pool without a limit maps memory when it is wanted"
+        with self._changed:
+            self._check_open()
+            if self._most is None:
+                self._most = self._limit() // BUFFER_NBYTES
+            missing = min(-(-nbytes // BUFFER_NBYTES), self._most) - self._count
+            if missing <= 0:
+                return
+            try:
+                self._idle += map_buffers(missing)[::-1]
+            except OSError as error:
+                raise MemoryError(f"cannot map {missing * BUFFER_NBYTES} bytes for staging: {error}") from error
+            self._count += missing
+            self._changed.notify_all()
+
+    def take(self, holder: list[Buffer]) -> Buffer:
+        """Lend a buffer now.
+
+        Args:
+            holder: the buffer is appended to this list, so that the buffer is not lost if an interrupt comes before
+                the method returns.
+
+        Raises:
+            MemoryError: all buffers that the limit allows are lent.
+            RuntimeError: the pool is closed.
+        """
+        self._check_open()
+        if not self._lend(holder):
+            if self._limit is not None:
+                raise MemoryError("all buffers are lent")
+            holder += map_buffers(1)
+        return holder[-1]
+
+    def wait_and_take(
+        self,
+        holder: list[Buffer],
+        *,
+        while_waiting: Callable[[], AbstractContextManager[None]],
+        stopped: Callable[[], bool],
+    ) -> Buffer | None:
+        """Lend a buffer as soon as one is idle.
+
+        Args:
+            holder: as for :meth:`take`.
+            while_waiting: entered if none is idle now, until one is.
+            stopped: asked whenever something changes. If it returns True, the method returns None.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        with nullcontext() if self._idle else while_waiting(), self._changed:
+            lent = self._changed.wait_for(lambda: self._closed or stopped() or (self._lend(holder) and holder[-1]))
+            self._check_open()
+            return lent if isinstance(lent, Buffer) else None
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back. Nothing reads or writes it any more."""
+        if buffer.is_of_parent:
+            return
+        if self._limit is None:
+            self._idle.append(buffer)
+            if len(self._idle) > BUFFER_COUNT:
+                _release_all(self._idle, leave=BUFFER_COUNT)
+            return
+        with self._changed:
+            self._idle.append(buffer)
+            if self._closed:
+                self._release_idle()
+            self._changed.notify_all()
+
+    @contextmanager
+    def lending(self) -> Iterator[list[Buffer]]:
+        """A list for :meth:`take`. The buffers in it go back to the pool at the end of the block."""
+        holder: list[Buffer] = []
+        try:
+            yield holder
+        finally:
+            while holder:
+                self.give(holder.pop())
+
+    def wake(self) -> None:
+        """Let those who wait in :meth:`wait_and_take` ask ``stopped`` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free the memory; that of lent buffers as soon as they are given back. A second call does nothing."""
+        with self._changed:
+            self._closed = True
+            self._release_idle()
+            self._changed.notify_all()
+
+    def _lend(self, holder: list[Buffer]) -> bool:
+        try:
+            holder.extend(map(list.pop, (self._idle,)))  # one call: an interrupt finds the buffer in one of the lists
+        except IndexError:
+            return False
+        self._peak = max(self._peak, self._count - len(self._idle))
+        return True
+
+    def _release_idle(self) -> None:
+        self._count -= len(self._idle)
+        _release_all(self._idle)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the staging memory has been released")
+
+    def _forget(self) -> None:
+        """In a forked child: the buffers are the parent's, and so is a lock that another thread holds."""
+        self._idle.clear()
+        self._count = 0
+        self._changed = threading.Condition()
+
+
+def map_buffers(count: int) -> list[Buffer]:
+    """Buffers in one private mapping, which uses whole huge pages. Forked children find the mapping empty."""
+    memory = mmap.mmap(-1, count * BUFFER_NBYTES + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
+        with contextlib.suppress(OSError):  # this kernel does not have it
+            memory.madvise(advice)
+    _mappings.add(memory)
+    address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    begin = -address % _HUGE_PAGE
+    return [Buffer(memory, begin + number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(count)]
+
+
+def _release_all(buffers: list[Buffer], leave: int = 0) -> None:
+    """Unpin buffers and drop them, until ``leave`` are left. Other threads may take buffers meanwhile."""
+    with contextlib.suppress(IndexError):
+        while len(buffers) > leave:
+            buffers.pop().release()
+
+
+_pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_of_parent: list[mmap.mmap] = []
+"""In a forked child: the parent's mappings, which must not be unmapped. CUDA may have kept them out of the child, where
+something else can have their addresses."""
+
+
+def _forget_parent() -> None:
+    _of_parent.extend(_mappings)
+    _mappings.clear()
+    for pool in _pools:
+        pool._forget()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+transfer_buffers = BufferPool()
+"""For single saves and loads. Transfers that run at once map buffers of their own beyond what the pool keeps."""
+
+
+@cache
+def _warn_unpinned(status: int) -> None:
+    _logger.warning("staging memory is not pinned: cudaHostRegister returned %d; device copies are slower", status)
+
+
+def _clear_cuda_error() -> None:
+    """CUDA keeps the last error of each thread, and torch would raise that error after some later, unrelated call."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with contextlib.suppress(OSError):  # the library is linked into torch, where it cannot be reached
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
