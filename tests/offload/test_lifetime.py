@@ -19,7 +19,7 @@ import torch
 from models import in_threads
 from torch import nn
 
-from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError
+from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, copying
 from fastensor.offload.swapper import THREADS, Swapper
 
 
@@ -145,7 +145,8 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
     x = torch.randn(64, 64)
     with ExitStack() as all_at_once:  # memory that is taken when so many threads first copy at once
         for _ in range(2 * THREADS):
-            all_at_once.enter_context(offload._engine.swapper()._tiers.bounce_block())
+            block = all_at_once.enter_context(offload._engine.swapper()._tiers.bounce_block())
+            copying.prepare(block, torch.device("cpu"))
     sizes, resident = [], []
     for number in range(1000):
         with offload.step():
