@@ -4,8 +4,8 @@ by an entry point (see :mod:`fastensor.backends.registry`), and test it by :clas
 
 from fastensor.backends.base import Backend, BatchReader, DeviceSlots, Extent, Reader, SlotBackend, Slots
 from fastensor.backends.copier import Window
-from fastensor.backends.posix import EndOfFile
 from fastensor.backends.staging import Stager, open_stager
+from fastensor.files.posix import EndOfFile
 from fastensor.stitch.source import Source
 
 __all__ = [
