@@ -28,7 +28,7 @@ ALIGNMENT = 4096
 
 def gathering_device(source: Source) -> torch.device | None:
     """The CUDA device that most bytes of a source are on; None if most are in host memory, or in no memory."""
-    if not isinstance(source, Plan) or source.held_up:
+    if not isinstance(source, Plan) or source.throttled:
         return None
     nbytes: Counter[torch.device] = Counter()
     for storage in source.storages:

@@ -38,7 +38,7 @@ class Snapshot:
             that moves it; may wait, and may raise.
         while_waiting: entered while staging waits for blocks that are still to be moved.
         known_checksums: see :class:`~fastensor.stitch.source.Source`.
-        held_up: whether ``before_window`` waits.
+        throttled: whether ``before_window`` waits.
     """
 
     device = "staged"
@@ -51,10 +51,10 @@ class Snapshot:
         before_window: Callable[[int], None] = lambda nbytes: None,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         known_checksums: tuple[int, ...] | None = None,
-        held_up: bool = False,
+        throttled: bool = False,
     ) -> None:
         self.nbytes = plan.nbytes
-        self._held_up = held_up
+        self._throttled = throttled
         self.known_checksums = known_checksums
         self._plan = plan
         self._released_plan = plan.released()
@@ -77,8 +77,8 @@ class Snapshot:
         self._failure: BaseException | None = None
 
     @property
-    def held_up(self) -> bool:
-        return self._held_up or self._streams
+    def throttled(self) -> bool:
+        return self._throttled or self._streams
 
     @property
     def checksums_first(self) -> bool:

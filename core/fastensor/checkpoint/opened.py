@@ -29,7 +29,7 @@ _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
 _OF_ONE_PROCESS = (io.BytesIO, mmap.mmap)
 """Kinds of files whose position no forked process shares."""
 _NEARLY_ALL = 0.9
-"""Reading so much of a file is learned as reading the file, so that it can be compared with having written it."""
+"""Reading this fraction of a file is learned as reading the whole file, so that it compares with writing the file."""
 
 
 class OpenedFile(Protocol):
@@ -45,7 +45,7 @@ class OpenedFile(Protocol):
 
     @property
     def path(self) -> str | None:
-        """Where it is on a local filesystem, for libraries that open it themselves; None if it is not."""
+        """Its path on a local filesystem, for libraries that open it themselves; None if it has none."""
 
     @property
     def resident_fraction(self) -> float:
@@ -55,7 +55,7 @@ class OpenedFile(Protocol):
         """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
 
     def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
-        """Open a backend reader that reads these extents, in this order, fast. Backends that cannot are added to
+        """Open a backend reader that reads these extents fast in this order. Backends that cannot are added to
         ``fallbacks``."""
 
 
@@ -63,7 +63,7 @@ class LocalFile:
     """A regular file of this machine.
 
     Args:
-        copied: why it is read here, if it is a copy of one that is somewhere else.
+        copied: why the file is read from a local copy, if it is one of a remote file.
     """
 
     def __init__(self, fd: int, where: str, *, copied: Fallback | None = None) -> None:
@@ -133,7 +133,7 @@ class _SharedPosition:
 
 
 class FileView(io.RawIOBase):
-    """An opened file as a Python file object, for libraries that want one. Does not own it."""
+    """An opened file as a Python file object, for libraries that want one. The caller keeps ownership of the file."""
 
     def __init__(self, file: OpenedFile) -> None:
         self._file = file
@@ -223,7 +223,7 @@ def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
 
 
 def can(file: object, question: str, method: str) -> bool:
-    """Whether a file object says that it can do something, or, if it does not say, has the method for it."""
+    """Whether a file object can do something: by the answer to ``question``, or, without one, by having the method."""
     answer = getattr(file, question, None)
     return hasattr(file, method) if answer is None else bool(answer())
 
@@ -236,7 +236,7 @@ def _emptiness(location: Location, where: str) -> str:
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Errors of the operating system as ours."""
+    """Raise our errors in place of those of the operating system."""
     try:
         yield
     except (FastensorError, FileNotFoundError):
@@ -246,7 +246,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def as_read_error(error: OSError, where: str) -> FastensorError:
-    """What a failed system call means for whoever loads the file."""
+    """Our error for a failed system call."""
     if isinstance(error, posix.EndOfFile):
         return CorruptCheckpointError(f"{where}: {error.strerror}; it was cut off")
     return CheckpointReadError(error.errno, f"cannot read the checkpoint ({error.strerror})", where)
@@ -268,10 +268,10 @@ def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
 
 
 def container_of(file: OpenedFile) -> Container:
-    """What kind of file it is.
+    """The container of a file.
 
     Raises:
-        CorruptCheckpointError: none that we know.
+        CorruptCheckpointError: the file begins like none of the containers.
     """
     start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
     container = recognize(start, file.nbytes, file.where)

@@ -295,7 +295,7 @@ class SaveTransaction:
                 Context("write", source.device, warm=not self._durable),
                 [name for name in registry.names() if can_write(name, source)],
                 choose_writer(source.nbytes),
-                learn=self._durable and not source.held_up,  # unsynced, the page cache takes it, and the disk later
+                learn=self._durable and not source.throttled,  # unsynced, the page cache takes it, and the disk later
             )
             checksums = transfer.run(
                 lambda backend: backend.write(source, fd), partial(record_fallback, self._fallbacks)

@@ -392,14 +392,14 @@ class AsyncWriter:
             return
         remote = isinstance(save.transaction.target, RemotePath)
         known = stream.checksums_of(plan) if remote and plan.checksums_first else None
-        held_up = self._settings.max_bytes_per_second is not None
+        throttled = self._settings.max_bytes_per_second is not None
         snapshot = Snapshot(
             plan,
             self._arena,
             before_window=save.before_window,
             while_waiting=self.hurried,
             known_checksums=known,
-            held_up=held_up,
+            throttled=throttled,
         )
         try:
             save.open(snapshot)
