@@ -93,7 +93,7 @@ class StorageIds:
         self._dtypes_at: dict[int, torch.dtype] = {}
         """Dtypes by the addresses of the storages."""
         self._host_location = _host_location()
-        """torch\'s name for the location of all storages of the host; None if torch has to be asked for each."""
+        """torch's name for the location of all storages of the host; None if torch has to be asked for each."""
 
     def of(self, obj: Any) -> StorageId | None:
         """The persistent id of a storage; None for any other object.

@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -128,6 +128,7 @@ class _Interpreter(pickle._Unpickler):
     stack: list[Any]
     metastack: list[list[Any]]
     memo: dict[int, Any]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes, *, recognizes: bool) -> None:
         super().__init__(io.BytesIO(data))
