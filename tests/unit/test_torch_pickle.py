@@ -82,7 +82,7 @@ def test_plain_pickles_are_what_they_are() -> None:
         assert list(storages_in(found)) == []
 
 
-HEAVY = (1, (2,)), (0,) * 11, frozenset({1}), 1 << 64, -1 << 64, 1j, "x" * 20_000, b"x" * 20_000, (1 << 64,)
+HEAVY = (1, (2,)), (0,) * 11, frozenset({1}), 1 << 64, -1 << 64, 1j, "x" * 200_000, b"x" * 200_000, (1 << 64,)
 LIGHT = (1, "x"), torch.Size([1]), 1 << 63, "x", b"x", 0.5, None, True, ()
 
 

@@ -14,8 +14,8 @@ import torch
 Range: TypeAlias = tuple[int, int]
 """Begin and end of bytes."""
 _NOWHERE: Range = (0, 0)
-_LONGEST_KEY = 10_000
-"""In characters or bytes. Comparing two equal ones takes a microsecond at most."""
+_LONGEST_KEY = 100_000
+"""In characters or bytes. Comparing two equal ones takes a few microseconds."""
 _MOST_ELEMENTS = 10
 """How many elements a tuple may have that is a key."""
 _MOST_BITS = 64
