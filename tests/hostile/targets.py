@@ -19,7 +19,7 @@ from hostile.attacks import STATE
 import fastensor
 from fastensor.checkpoint.names import walk
 from fastensor.errors import FastensorError
-from fastensor.stitch import containers, safetensors, torch_pickle, torch_records, zip_directory
+from fastensor.stitch import containers, pickle_records, safetensors, torch_pickle, torch_records, zip_directory
 
 _MOST_VALUES = 10_000
 
@@ -33,8 +33,8 @@ def directory(data: bytes) -> None:
         return data[offset : offset + nbytes]
 
     with contextlib.suppress(FastensorError):
-        for record in zip_directory.parse_directory(read, len(data), where="x").records:
-            assert record.earliest_data_offset + record.stored_nbytes <= len(data)
+        for part in zip_directory.parse_directory(read, len(data), where="x").parts:
+            assert part.begin + part.header_nbytes <= part.end <= len(data)
     with contextlib.suppress(FastensorError):
         archive = torch_records.read_archive(read, len(data), where="x")
         if archive.compressed:
@@ -64,8 +64,8 @@ def _read_header(data: bytes) -> None:
 def structure(data: bytes) -> None:
     """Pickles: what they describe, its storages and names."""
     with contextlib.suppress(FastensorError):
-        found = torch_pickle.read_structure(data, where="x").value
-        list(torch_pickle.storages_in(found))
+        found = torch_pickle.read_program(data, where="x").structure
+        list(pickle_records.storages_in(found))
         for number, _ in enumerate(walk(found)):
             if number > _MOST_VALUES:
                 break

@@ -83,7 +83,7 @@ GIB = 1 << 30
 )
 def test_files_are_laid_out_as_by_torchs_writer(tmp_path: Path, sizes: list[int], alignment: int) -> None:
     """With records, and offsets, beyond 32 bits, and more records than 16 bits count. torch's file is sparse."""
-    before = [torch_layout.Record("data.pkl", b"pickle"), torch_layout.Record("byteorder", b"little")]
+    before = [torch_layout.SmallRecord("data.pkl", b"pickle"), torch_layout.SmallRecord("byteorder", b"little")]
     path = tmp_path / "archive"
     writer = torch._C.PyTorchFileWriter(str(path), True, alignment)
     for record in before:
@@ -91,8 +91,8 @@ def test_files_are_laid_out_as_by_torchs_writer(tmp_path: Path, sizes: list[int]
     for number, nbytes in enumerate(sizes):
         writer.write_record_metadata(torch_layout.storage_name(number), nbytes)
     writer.write_end_of_file()
-    behind = [torch_layout.Record("version", b"3\n")]
-    behind.append(torch_layout.Record(".data/serialization_id", writer.serialization_id().encode()))
+    behind = [torch_layout.SmallRecord("version", b"3\n")]
+    behind.append(torch_layout.SmallRecord(".data/serialization_id", writer.serialization_id().encode()))
     image = torch_layout.lay_out(before, sizes, behind, alignment)
     assert image.nbytes == path.stat().st_size
     payload = [segment for segment in image.segments if isinstance(segment, Payload)]

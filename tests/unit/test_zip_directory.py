@@ -37,13 +37,14 @@ def test_the_same_as_python_reads(records: dict[str, bytes], comment: bytes, zip
                 record.write(data)
     directory = parse(buffer.getvalue())
     with zipfile.ZipFile(buffer) as archive:
-        expected = [(i.filename, i.file_size, i.compress_size, i.CRC, i.header_offset) for i in archive.infolist()]
+        infos = archive.infolist()
         assert directory.offset == archive.start_dir
-    found = [(r.name, r.nbytes, r.stored_nbytes, r.crc32, r.header_offset) for r in directory.records]
-    assert found == expected
-    data = buffer.getvalue()
-    assert all(int.from_bytes(data[r.crc_offset :][:4], "little") == r.crc32 for r in directory.records)
-    assert all(r.compressed == (compress and True) for r in directory.records)
+    expected = [(info.filename, info.file_size, info.CRC if info.file_size else None) for info in infos]
+    assert [(part.name, part.nbytes, part.crc32) for part in directory.parts] == expected
+    begins = [info.header_offset for info in infos]
+    assert [part.begin for part in directory.parts] == begins
+    assert [part.end for part in directory.parts] == [*begins[1:], *[directory.offset] * bool(begins)]
+    assert directory.compressed == (compress and bool(records))
 
 
 def test_archives_in_parts_and_encrypted_ones_are_refused() -> None:
@@ -74,4 +75,4 @@ def test_golden_files_parse() -> None:
     paths = list((Path(__file__).parents[1] / "golden").glob("*.pt"))
     assert len(paths) == 2
     for path in paths:
-        assert parse(path.read_bytes()).records
+        assert parse(path.read_bytes()).parts

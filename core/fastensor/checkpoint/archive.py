@@ -1,4 +1,4 @@
-"""Reading what a zip archive of torch says about itself."""
+"""Reading the directory and the pickle of a zip archive of torch from an opened file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_pickle(file: OpenedFile, archive: TorchArchive, *, verify: bool) -> byt
 def verify_compressed(file: OpenedFile) -> None:
     """Compare every record of an archive with compressed records.
 
-    This is done before torch reads the archive: a damaged compression method turns plain bytes into other bytes.
+    Call this before torch reads the archive: torch would take a damaged compression method for a sound one.
 
     Raises:
         CorruptCheckpointError: a record is damaged.

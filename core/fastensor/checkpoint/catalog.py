@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where, without reading tensors: the same for every container."""
+"""The contents of a checkpoint and where they are, in one form for all containers. No tensor is read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Part
+from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, UnknownObject
 from fastensor.stitch.safetensors import torch_dtype
 from fastensor.stitch.shape import row_major
-from fastensor.stitch.torch_pickle import Opaque, StorageRef, TensorRef, plain_type, read_structure
+from fastensor.stitch.torch_pickle import read_program
 
 _SHOWN = 60
-"""Characters of a value."""
+"""How many characters of a value are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint says about one of its tensors."""
+    """The description of one tensor of a checkpoint."""
 
     name: str
     """The way to it, as for ``keys`` of :func:`fastensor.load`. A second tensor of the same name has ``#2`` added."""
@@ -37,24 +38,24 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     part: str
-    """The part of the file that holds its bytes: a record, or the tensor itself. Tied tensors have the same. Empty for
-    tensors that are made of several others, and those without bytes."""
+    """The part of the file that holds its bytes: a record, or the tensor itself. Tied tensors have the same part. Empty
+    for a tensor that is made of several others, and for one that the file has no bytes of."""
     crc32: int | None
-    """Of that part; None without checksums."""
+    """The CRC32 of that part; None if the file carries none."""
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Located(NamedTuple):
-    """A dense tensor, and where it is."""
+    """A dense tensor, and where its elements are."""
 
     info: TensorInfo
     part: Part
     offset: int
-    """In the part, in elements."""
+    """Where in the part it begins, in elements."""
     stride: tuple[int, ...]
 
     def on_meta(self) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Located(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte in the part, and the one behind the last."""
+        """Begin and end of its bytes in the part."""
         steps = sum((size - 1) * step for size, step in zip(self.info.shape, self.stride, strict=True))
         itemsize = self.info.dtype.itemsize
         return self.offset * itemsize, (self.offset + steps + 1) * itemsize if self.info.nbytes else 0
@@ -73,38 +74,38 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     container: Container
     tensors: Mapping[str, TensorInfo]
     located: Mapping[str, Located]
-    """Those of the tensors that are dense and plain."""
+    """The tensors that are dense and plain."""
     others: Mapping[str, str]
-    """What else there is: names, and values in words."""
+    """Everything that is not a tensor: names, and values in words."""
     metadata: Mapping[str, str]
-    """Of a safetensors file."""
+    """The ``__metadata__`` of a safetensors file, without our checksums."""
     checked: bool
     """Whether the file carries checksums."""
     unchecked: str = ""
-    """Why it does not, where there is more to be said."""
+    """Why ``checked`` is False, if there is more to say than that the file carries no checksums."""
     structure: Any = None
-    """What the pickle of a torch file describes, symbolically."""
+    """What the pickle of a torch file makes: see :mod:`fastensor.stitch.pickle_records`."""
     by_identity: Mapping[int, Located] = field(default_factory=dict)
-    """The located tensors by the identity of what the structure has for them: names may be ambiguous."""
+    """The located tensors by the identities of their records in the structure: two may have one name."""
     globals: bytes = b""
-    """A pickle that names the globals that the pickle of a torch file does. It is not to be run."""
+    """A pickle that names the same globals as the pickle of a torch file. It is not to be run."""
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
-    """Find out what a checkpoint holds. Nothing of it is run or imported.
+    """Read what a checkpoint holds. No code of it is run, and nothing that it names is imported.
 
     Args:
         file: the checkpoint.
-        verify: compare what is read, a header or a pickle, with its checksum.
+        verify: whether to compare the header or the pickle with its checksum.
 
     Raises:
         CorruptCheckpointError: the file is damaged or not a checkpoint.
-        UnsupportedContentError: it is one that only torch can read, and only whole.
+        UnsupportedContentError: only torch can read the file, and only whole.
     """
     container = container_of(file)
     if container == "safetensors":
@@ -131,17 +132,17 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     archive = read_archive(file)
     if archive.why_torch:
         raise UnsupportedContentError(f"{file.where}: {archive.why_torch}; load it whole")
-    structure, rest = read_structure(read_pickle(file, archive, verify=verify), where=file.where)
+    program = read_program(read_pickle(file, archive, verify=verify), where=file.where)
     tensors: dict[str, TensorInfo] = {}
     located: dict[str, Located] = {}
     others: dict[str, str] = {}
     by_identity: dict[int, Located] = {}
-    seen: Counter[str] = Counter()
+    seen: dict[str, int] = {}
     is_swapped = archive.swapped
-    for path, value in walk(structure, file.where):
-        seen[path] += 1
-        name = path if seen[path] == 1 else f"{path}#{seen[path]}"
-        if not isinstance(value, TensorRef):
+    for path, value in walk(program.structure, file.where):
+        seen[path] = count = seen.get(path, 0) + 1
+        name = path if count == 1 else f"{path}#{count}"
+        if not isinstance(value, PickledTensor):
             others[name] = _in_words(value)
             continue
         part = _part_of(value, name, archive.storages, file.where)
@@ -150,17 +151,28 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         tensors[name] = info
         if part is not None and value.plain and not is_swapped:
             located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
-    return Catalog("torch", tensors, located, others, {}, archive.checked, "", structure, by_identity, rest)
+    return Catalog(
+        "torch",
+        tensors,
+        located,
+        others,
+        {},
+        archive.checked,
+        "",
+        program.structure,
+        by_identity,
+        program.naming_globals(),
+    )
 
 
 _EMPTY = Part("", 0, None, 0, 0)
 
 
-def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str) -> Part | None:
-    """The record that a tensor lies in; None if it does not lie in one.
+def _part_of(tensor: PickledTensor, name: str, parts: Mapping[str, Part], where: str) -> Part | None:
+    """The record that a tensor lies in; None if the tensor is not a view of one storage.
 
     Raises:
-        CorruptCheckpointError: there is no such record, or the tensor is not inside.
+        CorruptCheckpointError: there is no such record, or the tensor reaches beyond it.
         UnsupportedContentError: the tensor had no memory any more when it was saved.
     """
     if tensor.storage is None:
@@ -183,18 +195,19 @@ def _part_of(tensor: TensorRef, name: str, parts: Mapping[str, Part], where: str
 
 @lru_cache(maxsize=4096)
 def _numel_and_reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
-    """How many elements a tensor has, and how many lie between its first and behind its last one."""
+    """How many elements a tensor has, and how many its storage has from its first to its last one."""
     return torch.Size(shape).numel(), sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
 def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
     """Groups of names of tensors that share bytes."""
-    within: dict[str, list[tuple[str, Located]]] = {}
-    for name, one in tensors.items():
-        if one.part.nbytes:
-            within.setdefault(one.part.name, []).append((name, one))
+    tenants = Counter([one.part.name for one in tensors.values() if one.part.nbytes])
+    within: dict[str, list[tuple[str, Located]]] = {name: [] for name, count in sorted(tenants.items()) if count > 1}
+    for name, one in tensors.items() if within else ():
+        if one.part.name in within:
+            within[one.part.name].append((name, one))
     groups: list[list[str]] = []
-    for _, shared in sorted((part, some) for part, some in within.items() if len(some) > 1):
+    for shared in within.values():
         reached = 0
         for begin, end, name in sorted((*one.span, name) for name, one in shared if one.info.nbytes):
             if begin < reached:
@@ -206,17 +219,16 @@ def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
 
 
 def _in_words(value: Any) -> str:
-    """A short text. Containers are not looked into: they may be their own elements."""
-    if isinstance(value, Opaque):
+    """A short text for a value. Of a container, only the size is shown: it may be its own element."""
+    if isinstance(value, UnknownObject):
         return f"<{value.name[:_SHOWN]}>"
-    if isinstance(value, StorageRef):
+    if isinstance(value, PickledStorage):
         return f"<storage of {value.dtype}>"
-    kind = plain_type(value)
     if isinstance(value, dict | list | tuple | set | frozenset) and value:
-        return f"<{kind.__name__} of {len(value)}>"
+        return f"<{type(value).__name__} of {len(value)}>"
     if isinstance(value, int) and value.bit_length() > _SHOWN:
         return f"<int of {value.bit_length()} bits>"
     if isinstance(value, str | bytes | bytearray):
         value = value[:_SHOWN]
-    text = repr(value if kind is type(value) else kind(value))
+    text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -17,7 +17,7 @@ from fastensor.stitch.zip_directory import LOCAL_HEADER
 
 
 class NotAskedForError(Exception):
-    """torch did not ask where a postponed storage goes."""
+    """torch never asked where a postponed storage goes."""
 
 
 class CheckedFile(FileView):
@@ -31,10 +31,10 @@ class CheckedFile(FileView):
         reader: of that file. It is closed by the caller, or here when a read fails: then no thread may write to
             torch's memory any more.
         archive: the records of that file.
-        skipped: names of records of which nothing is read. torch's memory for them is left as it is, and the caller
-            sees to it that nobody looks.
-        pickle: what torch gets in place of ``data.pkl``, of the same size; None for the file's own.
-        postpones: leave the memory of storages as it is until :meth:`fill` is called for each of them, which has to be
+        skipped: names of records that are not read. torch's memory for them is left as it is, and the caller keeps it
+            from users.
+        pickle: bytes that torch gets in place of ``data.pkl``, of the same size; None for the file's own.
+        postpones: whether to leave the memory of storages as it is. The caller calls :meth:`fill` for each of them,
             before torch asks for the next one.
     """
 
@@ -56,21 +56,22 @@ class CheckedFile(FileView):
         self._pickle = pickle
         self.skipped = skipped
         self.record: Part | None = None
-        """The record that torch has asked for last."""
+        """The record that torch asked for last."""
         self._data = 0
-        """Where its data begins."""
+        """Where the data of that record begins."""
         self._postponed: Part | None = None
         self.failure: BaseException | None = None
-        """What went wrong in a read. torch calls from C code that exceptions must not cross, so torch gets a short
-        read instead, and the caller of torch raises this."""
+        """The exception of a read that failed, which the caller of torch raises. torch calls :meth:`readinto` from C
+        code that exceptions must not cross, so torch gets a short read instead."""
 
     def take_postponed(self) -> Part | None:
-        """The record of the storage whose memory was left as it is, once."""
+        """The record of the storage whose memory was left as it is; None if there is none. Each is returned once."""
         postponed, self._postponed = self._postponed, None
         return postponed
 
     def check_none_postponed(self) -> None:
-        """
+        """Make sure that every postponed storage has been filled.
+
         Raises:
             NotAskedForError: a storage was left empty.
         """

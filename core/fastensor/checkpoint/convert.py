@@ -1,4 +1,4 @@
-"""``fastensor.convert``: from one container to the other, the tensors' bytes going from file to file."""
+"""``fastensor.convert``: from one container to the other. Bytes go from file to file, and no tensor is rebuilt."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
+from fastensor.stitch.pickle_records import PickledTensor
 from fastensor.stitch.source import Plan
-from fastensor.stitch.torch_pickle import TensorRef
 
 _SHOWN = 5
 _MAP_NORESERVE = 0x4000
-"""Of Linux; Python does not name it."""
+"""A flag of Linux that Python has no name for."""
 
 
 def convert(
@@ -51,12 +51,12 @@ def convert(
 ) -> SaveReport:
     """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt`` and ``.safetensors``.
 
-    What is read is compared with its checksums, and the new file carries them, so this also adds them to files of other
-    tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: unless it is an open
-    file, it is not touched if anything fails. It may be the source, if nothing of that is lost.
+    Tensors are compared with the checksums of the source, and the new file carries checksums, so this also adds them to
+    files of other tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: if
+    anything fails, it is not touched, unless it is an open file. It may be the source, if nothing in that is lost.
 
     Args:
-        source: a file that holds a dict from names to dense tensors, in any container but torch's of before 1.6.
+        source: a file that holds a dict from names to dense tensors, in any container but that of torch before 1.6.
         target: as for :func:`fastensor.save`.
         root: the name of the dict within the source, such as ``state_dict`` of a Lightning checkpoint. None means all
             of it.
@@ -66,18 +66,18 @@ def convert(
         copy_ties: write tensors that share memory once for each name, where a safetensors file would refuse them. In a
             torch file they would be separate tensors, too.
         container: as for :func:`fastensor.save`.
-        verify: whether to compare what is read with its checksums.
+        verify: whether to compare tensors with the checksums of the source.
         backend: how bytes are moved on both sides.
         durable: as for :func:`fastensor.save`.
-        progress: called now and then with the bytes done and those to do.
+        progress: called after every few MiB with the bytes done and the bytes to do.
 
     Raises:
         FileNotFoundError: there is no such source.
         CorruptCheckpointError: the source is damaged; the target is untouched.
         UnsupportedContentError: the source holds something else than a dict of tensors, or the target cannot hold it;
-            or the target is the source, and would not hold all that it does: what is beside ``root``, ties, metadata,
-            parameters, or what hangs on the dict.
-        CheckpointReadError, CheckpointWriteError: the operating system refused something.
+            or the target is the source, and would lose something: values beside ``root``, ties, metadata, parameters,
+            or attributes of the dict.
+        CheckpointReadError, CheckpointWriteError: the operating system failed to read or to write.
 
     No code of the source is run. Parameters become plain tensors; ``requires_grad`` is not kept.
 
@@ -120,10 +120,10 @@ def convert(
 
 
 def _is_same_file(source: Location, target: Location) -> bool:
-    """Whether both are one file, by whatever names.
+    """Whether source and target are one file, which may have several names.
 
     Raises:
-        UnsupportedContentError: they are, and it would be written while it is read.
+        UnsupportedContentError: they are, and the file would be written while it is read.
     """
     one, other = _identity_of_file(source), _identity_of_file(target)
     if one is None or one != other:
@@ -137,7 +137,7 @@ def _is_same_file(source: Location, target: Location) -> bool:
 
 
 def _identity_of_file(location: Location) -> object:
-    """Equal for two locations of one file; None if there is none yet."""
+    """A value that is equal for two locations of one file; None if there is no file yet."""
     found = locate(location)
     if isinstance(found, RemotePath):
         return found.filesystem, found.path
@@ -151,9 +151,10 @@ def _identity_of_file(location: Location) -> object:
 def _check_nothing_is_lost(
     catalog: Catalog, root: str | None, tensors: Mapping[str, Located], texts: Mapping[str, str], where: str
 ) -> None:
-    """
+    """Refuse to replace the source by a file that holds less.
+
     Raises:
-        UnsupportedContentError: the source holds more than what is to take its place.
+        UnsupportedContentError: the source holds more than the new file will.
     """
     losses = {
         f"what is in it beside {root!r}": root is not None,
@@ -178,10 +179,10 @@ def _identity(storage: Any) -> int:
 
 
 def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Located]:
-    """The dict of tensors that is to be converted.
+    """The tensors to convert, by name.
 
     Raises:
-        UnsupportedContentError: it is not one.
+        UnsupportedContentError: the source, or its ``root``, is not a dict of dense tensors.
     """
     if catalog.container == "safetensors":
         if root is not None:
@@ -196,7 +197,7 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
     for key, value in branch.items():
         if not isinstance(key, str) or id(value) not in catalog.by_identity:
             name = f"{root}.{key}" if root else key
-            kind = "a tensor that is more than its bytes" if isinstance(value, TensorRef) else "no tensor"
+            kind = "a tensor that is more than its bytes" if isinstance(value, PickledTensor) else "no tensor"
             kind = kind if isinstance(key, str) else f"called by a key of type {type(key).__name__}"
             raise UnsupportedContentError(
                 f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is {kind}; "
@@ -207,11 +208,11 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
 
 
 def _advice(branches: Mapping[str, Any]) -> str:
-    """Which dicts of tensors there are."""
+    """The end of a message: which dicts of tensors the source has."""
     roots = [
         repr(name)
         for name, value in branches.items()
-        if value and all(isinstance(one, TensorRef) for one in value.values())
+        if value and all(isinstance(one, PickledTensor) for one in value.values())
     ]
     return (
         f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN])}"
@@ -244,10 +245,10 @@ def _stand_in(name: str, one: Located, where: str) -> torch.Tensor:
 
 
 class _SourceTensors:
-    """The tensors of the source, read in the order in which the target needs them.
+    """Reads the tensors of the source in the order in which the target needs them.
 
-    The target may be gone through twice: once for its checksums, where those come first. Each time the first tensor is
-    begun, reading starts anew.
+    A target whose checksums come first is gone through twice, once for the checksums. Reading starts anew whenever the
+    first tensor is begun.
     """
 
     def __init__(
@@ -269,7 +270,7 @@ class _SourceTensors:
         self._reader: PartReader | None = None
 
     def readinto(self, one: Located, begin: int, buffer: memoryview) -> int:
-        """Read a range of a tensor; returns the CRC32 of the range."""
+        """Read a range of a tensor. Returns the CRC32 of the range."""
         if one is self._first and begin == 0:
             self.close()
             self._reader = PartReader(self._file, self._order, self._options, verify=self._verify)
@@ -283,7 +284,7 @@ class _SourceTensors:
         return crc32
 
     def check(self, one: Located, crc32: int) -> None:
-        """Compare a tensor that was read whole. One that is a part of a record was compared with it before."""
+        """Compare a tensor that was read whole. The record of a tensor that is a part of it was compared before."""
         assert self._reader is not None
         if one.info.nbytes == one.part.nbytes:
             self._reader.check_read(one.part, crc32)
@@ -294,7 +295,7 @@ class _SourceTensors:
 
 
 class _TensorBytes:
-    """One tensor of the source. See :class:`fastensor.stitch.source.FileBytes`."""
+    """The bytes of one tensor of the source: a :class:`fastensor.stitch.source.FileBytes`."""
 
     def __init__(self, source: _SourceTensors, one: Located) -> None:
         self._source = source

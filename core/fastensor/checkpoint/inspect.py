@@ -1,4 +1,4 @@
-"""``fastensor.inspect``: what a checkpoint holds, as a record."""
+"""``fastensor.inspect``: the contents of a checkpoint, as a record."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from fastensor.stitch.containers import Container
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     path: str
     container: Container
     nbytes: int
     """Size of the file."""
     checked: bool
-    """Whether it carries checksums of its tensors. :func:`fastensor.verify` compares them."""
+    """Whether the file carries checksums of its tensors. :func:`fastensor.verify` compares them."""
     tensors: tuple[TensorInfo, ...]
     others: Mapping[str, str]
-    """What it holds beside tensors: names, and values in words."""
+    """Everything that is not a tensor: names, and values in words."""
     metadata: Mapping[str, str]
-    """Of a safetensors file."""
+    """The ``__metadata__`` of a safetensors file, without our checksums."""
     refused: tuple[str, ...]
-    """Classes and functions that it needs and ``weights_only=True`` refuses. The reason, if it refuses the pickle."""
+    """Classes and functions that the file needs and ``weights_only=True`` refuses. If it refuses the pickle as a whole,
+    the reason."""
     ties: tuple[tuple[str, ...], ...]
     """Groups of names of tensors that share bytes."""
 
     @property
     def tensor_bytes(self) -> int:
-        """Of all tensors together; ties are counted each."""
+        """Size of all tensors together. Tied tensors count once for each name."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def inspect(path: Location) -> Inspection:
-    """Find out what a checkpoint holds, without reading a tensor.
+    """List what a checkpoint holds, without reading a tensor.
 
     Args:
         path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`.
@@ -79,7 +80,7 @@ def inspect(path: Location) -> Inspection:
 
 
 def _refused(pickled: bytes) -> tuple[str, ...]:
-    """What torch's restricted unpickler refuses of a pickle."""
+    """The globals of a pickle that torch's restricted unpickler refuses; or why it refuses the pickle."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)

@@ -1,4 +1,4 @@
-"""``fastensor.open``: a checkpoint whose tensors are read when they are asked for."""
+"""``fastensor.open``: a checkpoint whose tensors are read one by one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ def open(  # users write fastensor.open
     verify: bool = True,
     backend: BackendChoice = registry.AUTO,
 ) -> LazyCheckpoint:
-    """Open a checkpoint for reading single tensors of it.
+    """Open a checkpoint to read single tensors of it.
 
     Args:
         path: a file of torch or of safetensors, as for :func:`fastensor.load`.
         map_location: where tensors go, as for ``torch.load``. None means the host.
-        verify: compare what is read with the CRC32s in the file. A slice can only be verified by reading the
-            whole tensor, in bounded memory, the first time that one of its slices is asked for: with False, only the
-            slice is read.
+        verify: compare tensors with the CRC32s in the file. Verifying a slice takes reading the whole tensor, in
+            bounded memory, when its first slice is read. With False, only the slice is read.
         backend: as for :func:`fastensor.load`; used for large tensors.
 
     Returns:
@@ -113,12 +112,12 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     @property
     def info(self) -> Mapping[str, TensorInfo]:
-        """What the file says about each tensor; nothing is read."""
+        """A description of each tensor. Nothing is read."""
         return self._catalog.tensors
 
     @property
     def others(self) -> Mapping[str, str]:
-        """What the file holds beside tensors: names, and values in words."""
+        """Everything in the file that is not a tensor: names, and values in words."""
         return self._catalog.others
 
     @property
@@ -128,7 +127,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     @property
     def verified(self) -> bool:
-        """Whether what is read is compared with checksums: they are wanted, and the file has them."""
+        """Whether tensors are compared with checksums: ``verify`` is not False, and the file carries checksums."""
         return self._verify and self._catalog.checked
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> torch.Tensor:
@@ -138,7 +137,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
             UnknownKeyError: there is no tensor of that name.
             IndexError, TypeError: the index does not fit, or would need a copy.
             UnsupportedContentError: the tensor is not a dense one; :func:`fastensor.load` with ``keys`` gives it.
-            CorruptCheckpointError: it does not match its checksum.
+            CorruptCheckpointError: the tensor does not match its checksum.
             CheckpointReadError: the operating system failed to deliver the bytes.
         """
         if not self._close.alive:
@@ -188,7 +187,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         raise UnknownKeyError(f"{self._file.where}: no tensor in it is called {name!r}; list() of this gives the names")
 
     def _read(self, part: Part, view: torch.Tensor) -> torch.Tensor:
-        """The tensor that ``view`` is a picture of: on the meta device, with the part as its storage."""
+        """Read the tensor with the geometry of ``view``, which is on the meta device. The storage of it is the part."""
         offset = int(view.storage_offset()) * view.dtype.itemsize
         steps = zip(view.shape, view.stride(), strict=True)
         numel = sum((size - 1) * step for size, step in steps) + 1 if view.numel() else 0
@@ -201,7 +200,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         return empty.set_(placed, 0, view.shape, view.stride())
 
     def _fill(self, part: Part, offset: int, storage: torch.UntypedStorage) -> None:
-        """Read a range of a part, verified. If the range is not the whole part, the part is verified first, once."""
+        """Read a range of a part. If the range is not the whole part, the whole part is verified first, once."""
         nbytes = storage.nbytes()
         if nbytes < part.nbytes:
             self._reader.check(part)
@@ -214,7 +213,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     @contextmanager
     def _reader_for(self, extent: Extent) -> Iterator[PartReader]:
-        """A reader of its own for what takes long, so that several transfers are in flight."""
+        """The reader for a range. A large one has a reader of its own, which has several transfers in flight."""
         if self._backend == registry.AUTO and extent.end - extent.begin < _LARGE_NBYTES:
             yield self._reader
             return

@@ -1,4 +1,4 @@
-"""What users give as a path: a file of this machine, a URL, or an open file."""
+"""Paths, URLs and open files, as users give them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class RemotePath:
 
 
 def locate(location: Location) -> str | RemotePath | BinaryIO:
-    """Find out what a location is; ``file://`` URLs are local paths.
+    """The kind of a location: a local path (``file://`` URLs are such), a remote one, or an open file.
 
     Raises:
         UnknownFilesystemError: ``fsspec`` does not know the URL's protocol, or lacks the package for it.
-        TypeError: it is none of these.
+        TypeError: the location is none of these.
     """
     if isinstance(location, str | os.PathLike):
         text: Any = os.fspath(location)
@@ -73,7 +73,7 @@ def _resolve_url(url: str) -> str | RemotePath:
 
 
 def name_of(location: Location) -> str:
-    """What messages and reports call it."""
+    """The name of a location in messages and reports."""
     if isinstance(location, str | os.PathLike):
         return os.fspath(location)
     name = getattr(location, "name", None)

@@ -1,8 +1,8 @@
-"""The names of what a checkpoint holds, and choosing by them. Pure.
+"""The names of the values in a checkpoint, and choosing values by name. Pure.
 
 The name of a value is the way to it: keys of dicts and positions in lists and tuples, joined by dots, such as
-``state_dict.layer.weight`` or ``optimizer_states.0.lr``. Anything else is a leaf, and so is a list of nothing but plain
-values (the permutation of a sampler, say).
+``state_dict.layer.weight`` or ``optimizer_states.0.lr``. Dicts, lists and tuples are branches, all other values leaves.
+A list of nothing but plain values (the permutation of a sampler, say) is a leaf, too.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
-from fastensor.stitch.torch_pickle import PickledTuple
 
 MOST_NAMES = 1_000_000
 """A crafted file of a kilobyte can hold a list of lists with 2^100 values."""
 MOST_CHARACTERS = 100_000_000
-"""And one of a megabyte can hold a name that is long, and comes before many."""
+"""A crafted file of a megabyte can hold one long name that thousands of names begin with."""
 _DEEPEST = 200
-_BRANCHES = frozenset((dict, OrderedDict, list, tuple, PickledTuple))
+_BRANCHES = frozenset((dict, OrderedDict, list, tuple))
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NOTHING: Any = object()
 _SHOWN = 10
 _SHOWN_CHARACTERS = 100
-"""Of a name in a message."""
+"""How much of a name a message shows."""
 _MOST_BITS = 256
 
 
@@ -38,7 +37,7 @@ class Node(NamedTuple):
 
 
 def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
-    """Yield branches and leaves of a tree, each branch before what is in it, without the tree itself if it is a branch.
+    """Yield the branches and leaves of a tree, each branch before what is in it. A tree that is a branch is left out.
 
     Raises:
         UnsupportedContentError: there are more than a million, or their names are too long.
@@ -77,17 +76,17 @@ def walk(tree: Any, where: str = "the object") -> Iterator[tuple[str, Any]]:
 
 
 def resolve(keys: Iterable[str], names: Collection[str], where: str) -> set[str]:
-    """Which names are meant: those that are given, and those that match a glob pattern.
+    """The names that ``keys`` chooses: those that it gives, and those that match one of its patterns.
 
     Args:
-        keys: names, or patterns with ``*``, ``?`` and ``[...]``; a star also stands for dots. What is a name is no
-            pattern.
-        names: what there is, branches included.
+        keys: names, or glob patterns with ``*``, ``?`` and ``[...]``; a star also stands for dots. A key that is one of
+            the names is not used as a pattern.
+        names: all names, those of branches included.
         where: the file's name, for messages.
 
     Raises:
-        TypeError, ValueError: no list of names, or an empty one.
-        UnknownKeyError: one of them means nothing.
+        TypeError, ValueError: ``keys`` is not a list of names, or it is empty.
+        UnknownKeyError: a key chooses nothing.
 
     >>> sorted(resolve(["a[0]", "b.*"], {"a[0]", "a0", "b", "b.c"}, "x"))
     ['a[0]', 'b.c']
@@ -114,9 +113,9 @@ def _shortened(name: str) -> str:
 
 
 def choose(tree: Any, chosen: Callable[[str], bool]) -> Any:
-    """The same tree with only those leaves, and whole branches, whose names are chosen; None if there are none.
+    """The tree with only the chosen leaves, and whole branches, in it; None if none is chosen.
 
-    Dicts and lists on the way are copies: of a list, only the chosen elements are left.
+    The dicts and lists that lead to them are copies. A copy of a list has only the elements that lead to a chosen one.
 
     >>> choose({"a": {"b": 1, "c": 2}, "d": [3, {"e": 4}]}, {"a.c", "d.1"}.__contains__)
     {'a': {'c': 2}, 'd': [{'e': 4}]}
@@ -149,8 +148,9 @@ def _children(value: Any, above: tuple[int, ...], plain: set[int]) -> list[tuple
 
     Args:
         value: the branch or leaf.
-        above: identities of the branches that it is in: they may be itself.
-        plain: those of the lists that were found to be leaves: a file may hold a long one once, and refer to it often.
+        above: identities of the branches that it is in. A branch may be in itself.
+        plain: identities of the lists that were found to be leaves. A file may hold a long one once, and refer to it
+            often.
     """
     if type(value) not in _BRANCHES or len(above) > _DEEPEST or id(value) in above:
         return None
@@ -171,7 +171,7 @@ def _join(name: str, key: Any) -> str:
 
 
 def _text(key: Any) -> str:
-    """A key in words. What is in a container is shown if it is little: it may be nested a million times."""
+    """A key in words. Only the elements of short, plain tuples are shown: a key may be nested a million times."""
     if isinstance(key, int) and key.bit_length() > _MOST_BITS:
         return f"<int of {key.bit_length()} bits>"
     if isinstance(key, tuple) and not (len(key) <= _SHOWN and all(isinstance(part, _PLAIN) for part in key)):

@@ -31,7 +31,7 @@ _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
 _OF_ONE_PROCESS = (io.BytesIO, mmap.mmap)
 """Kinds of files whose position no forked process shares."""
 _NEARLY_ALL = 0.9
-"""Reading so much of a file is learned as reading the file, so that it can be compared with having written it."""
+"""Reading this fraction of a file is learned as reading the whole file, so that it compares with writing the file."""
 
 
 class OpenedFile(Protocol):
@@ -47,7 +47,7 @@ class OpenedFile(Protocol):
 
     @property
     def path(self) -> str | None:
-        """Where it is on a local filesystem, for libraries that open it themselves; None if it is not."""
+        """Its path on a local filesystem, for libraries that open it themselves; None if it has none."""
 
     @property
     def resident_fraction(self) -> float:
@@ -57,7 +57,7 @@ class OpenedFile(Protocol):
         """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
 
     def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
-        """Open a backend reader that reads these extents, in this order, fast. Backends that cannot are added to
+        """Open a backend reader that reads these extents fast in this order. Backends that cannot are added to
         ``fallbacks``."""
 
 
@@ -65,7 +65,7 @@ class LocalFile:
     """A regular file of this machine.
 
     Args:
-        copied: why it is read here, if it is a copy of one that is somewhere else.
+        copied: why the file is read from a local copy, if it is one of a remote file.
     """
 
     def __init__(self, fd: int, where: str, *, copied: Fallback | None = None) -> None:
@@ -135,7 +135,7 @@ class _SharedPosition:
 
 
 class FileView(io.RawIOBase):
-    """An opened file as a Python file object, for libraries that want one. Does not own it."""
+    """An opened file as a Python file object, for libraries that want one. The caller keeps ownership of the file."""
 
     def __init__(self, file: OpenedFile) -> None:
         self._file = file
@@ -225,7 +225,7 @@ def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
 
 
 def can(file: object, question: str, method: str) -> bool:
-    """Whether a file object says that it can do something, or, if it does not say, has the method for it."""
+    """Whether a file object can do something: by the answer to ``question``, or, without one, by having the method."""
     answer = getattr(file, question, None)
     return hasattr(file, method) if answer is None else bool(answer())
 
@@ -252,10 +252,10 @@ def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
 
 
 def container_of(file: OpenedFile) -> Container:
-    """What kind of file it is.
+    """The container of a file.
 
     Raises:
-        CorruptCheckpointError: none that we know.
+        CorruptCheckpointError: the file begins like none of the containers.
     """
     start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
     container = recognize(start, file.nbytes, file.where)

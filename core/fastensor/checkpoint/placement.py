@@ -1,4 +1,4 @@
-"""What ``map_location`` means: where a storage goes, and whether it has to be on the host before."""
+"""Where ``map_location`` puts a storage, and whether the storage has to be read to the host first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastensor.errors import PlacementError
 
 _HOST = torch.device("cpu")
 MapLocation: TypeAlias = Any
-"""As for ``torch.load``: a device, its name, a dict between names, a callable, or None."""
+"""The argument of ``torch.load``: a device, its name, a dict between names, a callable, or None."""
 
 
 def kind_of_device(map_location: MapLocation) -> str:
@@ -27,7 +27,7 @@ def kind_of_device(map_location: MapLocation) -> str:
 
 
 def may_be_filled_at_once(map_location: MapLocation) -> bool:
-    """Whether storages may be read straight into a device's memory. A callable of the user's gets them filled.
+    """Whether storages may be read straight into a device's memory. A user's callable gets them filled, from the host.
 
     >>> may_be_filled_at_once("cuda"), may_be_filled_at_once("cpu"), may_be_filled_at_once(lambda storage, _: storage)
     (True, False, False)
@@ -40,12 +40,12 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
 
 
 def _is_users(map_location: MapLocation) -> bool:
-    """Whether ``map_location`` is a callable of the user's."""
+    """Whether ``map_location`` is a user's callable."""
     return callable(map_location) and not isinstance(map_location, torch.device)
 
 
 def kind_is_known(map_location: MapLocation) -> bool:
-    """Whether :func:`kind_of_device` is right: the kind of device is known before anything is read.
+    """Whether the kind of device is known before the file is read: then :func:`kind_of_device` is right.
 
     >>> kind_is_known("cuda:1"), kind_is_known(torch.device("cpu"))
     (True, True)
@@ -54,20 +54,21 @@ def kind_is_known(map_location: MapLocation) -> bool:
 
 
 def begin_to_use(map_location: MapLocation) -> None:
-    """Initialise CUDA if a load will do so anyway: there are backends that wait for it."""
+    """Initialise CUDA if a load will do so anyway. Some backends are available only afterwards."""
     if kind_of_device(map_location) == "cuda" and torch.cuda.is_available():
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 def destination(location: str, map_location: MapLocation) -> torch.device:
-    """Where a storage that was saved from ``location`` will go. Raises what ``torch.load`` would."""
+    """The device that a storage saved from ``location`` will go to. Raises what ``torch.load`` would raise."""
     return place(storage_on(_HOST, 0), location, map_location).device
 
 
 def check_destination(location: str, map_location: MapLocation, where: str) -> None:
-    """
+    """Make sure that torch can put storages where ``map_location`` says. A callable is not called.
+
     Raises:
-        PlacementError: torch refuses to put a storage there; its error is the cause. A callable is not asked.
+        PlacementError: torch refuses; its error is the cause.
     """
     if _is_users(map_location):
         return
@@ -99,13 +100,13 @@ def place(storage: torch.UntypedStorage, location: str, map_location: MapLocatio
 def filled(
     nbytes: int, location: str, map_location: MapLocation, fill: Callable[[torch.UntypedStorage], object]
 ) -> torch.UntypedStorage:
-    """A storage where ``torch.load`` would put it; on its way it is on the host only if it has to be.
+    """A filled storage where ``torch.load`` would put it. It is on the host before only if it has to be.
 
     Args:
         nbytes: its size.
         location: where it was saved from.
         map_location: as for ``torch.load``.
-        fill: called with the storage, wherever it is, unless it is empty.
+        fill: fills the storage, which may be on any device. Not called for an empty one.
     """
     final = destination(location, map_location) if may_be_filled_at_once(map_location) else _HOST
     at_once = is_filled_at_once(final)

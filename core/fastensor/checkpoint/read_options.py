@@ -1,4 +1,4 @@
-"""How a checkpoint is to be read, and the backend reader that was opened for it."""
+"""Options for reading a checkpoint, and the backend reader that is opened with them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NO_LOCAL_FILE = "it is no file of this machine"
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How a file is to be read."""
+    """How to read a file."""
 
     backend: BackendChoice = registry.AUTO
     device: str = "cpu"
     """Kind of the device that the bytes go to."""
     learn: bool = False
-    """Whether the selector learns from the time that reading takes: all of the file is read, once and at once."""
+    """Whether the selector learns from the time that reading takes: the whole file is read, once and without pauses."""
 
 
 class OpenedReader(NamedTuple):
@@ -31,4 +31,4 @@ class OpenedReader(NamedTuple):
     """Why that backend."""
     reader: Reader
     transfer: Transfer | None = None
-    """Where the time that reading takes is reported; None if no backend was chosen."""
+    """Takes the time of reading for the selector; None if no backend was chosen."""

@@ -1,7 +1,9 @@
-"""The one reader of checkpoints: whatever is loaded, opened, verified or converted comes from here, verified.
+"""The verifying reader: all data that are loaded, opened, verified or converted are read here.
 
-Every CRC32 of a tensor is compared here: :meth:`PartReader.read` and :meth:`PartReader.read_small` compare what they
-give, :meth:`PartReader.check` and :meth:`PartReader.find_damage` compare without giving.
+Every CRC32 of a tensor is compared here. :meth:`PartReader.read`, :meth:`PartReader.read_array` and
+:meth:`PartReader.read_small` compare the part that they give. :meth:`PartReader.check` and
+:meth:`PartReader.find_damage` compare a part without giving it. :meth:`PartReader.check_read` compares a part that was
+read by ranges.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from fastensor.stitch.zip_directory import LOCAL_HEADER
 
 _BLOCK_NBYTES = 4 << 20
 BATCH_NBYTES = 128 << 20
-"""So much of a file, but at least one part, is read at a time."""
+"""How much of a file is read at a time, unless a single part is larger."""
 _PAD_NBYTES = 512
-"""What a local header, alignment to 64 bytes and a data descriptor take at most, with an ordinary name."""
+"""The largest size of a local header, alignment to 64 bytes and a data descriptor together, for ordinary names."""
 T = TypeVar("T")
 Memory: TypeAlias = memoryview | torch.UntypedStorage
-"""Memory that is filled: of the host, or a storage on any device."""
+"""Memory that a read fills: of the host, or a storage on any device."""
 
 
 def is_joined(part: Part) -> bool:
-    """Whether a part is read together with its neighbours: its space is small, and most of that is data."""
+    """Whether a part is read together with its neighbours: its space is small, and most of the space is data."""
     return part.nbytes <= SMALL_NBYTES and part.end - part.begin <= 2 * part.nbytes + _PAD_NBYTES
 
 
@@ -56,8 +58,8 @@ class MeasuredReader:
 
     Args:
         file: the checkpoint.
-        order: what will be read, in this order, as far as it is known.
-        options: how it is read.
+        order: the extents that will be read, in this order, as far as they are known.
+        options: how the file is read.
         fallbacks: backends that could not be used are added here.
     """
 
@@ -101,7 +103,7 @@ class MeasuredReader:
         try:
             found = read()
         except BaseException as error:
-            self._failed = True  # so that a read that ended early does not count as a fast one
+            self._failed = True  # a read that ended early must not count as a fast one
             if isinstance(error, Exception):
                 self._explain(error)
             raise
@@ -111,7 +113,7 @@ class MeasuredReader:
         return found
 
     def close(self) -> None:
-        """Stop reading ahead and give back memory. If everything was read and verified, report the time to the
+        """Stop reading ahead and give back memory. If the whole file was read and verified, report the time to the
         selector. Calling this again does nothing."""
         self._reader.close()
         transfer, self._transfer = self._transfer, None
@@ -119,7 +121,7 @@ class MeasuredReader:
             transfer.done(self._seconds)
 
     def _explain(self, error: Exception) -> None:
-        """Raise an error of the operating system or of the backend as ours. Return if it is to be passed on."""
+        """Raise our error for one of the operating system or of the backend. Return if the error is to be passed on."""
         if self._transfer is not None and is_to_blame(error):
             self._transfer.failed(f"it raised {error!r}")
         if isinstance(error, OSError):
@@ -131,13 +133,13 @@ class MeasuredReader:
 
 
 class _Ahead(NamedTuple):
-    """Data that was read."""
+    """Data of a part that was read ahead."""
 
     begin: int
-    """Where it begins in the file."""
+    """Where the data begins in the file."""
     array: npt.NDArray[np.uint8]
     crc32: int
-    """Of what was read; 0 if nobody asked for it."""
+    """The CRC32 of the data; 0 if it was not computed."""
 
 
 def new_array(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -152,11 +154,11 @@ class PartReader:
 
     Args:
         file: the checkpoint. It stays open.
-        order: what will be read, in this order, as far as it is known.
-        options: how it is read.
+        order: the extents that will be read, in this order, as far as they are known.
+        options: how the file is read.
         verify: whether CRC32s are compared.
         fallbacks: backends that could not be used are added here.
-        parts: what :meth:`read_array` will be asked for, in this order, as far as it is known.
+        parts: the parts that :meth:`read_array` will read, in this order, as far as they are known.
         keep: whether the memory of the window stays valid. If not, it is valid until the next :meth:`read_small`.
 
     Every method raises :class:`~fastensor.errors.CorruptCheckpointError` where the file ends too early, where a local
@@ -178,8 +180,8 @@ class PartReader:
         self.where = file.where
         self.verify = verify
         self._reader = MeasuredReader(file, order, options, [] if fallbacks is None else fallbacks)
-        # The CRC32 is asked for so that the time of this load can be compared with that of others. It is not looked at.
-        # No method of this object is called: with a reference cycle, memory would wait for the garbage collector.
+        # The window's CRC32s are computed only so that the time of this load compares with that of others.
+        # The partial refers to the inner reader: with a reference cycle, memory would wait for the garbage collector.
         self.window = ReadWindow(partial(self._reader.read, checksum=verify), order, kept=keep)
         self._data: dict[int, int] = {}
         """Where the data of records begins, by where their local headers do."""
@@ -215,7 +217,7 @@ class PartReader:
 
         Args:
             part: the part.
-            header: is filled with the local header. None if the caller does not need that.
+            header: memory that is filled with the local header. None if the caller does not need the header.
         """
         if header is None:
             if not part.header_nbytes:

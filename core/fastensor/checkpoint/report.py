@@ -1,4 +1,4 @@
-"""What a save or a load tells about itself."""
+"""The reports of saves and loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastensor.errors import UnverifiedCheckpointWarning
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What one save did."""
+    """The report of one save."""
 
     path: str
     """The file that was written: symlinks followed."""
@@ -21,12 +21,12 @@ class SaveReport:
     backend: str
     """Which backend moved the bytes."""
     reason: str
-    """Why that one."""
+    """Why that backend."""
     durable: bool
     """Whether file and name were on stable storage when the save returned."""
     atomic: bool
-    """Whether the file got its place in one instant, so that nobody could see, or be left with, a part of it. False for
-    what is written in place: open files, pipes, devices, and files that cannot be replaced."""
+    """Whether the file got its name in one instant, so that no reader can see, and no crash can leave, a part of it.
+    False for what is written in place: open files, pipes, devices, and files that cannot be replaced."""
     plan_seconds: float
     """Pickling the object and laying out the file."""
     write_seconds: float
@@ -36,16 +36,16 @@ class SaveReport:
     publish_seconds: float
     """Rename, and ``fsync`` of the directory if durable."""
     seconds: float
-    """All of it, from the call until this is true."""
+    """The whole save, from the call until the file is in place."""
     stall_seconds: float
-    """How long the caller was held up: all of it, unless it was saved asynchronously."""
+    """How long the caller waited: all of ``seconds``, unless the save was asynchronous."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Ways that were not possible, in the order in which they were given up."""
+    """Ways that were not possible, in the order in which they failed."""
     wait_seconds: float = 0.0
-    """How much of ``write_seconds`` it waited until the space of files that earlier saves had replaced was free."""
+    """The part of ``write_seconds`` in which the save waited for the space of replaced files to be freed."""
     freeing: Freeing = field(default_factory=Freeing, compare=False)
-    """What was left to be done when this was true: the space of the file that it has replaced is freed by a thread.
-    That keeps the disk busy, and the next save waits for it."""
+    """The work left when the save was done: a thread frees the space of the replaced file. That keeps the disk busy,
+    and the next save waits for it."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -55,7 +55,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one load did."""
+    """The report of one load."""
 
     path: str
     nbytes: int
@@ -63,11 +63,11 @@ class LoadReport:
     backend: str
     """Which backend brought the bytes; ``torch`` also where ``torch.load`` was given the whole file."""
     reason: str
-    """Why that one."""
+    """Why that backend."""
     verified: bool
     """Whether every byte that was loaded matched a CRC32 in the file."""
     resident_fraction: float
-    """How much of the file was in the page cache beforehand, estimated."""
+    """How much of the file was in the page cache before the load, estimated."""
     seconds: float
     fallbacks: tuple[Fallback, ...] = ()
 
@@ -78,8 +78,13 @@ class LoadReport:
 
 
 def warn_unverified(where: str, why: str = "", *, stacklevel: int) -> None:
-    """Warn that a file could not be verified, and why if there is more to be said. ``stacklevel`` 2 blames the caller
-    of this."""
+    """Warn that a file could not be verified.
+
+    Args:
+        where: the file's name.
+        why: the reason, if there is more to say than that the file carries no checksums.
+        stacklevel: 2 blames the caller of this function.
+    """
     because = f": {why}" if why else ""
     warnings.warn(
         f"{where}: the file carries no checksums that could be verified{because}; it is taken as it is. Saving or "

@@ -1,4 +1,4 @@
-"""What is to be loaded, and what came of it."""
+"""The arguments of a load, and its result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAPPED = "the file is mapped"
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 NOT_FORCED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _YES = ("1", "y", "yes", "true")
-"""What torch takes for a yes in them."""
+"""The values of these environment variables that torch takes for a yes."""
 
 
 def is_restricted(weights_only: bool | None) -> bool:
     """Whether ``torch.load`` uses its restricted unpickler, environment variables considered.
 
     Raises:
-        RuntimeError: as ``torch.load``, because both variables are set.
+        RuntimeError: both variables are set. ``torch.load`` raises the same.
     """
     forced, not_forced = (os.environ.get(name, "").lower() in _YES for name in (FORCED, NOT_FORCED))
     if forced and not_forced:
@@ -40,32 +40,32 @@ class LoadRequest:
     weights_only: bool | None = None
     mmap: bool = False
     checked: bool = True
-    """Whether what is loaded is to be compared with its checksums."""
+    """Whether to compare everything that is loaded with its checksums."""
     backend: BackendChoice = "auto"
     fallbacks: list[Fallback] = field(default_factory=list)
-    """Filled while loading."""
+    """Ways that were not possible. The load adds to this list."""
 
     @property
     def restricted(self) -> bool:
-        """Whether torch's restricted unpickler reads it."""
+        """Whether torch's restricted unpickler reads the pickle."""
         return is_restricted(self.weights_only)
 
     @property
     def options(self) -> ReadOptions:
-        """How the file is to be read."""
+        """The options for reading the file."""
         learn = self.checked and kind_is_known(self.map_location)
         return ReadOptions(self.backend, kind_of_device(self.map_location), learn=learn)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one container gave."""
+    """The result of loading one container."""
 
     result: Any
     backend: str
     reason: str
-    """Why that one."""
+    """Why that backend."""
     verified: bool
-    """Whether all of it matched a CRC32 in the file."""
+    """Whether every byte of the result matched a CRC32 in the file."""
     unchecked: str = ""
-    """Why not, where there is more to be said than that the file has none."""
+    """Why ``verified`` is False, if there is more to say than that the file carries no checksums."""

@@ -29,7 +29,7 @@ from fastensor.stitch.shape import row_major
 
 _HOST = torch.device("cpu")
 _SAVED_FROM = "cpu"
-"""The format does not say where tensors were."""
+"""The location that tensors were saved from: the format does not say it."""
 
 
 def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -66,12 +66,12 @@ def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
 
 
 def _read_to_device(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
-    """The bytes of a tensor, verified, where ``map_location`` says."""
+    """The bytes of a tensor, verified, on their device."""
     return filled(part.nbytes, _SAVED_FROM, map_location, partial(reader.read, part))
 
 
 def _read_by_way_of_host(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
-    """The same where no device is filled at once: neighbours are read together."""
+    """The bytes of a tensor, verified, read to the host first. Small neighbours are read together."""
     if is_joined(part):
         storage = storage_on(_HOST, part.nbytes)
         if part.nbytes:
@@ -95,7 +95,7 @@ def _as_tensor(placed: torch.UntypedStorage, part: Part, where: str) -> torch.Te
 
 
 def _map(file: OpenedFile, parts: Sequence[Part], map_location: MapLocation) -> dict[str, torch.Tensor]:
-    """Tensors that are read when they are used, and whose changes stay private, as with ``torch.load(mmap=True)``."""
+    """Tensors that are read when they are used. Changes stay private, as with ``torch.load(mmap=True)``."""
     mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
     return {
         part.name: _as_tensor(place(mapped[part.begin : part.end], _SAVED_FROM, map_location), part, file.where)

@@ -1,10 +1,9 @@
-"""Rebuilding the object of an archive with torch's restricted unpickler and storages of ours: for thousands of tensors.
+"""Rebuilding the object of an archive with torch's restricted unpickler and our storages: quick for many tensors.
 
-For each storage, ``torch.load`` looks for a record, reads the record in several calls, and asks several times whether
-fake tensors are wanted. Here neighbours are read together. torch's own restricted unpickler decides what the pickle may
-hold and do, and calls :class:`Storages` only for storages that it has allowed. That unpickler is private to torch:
-where torch is another release than those known here, or the file or the request is out of the ordinary, ``torch.load``
-itself loads the file.
+For each storage, ``torch.load`` searches for a record, reads it in several calls, and tests several times for fake
+tensors. Here, neighbouring storages are read together. torch's own restricted unpickler decides what the pickle may
+hold and do, and asks :class:`Storages` only for storages that it has allowed. That unpickler is private to torch. With
+a release of torch that is not known here, and for unusual files and requests, ``torch.load`` itself loads the file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fastensor.stitch.torch_records import TorchArchive
 _KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
 """Releases of torch whose unpickler, and what ``torch.load`` does around it, have been read."""
 _ENCODING = "utf-8"
-"""Of texts in pickles of Python 2, as ``torch.load`` has it."""
+"""The encoding of texts in pickles of Python 2. ``torch.load`` uses the same."""
 _BYTE_ORDER = "byteorder"
 _READ_BEFORE = (".format_version", _BYTE_ORDER, ".storage_alignment")
 """Records that ``torch.load`` reads before the pickle."""
@@ -37,11 +36,11 @@ _TYPED: Any = torch.storage.TypedStorage
 
 
 class NotOrdinaryError(Exception):
-    """What stands in the pickle is for ``torch.load`` to deal with."""
+    """The file is unusual: ``torch.load`` has to load it, or to refuse it."""
 
 
 def is_known() -> bool:
-    """Whether ``torch.load`` is torch's own, and its restricted unpickler as this module expects."""
+    """Whether ``torch.load`` is torch's own function, and its restricted unpickler is as this module expects."""
     unpickler = getattr(getattr(torch, "_weights_only_unpickler", None), "Unpickler", None)
     return (
         _KNOWN_TORCH.fullmatch(torch.__version__) is not None
@@ -57,22 +56,22 @@ def is_known() -> bool:
 
 
 def are_wanted(map_location: MapLocation) -> bool:
-    """Whether values are loaded. torch can be told to load none: with fake tensors, or to the meta device."""
+    """Whether values are to be loaded. With fake tensors, or to the meta device, torch loads none."""
     pretends = skips_values() or torch._guards.detect_fake_mode(None) is not None
     return not pretends and kind_of_device(map_location) != "meta"
 
 
 def rebuild(view: CheckedFile, storages: Storages) -> Any:
-    """The object in an archive, as ``torch.load(..., weights_only=True)`` brings it.
+    """The object in an archive, as ``torch.load(..., weights_only=True)`` gives it.
 
     Args:
-        view: the file. torch's reader of archives opens it, and reads all from it but the storages.
-        storages: of the same file.
+        view: the file. torch's reader of archives opens it, and reads everything but the storages from it.
+        storages: the storages of the same file.
 
     Raises:
-        NotOrdinaryError: ``torch.load`` has to do it.
+        NotOrdinaryError: ``torch.load`` has to load the file.
         pickle.UnpicklingError: the restricted unpickler refuses the pickle. ``torch.load`` says more about it.
-        Exception: as ``torch.load``.
+        Exception: any exception that ``torch.load`` would raise.
     """
     private: Any = torch
     archive = private._C.PyTorchFileReader(view)
@@ -97,8 +96,8 @@ class Storages:
     """The storages of one archive, compared with their CRC32s before torch gets them. Used by one thread.
 
     Args:
-        archive: its records.
-        reader: of the same file, which keeps small parts. Closed by the caller.
+        archive: the records of the archive.
+        reader: reads the same file, and keeps small parts. The caller closes it.
         map_location: where storages go, as for ``torch.load``.
     """
 
@@ -107,7 +106,7 @@ class Storages:
         self._records = archive.storages
         self._reader = reader
         self._loaded: dict[str, Any] = {}
-        """Typed storages by their keys."""
+        """The typed storages that have been loaded, by their keys."""
 
     def load(self, saved_id: Any) -> Any:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.
@@ -142,7 +141,7 @@ class Storages:
 
 
 def _aligned_copy(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """For files of tools that do not align storages as torch does."""
+    """A copy of a storage that the file does not align as torch does."""
     memory = new_array(data.nbytes)
     memory[:] = data
     return memory

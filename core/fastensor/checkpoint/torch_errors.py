@@ -1,4 +1,4 @@
-"""What an exception of ``torch.load`` says about the file, in our terms."""
+"""Translating exceptions of ``torch.load`` into our errors."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from fastensor.errors import (
     UnsupportedContentError,
 )
 from fastensor.files.os_errors import read_error
-from fastensor.stitch.torch_pickle import StorageRef, storages_in
+from fastensor.stitch.pickle_records import PickledStorage, storages_in
 from fastensor.stitch.torch_records import TorchArchive
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _READER = "PytorchStreamReader"
 _NOT_THE_USERS = frozenset(("torch", "fastensor", "numpy", "sympy"))
-"""Packages whose code runs whatever the file holds, Python's own apart."""
+"""Packages, beside Python's own, whose code every load runs."""
 _LOADERS = ("torch.serialization", "torch._weights_only_unpickler")
-"""Modules of torch's that call what a file holds."""
+"""torch's modules that call functions that a file names."""
 _HOST = "cpu"
 _LONGEST_REASON = 500
-"""In characters."""
+"""How much of torch's error a message shows, in characters."""
 
 
 def is_refused_global(error: Exception) -> bool:
@@ -47,18 +47,18 @@ def is_refused_global(error: Exception) -> bool:
 def explain(
     error: Exception, file: OpenedFile, request: LoadRequest, *, rebuild_on_host: Callable[[], object] | None = None
 ) -> None:
-    """Raise ours, with torch's as its cause, or return if the error is to be passed on as it is.
+    """Raise our error, with torch's as its cause. Return if torch's error is to be passed on as it is.
 
-    What the user's own code raises is passed on: that of allow-listed classes, and of a callable ``map_location``. What
-    torch raises is the device's fault if torch refuses to put nothing there for the same reason, and the file's if its
-    pickle, read without running it, contradicts itself or the archive. Else nothing is damaged.
+    Errors of the user's own code (allow-listed classes, a callable ``map_location``) are passed on. torch's error is
+    the device's fault if torch refuses to put an empty storage there for the same reason. It is the file's fault if the
+    pickle, read without running it, contradicts itself or the archive. Otherwise nothing is damaged.
 
     Args:
         error: raised by ``torch.load``.
-        file: what was loaded.
-        request: how.
-        rebuild_on_host: loads the object to the host. Given for files that are no zip archives: any bytes may be taken
-            for a pickle in them, and it cannot be read without running it.
+        file: the file that was loaded.
+        request: the arguments of the load.
+        rebuild_on_host: loads the object to the host. Given for files that are not zip archives: any of their bytes may
+            be taken for a pickle, which cannot be read without running it.
     """
     ours = _translate(error, file, request, rebuild_on_host)
     if ours is not error:
@@ -85,9 +85,9 @@ def _translate(
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether it came through code that is neither torch's, nor ours, nor Python's, and that torch has called.
+    """Whether an error came through code that torch called, and that is neither torch's, nor ours, nor Python's.
 
-    What stands before is of whoever has wrapped ``torch.load``, unless torch was never called.
+    Frames before torch's belong to libraries that have wrapped ``torch.load``. If torch was never called, all count.
     """
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     called = list(dropwhile(lambda name: name not in _LOADERS, modules)) or modules
@@ -96,7 +96,7 @@ def _is_users(error: Exception) -> bool:
 
 
 def _judge(error: Exception, file: OpenedFile, request: LoadRequest) -> Exception:
-    """Whose fault it is that torch cannot rebuild a zip archive."""
+    """The error to raise where torch cannot rebuild a zip archive: by whose fault that is."""
     archive = read_archive(file)
     storages, defect = ([], None) if archive.why_torch else _read_soberly(file, archive)
     locations = {_HOST, *(storage.location for storage in storages)}
@@ -115,8 +115,8 @@ def _judge(error: Exception, file: OpenedFile, request: LoadRequest) -> Exceptio
     )
 
 
-def _read_soberly(file: OpenedFile, archive: TorchArchive) -> tuple[list[StorageRef], FastensorError | None]:
-    """The storages that the pickle names, without running it, and what is wrong with it."""
+def _read_soberly(file: OpenedFile, archive: TorchArchive) -> tuple[list[PickledStorage], FastensorError | None]:
+    """The storages that the pickle names, read without running it, and the defect of the file, if it has one."""
     try:
         storages = list(storages_in(read_catalog(file, verify=False).structure))
     except (CorruptCheckpointError, UnsupportedContentError) as defect:
@@ -132,7 +132,7 @@ def _read_soberly(file: OpenedFile, archive: TorchArchive) -> tuple[list[Storage
 
 
 def _shortened(error: Exception) -> str:
-    """torch may list all its kernels."""
+    """An error in words. torch may list all its kernels."""
     text = repr(error)
     return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
 
@@ -144,7 +144,7 @@ def _judge_legacy(
         return error
     try:
         rebuild_on_host()
-    except Exception:  # noqa: BLE001  # whatever it is, it is the answer
+    except Exception:  # noqa: BLE001  # any error means that the file is damaged
         return CorruptCheckpointError(
             f"{file.where}: torch cannot rebuild what the file holds ({_shortened(error)}); it was damaged, or "
             f"is not a checkpoint"
@@ -155,7 +155,7 @@ def _judge_legacy(
 def _refused_place(
     error: Exception, locations: set[str], file: OpenedFile, request: LoadRequest
 ) -> PlacementError | None:
-    """What torch says of an empty storage, if it says the same."""
+    """The error for a device that torch refuses; None if torch puts an empty storage there, or refuses otherwise."""
     for location in sorted(locations):
         try:
             check_destination(location, request.map_location, file.where)
@@ -167,7 +167,7 @@ def _refused_place(
 
 
 def _refusal(error: pickle.UnpicklingError, file: OpenedFile, request: LoadRequest) -> UnsafeCheckpointError:
-    """What torch's restricted unpickler refused, and what to do about it."""
+    """The error for a file that torch's restricted unpickler refuses. It says what to do."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, FileView(file)))
     except Exception:  # noqa: BLE001  # a pickle that cannot be scanned: torch's message has to do
@@ -188,7 +188,7 @@ def _refusal(error: pickle.UnpicklingError, file: OpenedFile, request: LoadReque
 
 
 def _unless_forced(request: LoadRequest) -> str:
-    """What else is to be done, if an environment variable has overruled the caller."""
+    """The end of a message: an environment variable has overruled the caller's ``weights_only=False``."""
     if request.weights_only is not False:
         return ""
     return f"; that was asked for, but the environment variable {FORCED} overrules it: unset it"

@@ -1,4 +1,4 @@
-"""Loading torch's own containers: zip archives through our verifying reader, everything else by torch itself."""
+"""Loading torch's own containers: zip archives through our verifying reader, older files by torch itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted
 from fastensor.checkpoint.torch_errors import explain, is_refused_global
 from fastensor.errors import CorruptCheckpointError, FastensorError
 from fastensor.stitch.pickle_parts import cut
-from fastensor.stitch.torch_pickle import StorageRef, all_in, read_program
+from fastensor.stitch.pickle_records import PickledStorage, all_in
+from fastensor.stitch.torch_pickle import read_program
 from fastensor.stitch.torch_records import TorchArchive
 
 _logger = logging.getLogger("fastensor")
@@ -33,14 +34,14 @@ _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
-    """Load what is not a zip archive: torch wrote such files before 1.6. They carry no checksums."""
+    """Load a file that torch wrote before 1.6. It is not a zip archive, and carries no checksums."""
     reason = "the file is not a zip archive (torch wrote such files before 1.6)"
     record_fallback(request.fallbacks, "the verifying reader", reason)
     return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
 
 
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
-    """Load a zip archive."""
+    """Load a zip archive of torch."""
     archive = read_archive(file)
     if request.mmap or archive.why_torch:
         compare = request.checked and archive.compressed
@@ -62,21 +63,21 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """What is loaded of an archive."""
+    """The part of an archive that is loaded."""
 
     names: set[str]
     """Names of the branches and leaves that were asked for."""
     skipped: Collection[str] = ()
-    """Names of records that hold nothing of them. What is in these records comes as tensors on the meta device."""
+    """Names of the records that they do not need. Tensors in these records come on the meta device."""
     pickle: bytes | None = None
-    """A pickle without most of the rest, padded to the size of the file's own; None to use the file's own."""
+    """A pickle without most of what they do not need, padded to the size of the file's own; None for the file's own."""
 
 
 _ALL = _Selection(set())
 
 
 def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> _Selection | None:
-    """What keys mean; None if all has to be read to find out."""
+    """What ``keys`` choose; None if the whole file has to be read to find out."""
     data = read_pickle(file, archive, verify=request.checked)
     try:
         program = read_program(data, where=file.where)
@@ -85,16 +86,16 @@ def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], reques
         return None
     names = _names_of(program.structure, keys, file.where)
     needed = list(all_in(choose(program.structure, names.__contains__)))
-    needed_keys = {one.key for one in needed if isinstance(one, StorageRef)}
+    needed_keys = {one.key for one in needed if isinstance(one, PickledStorage)}
     skipped = {part.name for key, part in archive.storages.items() if key not in needed_keys and part.nbytes}
     identities = {id(one) for one in needed}
-    leaves = (id(node.value) for node in nodes(program.structure, file.where) if node.is_leaf)
-    short = cut(program, (leaf for leaf in leaves if leaf not in identities))
+    leaves = (node.value for node in nodes(program.structure, file.where) if node.is_leaf)
+    short = cut(program, (leaf for leaf in leaves if id(leaf) not in identities))
     return _Selection(names, skipped, None if short is None else short.ljust(archive.pickle.nbytes, b"\0"))
 
 
 def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection) -> Loaded:
-    """Load what was selected, without reading the rest; or with it, if torch needs the rest."""
+    """Load the selection without reading the rest of the file, unless torch needs the rest."""
     try:
         loaded = _load_archive(file, archive, request, selection)
     except _FINAL:
@@ -112,19 +113,19 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
 
 
 def _load_all(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
-    """Load everything, and drop what was not asked for."""
+    """Load the whole file, and drop what ``keys`` do not choose."""
     loaded = _load_archive(file, archive, request, _ALL)
     return replace(loaded, result=_chosen(loaded.result, request, file))
 
 
 def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection) -> Loaded:
-    """Let torch rebuild the object: the fastest way that suits the file and the request comes first."""
+    """Let torch rebuild the object, in the fastest way that suits the file and the request."""
     if may_be_filled_at_once(request.map_location) and not archive.swapped:
         try:
             return _load_through_torch(file, archive, request, selection, fills_devices=True)
         except (*_FINAL, pickle.UnpicklingError, OSError):
             raise
-        except Exception as error:  # noqa: BLE001  # if that was not the reason, the next attempt raises it again
+        except Exception as error:  # noqa: BLE001  # the next attempt raises it again, unless filling was the reason
             reason = f"torch cannot rebuild the object that way ({error!r})"
             record_fallback(request.fallbacks, "filling devices at once", reason)
     if request.restricted and selection is _ALL and is_known() and are_wanted(request.map_location):
@@ -133,7 +134,7 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
         except (NotOrdinaryError, pickle.UnpicklingError) as error:
             if is_refused_global(error):
                 raise
-            _logger.debug("%s: torch.load has to do it: %s", file.where, error)
+            _logger.debug("%s: torch.load has to load it: %s", file.where, error)
     return _load_through_torch(file, archive, request, selection, fills_devices=False)
 
 
@@ -149,10 +150,10 @@ def _load_together(file: OpenedFile, archive: TorchArchive, request: LoadRequest
 def _load_through_torch(
     file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection, *, fills_devices: bool
 ) -> Loaded:
-    """Let ``torch.load`` rebuild the object from a file object of ours.
+    """Let ``torch.load`` rebuild the object from our file object.
 
     Args:
-        fills_devices: read storages that go to a device straight into its memory.
+        fills_devices: whether storages that go to a device are read straight into its memory.
     """
     with _open_reader(file, archive, request, selection) as reader:
         view = CheckedFile(file, reader, archive, selection.skipped, selection.pickle, postpones=fills_devices)
@@ -183,7 +184,7 @@ def _open_reader(
 
 
 def _place_skipped_on_meta(view: CheckedFile, map_location: MapLocation) -> MapLocation:
-    """A ``map_location`` that leaves no values where none were read."""
+    """A ``map_location`` that puts storages that were not read on the meta device."""
 
     def place_chosen(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         if view.record is not None and view.record.name in view.skipped and storage.nbytes():
@@ -194,7 +195,7 @@ def _place_skipped_on_meta(view: CheckedFile, map_location: MapLocation) -> MapL
 
 
 def _fill_on_device(view: CheckedFile, otherwise: MapLocation, map_location: MapLocation) -> MapLocation:
-    """A ``map_location`` that reads postponed storages to where they go.
+    """A ``map_location`` that reads postponed storages straight to their device.
 
     Args:
         view: the file that torch reads.
@@ -219,7 +220,7 @@ def _fill_on_device(view: CheckedFile, otherwise: MapLocation, map_location: Map
 
 @contextmanager
 def _failures_raised(view: CheckedFile) -> Iterator[None]:
-    """Raise what has gone wrong while torch read the view, in place of what torch makes of it."""
+    """Raise the failure of a read in place of the exception that torch makes of it."""
     try:
         yield
     except Exception:
@@ -229,13 +230,13 @@ def _failures_raised(view: CheckedFile) -> Iterator[None]:
 
 
 def _raise_failure(view: CheckedFile) -> None:
-    failure, view.failure = view.failure, None  # it knows the frames in which torch's reader holds the view: for ever
+    failure, view.failure = view.failure, None  # its traceback holds the view, through the frames of torch's reader
     if failure is not None:
         raise failure
 
 
 def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
-    """The names that are meant by the keys."""
+    """The names that ``keys`` choose."""
     return resolve(keys, [node.name for node in nodes(tree, where)], where)
 
 

@@ -1,4 +1,4 @@
-"""``fastensor.verify``: read a whole checkpoint in bounded memory and compare it with its checksums."""
+"""``fastensor.verify``: comparing a whole checkpoint with its checksums, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done, and those to do in all, after every few MiB."""
+"""Called after every few MiB with the bytes done so far and the bytes to do in all."""
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was compared."""
+    """The result of a :func:`verify`."""
 
     path: str
     container: Container
@@ -38,20 +38,21 @@ class VerifyReport:
     compared: int
     """How many parts were compared with a checksum."""
     compared_bytes: int
+    """Size of these parts."""
     uncompared: int
     """How many parts carry no checksum."""
     seconds: float
     damage: tuple[Damage, ...] = ()
-    """Parts that do not match."""
+    """The parts that do not match."""
 
     @property
     def complete(self) -> bool:
-        """Whether everything in the file has a checksum. False means that damage could be there and not be seen."""
+        """Whether every part of the file has a checksum. If False, there may be damage that no reader can see."""
         return self.uncompared == 0
 
 
 class DamagedCheckpointError(CorruptCheckpointError):
-    """Parts of a checkpoint do not match their checksums; ``report.damage`` lists them all. Raised by
+    """Parts of a checkpoint do not match their checksums. ``report.damage`` lists all of them. Raised by
     :func:`fastensor.verify`."""
 
     def __init__(self, report: VerifyReport) -> None:
@@ -73,10 +74,10 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     Args:
         path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`.
         backend: as for :func:`fastensor.load`.
-        progress: called now and then with the bytes done and those to do.
+        progress: called after every few MiB with the bytes done and the bytes to do.
 
     Returns:
-        What was compared. If ``report.complete`` is False, the file carries no checksums for parts of it: then only its
+        How much was compared. If ``complete`` is False, parts of the file carry no checksum: of these, only the
         structure is known to be sound, and of a legacy file not even that.
 
     Raises:
@@ -116,7 +117,7 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
 
 @dataclass(slots=True)
 class _Tally:
-    """What has been compared so far."""
+    """Counts of the parts that have been compared so far."""
 
     compared: int = 0
     compared_bytes: int = 0
@@ -158,13 +159,13 @@ _PARTS: dict[Container, Callable[[OpenedFile, _Tally], Sequence[Part]]] = {
     "safetensors": _parts_of_safetensors,
     "legacy": _parts_of_legacy,
 }
-"""What is to be read of each kind of file. What is compared on the way is added to the tally."""
+"""The parts to compare, by container. What these functions compare themselves they add to the tally."""
 
 
 def _compare(
     file: OpenedFile, parts: Sequence[Part], tally: _Tally, backend: BackendChoice, progress: Progress
 ) -> None:
-    """Read the parts that are not empty, in the order of the file."""
+    """Compare the parts that are not empty, in the order of the file."""
     ordered = sorted((part for part in parts if part.nbytes), key=attrgetter("begin"))
     total = sum(part.end - part.begin for part in ordered)
     done = 0

@@ -1,4 +1,4 @@
-"""Which container a file is, or is to be."""
+"""The containers of checkpoints, and how to tell them apart."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fastensor.stitch.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from fastensor.stitch.zip_directory import LOCAL_SIGNATURE
 
 Container: TypeAlias = Literal["torch", "safetensors", "legacy"]
-"""``torch`` is what ``torch.save`` writes, ``legacy`` what it wrote before 1.6."""
+"""``torch`` is the zip archive that ``torch.save`` writes, ``legacy`` are the files that torch wrote before 1.6."""
 SNIFFED_NBYTES = 512
-"""How much of a file tells what it is."""
+"""How many bytes from the start of a file :func:`recognize` needs."""
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 """The number that torch pickled in front of everything else before 1.6."""
 _LEGACY_MAGIC_WITHIN = 32
@@ -21,9 +21,9 @@ SAFETENSORS_SUFFIX = ".safetensors"
 
 
 def recognize(start: bytes, nbytes: int, name: str) -> Container | None:
-    """Tell the container from the first bytes of a file, and only where they say nothing from its name.
+    """The container of a file, by its first bytes, and, only where these say nothing, by its name.
 
-    None if it is none.
+    None if the file is no checkpoint.
 
     >>> recognize(b"PK\\x03\\x04.....", 1000, "x"), recognize(b"\\x30" + bytes(7) + b"{", 1000, "x")
     ('torch', 'safetensors')
@@ -42,7 +42,7 @@ def recognize(start: bytes, nbytes: int, name: str) -> Container | None:
 
 
 def is_safetensors_name(name: str | os.PathLike[str]) -> bool:
-    """Whether a file of that name is to hold safetensors.
+    """Whether a name is one of safetensors files.
 
     >>> is_safetensors_name("model.safetensors"), is_safetensors_name("model.ckpt")
     (True, False)

@@ -1,8 +1,8 @@
-"""The flat image of a file: what stands at which offset. Pure records, no I/O and no tensors.
+"""The flat image of a file: which bytes stand at which offset. Pure records, no I/O and no tensors.
 
-An image tiles ``[0, nbytes)`` with two kinds of segments: header bytes, and storages whose bytes are copied while the
-image is moved. The CRC32s of the storages are known only then: headers have blanks for them, each behind its storage,
-so one pass in file order can produce the whole image.
+An image tiles ``[0, nbytes)`` with two kinds of segments: header bytes, and storages, whose bytes are copied while the
+file is written. The CRC32 of a storage is known only when the storage has been copied. Headers have blanks for these
+CRC32s, each behind its storage, so one pass in file order can write the whole file.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ CHECKSUM_NBYTES = 4
 
 
 Blank: TypeAlias = tuple[int, int]
-"""Four bytes of a header that are the CRC32 (IEEE 802.3, little endian) of a storage: where they are, counted from the
-header's start, and which storage it is, as in :class:`Payload`. Plain tuples of integers are no work for the garbage
-collector, however many there are."""
+"""A place in a header for the CRC32 (4 bytes, IEEE 802.3, little endian) of a storage: the offset from the header's
+start, and the number of the storage, as in :class:`Payload`. A plain tuple of integers costs the garbage collector
+nothing."""
 
 
 class Header(NamedTuple):
-    """Bytes that are known when the image is planned, but for the blanks.
+    """Bytes that are known when the image is planned, except for the blanks.
 
-    This and :class:`Payload` are tuples, because a small checkpoint has thousands of segments and is to be saved in
-    milliseconds.
+    Headers and payloads are tuples: a small checkpoint has thousands of them, and is to be saved in milliseconds.
     """
 
     offset: int
     data: bytes
     blanks: tuple[Blank, ...] = ()
-    """In the order of their positions."""
+    """Ordered by offset."""
     forgotten_nbytes: int = 0
-    """How many bytes it had before they were forgotten."""
+    """The size of the header if its bytes were forgotten, else 0."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +45,7 @@ class Payload(NamedTuple):
     offset: int
     nbytes: int
     storage: int
-    """Which storage: its position in the sequence that accompanies the image."""
+    """The number of the storage: its position in the sequence that accompanies the image."""
     before: int = 0
     """How many bytes of the storage come before the part."""
     behind: int = 0
@@ -92,19 +91,19 @@ class Image:
 
     @classmethod
     def tiled(cls, segments: Sequence[Segment], offsets: list[int], nbytes: int) -> Image:
-        """An image of segments that are known to tile the file, which are not looked at.
+        """An image of segments that are known to tile the file. This is not checked.
 
         Args:
-            segments: as above.
-            offsets: where each begins.
-            nbytes: of the file.
+            segments: as for the constructor.
+            offsets: where each segment begins.
+            nbytes: size of the file.
         """
         image = cls(())
         image.segments, image._offsets, image.nbytes = segments, offsets, nbytes
         return image
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Yield what stands in ``[begin, end)`` of the file, in order.
+        """Yield the parts of segments that stand in ``[begin, end)`` of the file, in order.
 
         >>> image = Image([Header(0, b"abcd"), Payload(4, 10, 0), Header(14, bytes(4), ((0, 0),))])
         >>> [(type(p.segment).__name__, p.begin, p.nbytes, p.position) for p in image.pieces(2, 8)]
@@ -125,7 +124,7 @@ class Image:
                 yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
 
     def without_headers(self) -> Image:
-        """The same layout, its headers forgotten but for their blanks: for whoever has the file's bytes elsewhere."""
+        """The same layout without the bytes of headers, for callers that have these bytes elsewhere. Blanks stay."""
         image = copy(self)
         image.segments = tuple(
             one._replace(data=b"", forgotten_nbytes=one.nbytes) if isinstance(one, Header) else one

@@ -1,11 +1,11 @@
 """The ``.npy`` container of one tensor: planning a file, and reading its header (NumPy's format, versions 1.0 and 2.0).
 
 A file is a magic string, a version, the length of the header, the header (a Python dict as text, padded with spaces),
-and the tensor's bytes. What is planned here is what ``numpy.save`` writes for the same values, but for more padding:
-the data begin at 4096, where direct I/O can get at them.
+and the tensor's bytes. A planned file equals what ``numpy.save`` writes for the same values, except for more padding:
+the data begin at 4096, where direct I/O can read them.
 
-NumPy has fewer dtypes than torch. Tensors of the others, such as bfloat16 and 8-bit floats, are stored as unsigned
-integers of the same width; which dtype they are of has to be kept elsewhere.
+NumPy has fewer dtypes than torch. Tensors of other dtypes, such as bfloat16 and 8-bit floats, are stored as unsigned
+integers of the same width. The caller has to keep their dtype elsewhere.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fastensor.stitch.source import Plan
 DATA_BEGIN = 4096
 """Where the data of planned files begin."""
 PREFIX_NBYTES = 12
-"""How much of a file tells how long its header is."""
+"""How many bytes from the start of a file :func:`header_nbytes` needs."""
 _MAGIC = b"\x93NUMPY"
 _LENGTHS = {(1, 0): struct.Struct("<H"), (2, 0): struct.Struct("<I")}
-"""How the header's length is written, by version; it stands behind magic string and version."""
+"""How each version writes the length of the header, behind magic string and version."""
 _MAX_HEADER_NBYTES = 1 << 16
 _MOST_DIMENSIONS = 32
-"""What every NumPy can read; since 2.0 it takes 64."""
+"""NumPy before 2.0 reads no more; since 2.0 it reads 64."""
 _ORDER = "<" if sys.byteorder == "little" else ">"
 _KINDS = {
     torch.bool: "b", torch.uint8: "u", torch.uint16: "u", torch.uint32: "u", torch.uint64: "u",
@@ -46,12 +46,12 @@ _HEADER = re.compile(
     rb"\{'descr': '([|<>=]\w{1,4})', 'fortran_order': (False|True), "
     rb"'shape': \((|\d{1,19},|\d{1,19}(?:, \d{1,19}){1,63})\), \} *\n"
 )
-"""As ``numpy.save`` writes it. Nothing is evaluated."""
+"""The header as ``numpy.save`` writes it. No text is evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
 class NpyHeader:
-    """What the header of a file says."""
+    """The header of a file."""
 
     descr: str
     """The dtype as NumPy writes it, such as ``<f4``."""
@@ -61,12 +61,12 @@ class NpyHeader:
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None) -> NpyHeader:
-        """The header of a tensor whose elements stand in memory as ``stride`` says, None meaning row by row."""
+        """The header of a tensor with these strides; None means row by row."""
         stride = row_major(shape) if stride is None else stride
         return cls(descr_of(dtype), not _is_by_rows(shape, stride) and _is_by_columns(shape, stride), tuple(shape))
 
     def encode(self) -> bytes:
-        """Everything that stands in front of the data."""
+        """All bytes in front of the data."""
         text = f"{{'descr': '{self.descr}', 'fortran_order': {self.fortran_order}, 'shape': {self.shape}, }}"
         prefix = _MAGIC + bytes((1, 0)) + _LENGTHS[1, 0].pack(DATA_BEGIN - len(_MAGIC) - 4)
         return (prefix + text.encode()).ljust(DATA_BEGIN - 1) + b"\n"
@@ -126,7 +126,7 @@ def plan(tensor: torch.Tensor) -> Plan:
 
 
 def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
-    """Where the data begin.
+    """The offset at which the data begin.
 
     Args:
         start: the first 12 bytes of the file, or all of a shorter one.
@@ -134,7 +134,7 @@ def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
         where: the file's name, for messages.
 
     Raises:
-        CorruptCheckpointError: the file is no such file, or ends before that.
+        CorruptCheckpointError: the file is not a .npy file, or ends before the data.
     """
     at = len(_MAGIC) + 2
     version = (start[at - 2], start[at - 1]) if len(start) >= at else (0, 0)
@@ -164,8 +164,8 @@ def parse_header(data: bytes, nbytes: int, *, where: str) -> NpyHeader:
         where: the file's name, for messages.
 
     Raises:
-        CorruptCheckpointError: the header is not one, or contradicts the file's size.
-        UnsupportedContentError: it is of a dtype that torch does not have: objects, texts, the other byte order.
+        CorruptCheckpointError: the header cannot be parsed, or contradicts the file's size.
+        UnsupportedContentError: torch does not have the dtype: objects, texts, the other byte order.
     """
     at = len(_MAGIC) + 2
     at += _LENGTHS[data[at - 2], data[at - 1]].size

@@ -15,7 +15,7 @@ class Part(NamedTuple):
     nbytes: int
     """Size of its data."""
     crc32: int | None
-    """Of its data; None if the file carries no checksum of it."""
+    """The CRC32 of its data that the file carries; None if it carries none."""
     begin: int
     """Where its space begins in the file. The space of a record begins with a local header."""
     end: int
@@ -23,14 +23,14 @@ class Part(NamedTuple):
     header_nbytes: int = 0
     """Size of the local header, including the name but not the extra field; 0 if there is no local header."""
     dtype: str = ""
-    """What a safetensors file calls the dtype, such as ``BF16``. The dtypes of torch files are in the pickle."""
+    """The dtype as a safetensors file names it, such as ``BF16``. The dtypes of torch files are in the pickle."""
     shape: tuple[int, ...] = ()
-    """In a safetensors file: the shape, in elements of the torch dtype. A torch element of F4 holds two of the file's.
+    """The shape in a safetensors file, in elements of the torch dtype. A torch element of F4 holds two of the file's.
     """
 
     @property
     def title(self) -> str:
-        """What messages call it, such as ``record 'archive/data/0'``."""
+        """The name of the part in messages, such as ``record 'archive/data/0'``."""
         return f"{'record' if self.header_nbytes else 'tensor'} {self.name!r}"
 
 
@@ -39,9 +39,9 @@ class Damage:
     """A part of a file whose bytes are not those that were saved."""
 
     part: str
-    """Such as ``record 'archive/data/0'``."""
+    """The title of the part, such as ``record 'archive/data/0'``."""
     offset: int
-    """Where it begins in the file."""
+    """Where the part begins in the file."""
     nbytes: int
     found: int
     """The CRC32 that its bytes have."""
@@ -55,7 +55,7 @@ class Damage:
 
 
 def find_damage(part: Part, offset: int, found: int) -> Damage | None:
-    """Compare the CRC32 of the data of a part with the one in the file.
+    """Compare the CRC32 of the data that was read with the one that the file carries.
 
     Args:
         part: the part.
@@ -63,7 +63,7 @@ def find_damage(part: Part, offset: int, found: int) -> Damage | None:
         found: the CRC32 of the data that was read.
 
     Returns:
-        The damage; None if both are equal, or if the file carries no checksum of the part.
+        The damage; None if both CRC32s are equal, or if the file carries none.
     """
     if part.crc32 is None or found == part.crc32:
         return None
@@ -71,7 +71,7 @@ def find_damage(part: Part, offset: int, found: int) -> Damage | None:
 
 
 def check_crc32(part: Part, offset: int, found: int, where: str) -> None:
-    """Raise what a load raises if a part is damaged. The arguments are those of :func:`find_damage`.
+    """:func:`find_damage`, raised as an error of a load; ``where`` is the file's name.
 
     Raises:
         CorruptCheckpointError: the CRC32s differ.

@@ -1,35 +1,39 @@
-"""Cutting out of a pickle what nobody asked for: the same program, with an empty tuple in its place. Pure."""
+"""Cutting out of a pickle what is not to be loaded: an empty tuple takes the place of each such value. Pure."""
 
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from fastensor.stitch.torch_pickle import Program, Range
+from fastensor.stitch.pickle_records import PickledTensor, Range, UnknownObject
+from fastensor.stitch.torch_pickle import Program
 
 
-def cut(program: Program, unwanted: Iterable[int]) -> bytes | None:
-    """The bytes of a pickle that makes the same, with () for what is unwanted; None if that cannot be told.
+def cut(program: Program, unwanted: Iterable[Any]) -> bytes | None:
+    """The bytes of a pickle that makes the same, with () for what is unwanted; None if the program cannot be cut.
 
     All that is kept are the file's own bytes, so an unpickler does with them what it did before. All globals are still
     named, so one that refuses some of them refuses them here, too.
 
     Args:
         program: the pickle.
-        unwanted: identities of tensors and unknown objects of its structure. One that something else in the pickle
-            refers to is kept all the same.
+        unwanted: values of its structure. Of these, tensors and objects of unknown classes are cut out, unless
+            something that stays in the pickle refers to them or to what is in them.
 
     Returns:
         No more bytes than the pickle has.
     """
     if not program.can_be_cut:
         return None
-    ranges, moved = _removed(program, _outermost(program.made[one] for one in unwanted if one in program.made))
+    made_by = (value.made_by for value in unwanted if isinstance(value, PickledTensor | UnknownObject))
+    removed = _without_needed(program, _outermost(made_by))
     data = program.data
     at = 2 if data[:1] == pickle.PROTO else 0
-    pieces = [data[:at], *_moved_to_the_front(program, ranges, moved)]
-    for begin, end in ranges:
+    pieces = [data[:at], *_texts_in(program, removed)]
+    for begin, end in removed:
         pieces += (data[at:begin], pickle.EMPTY_TUPLE)
         at = end
     return b"".join((*pieces, data[at:]))
@@ -50,41 +54,26 @@ def _around(at: int, ranges: list[Range]) -> Range | None:
     return ranges[index] if index >= 0 and at < ranges[index][1] else None
 
 
-def _removed(program: Program, ranges: list[Range]) -> tuple[list[Range], set[Range]]:
-    """What can go; and the texts and globals therein that what stays takes from the memo."""
-    pending = _got_outside(program, ranges)
+def _without_needed(program: Program, ranges: list[Range]) -> list[Range]:
+    """Drop the ranges that make something that the rest of the pickle takes from the memo."""
+    needed: list[Range] = []
+    needs: defaultdict[Range, list[Range]] = defaultdict(list)
+    for at, number in program.gets:
+        maker = _around(program.puts[number], ranges)
+        if maker is not None:
+            taker = _around(at, ranges)
+            (needed if taker is None else needs[taker]).append(maker)
     kept: set[Range] = set()
-    moved: set[Range] = set()
-    while pending:
-        put = program.puts[pending.pop()]
-        found = _around(put, ranges)
-        if found is None or found in kept:
-            continue
-        if put in program.atoms:
-            moved.add((program.atoms[put], put + (2 if program.data[put : put + 1] == pickle.BINPUT else 5)))
-        else:
-            kept.add(found)
-            pending += _got_in(program, found)
-    return [one for one in ranges if one not in kept], moved
+    while needed:
+        one = needed.pop()
+        if one not in kept:
+            kept.add(one)
+            needed += needs[one]
+    return [one for one in ranges if one not in kept]
 
 
-def _got_outside(program: Program, ranges: list[Range]) -> list[int]:
-    """The numbers of what is taken from the memo outside of all ranges."""
-    found: list[int] = []
-    at = 0
-    for begin, end in ranges:
-        found += program.got[at : bisect_left(program.gets, begin, at)]
-        at = bisect_left(program.gets, end, at)
-    return [*found, *program.got[at:]]
-
-
-def _got_in(program: Program, one: Range) -> list[int]:
-    begin, end = (bisect_left(program.gets, at) for at in one)
-    return list(program.got[begin:end])
-
-
-def _moved_to_the_front(program: Program, removed: list[Range], moved: set[Range]) -> Iterator[bytes]:
-    """Texts and globals that are to be in the memo, and the other globals. They stay at the bottom of the stack."""
-    places = sorted({**dict(program.named), **dict(moved)}.items())
-    pieces = (program.data[begin:end] for begin, end in places if _around(begin, removed))
-    yield from dict.fromkeys(pieces)
+def _texts_in(program: Program, removed: list[Range]) -> Iterator[bytes]:
+    """The texts and globals in what is removed. The new pickle begins with them: that puts them into the memo, and
+    leaves them at the bottom of the stack."""
+    places = {**dict(program.globals), **dict(program.texts)}
+    yield from dict.fromkeys(program.data[begin:end] for begin, end in places.items() if _around(begin, removed))

@@ -1,8 +1,8 @@
-"""What torch tells the pickler about plain tensors and their storages, told in less than half of the time.
+"""Reducing plain tensors and naming their storages as torch does for the pickler, in less than half of the time.
 
-A state of thousands of small tensors spends most of a save in ``torch.Tensor.__reduce_ex__`` and in the persistent ids
-of ``torch.save``, which ask each object what it is. Here the common answers are found first. Both depend on the release
-of torch: where it is another than those known here, torch itself is asked.
+A save of thousands of small tensors spends most of its time in ``torch.Tensor.__reduce_ex__`` and in the persistent ids
+of ``torch.save``, which test each object for all its special cases. The functions here test for the common case first.
+They give the results of the releases of torch that are known here; with any other release, torch itself is asked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def torch_is_known() -> bool:
-    """Whether tensors are pickled by torch, and by a torch that is known."""
+    """Whether tensors are pickled by torch's own method, of a release that is known here."""
     return (
         _KNOWN_TORCH.fullmatch(torch.__version__) is not None
         and torch.Tensor.__reduce_ex__ is _reduce_ex
@@ -46,9 +46,9 @@ class ShownStorage(NamedTuple):
 
 
 def reduce_plain(obj: Any) -> Any:
-    """What ``__reduce_ex__`` returns for a plain tensor, or its dict of hooks; ``NotImplemented`` for anything else.
+    """The result of ``__reduce_ex__`` for a plain tensor or its dict of hooks; ``NotImplemented`` for any other object.
 
-    It suits ``Pickler.reducer_override``, with :class:`StorageIds` for ``persistent_id``. A plain tensor is a dense one
+    Used as ``Pickler.reducer_override``, with :class:`StorageIds` for ``persistent_id``. A plain tensor is a dense one
     of no subclass and of an ordinary dtype, on the host or a CUDA device, without attributes, hooks, or a conjugation
     or negation that is still to be done.
     """
@@ -77,7 +77,7 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
 
 
 StorageId: TypeAlias = tuple[str, Any, str, str, int]
-"""What ``torch.save`` writes for a storage: "storage", its class, its key, its location, its number of elements."""
+"""The persistent id of a storage: "storage", its class, its key, its location, its number of elements."""
 
 
 class StorageIds:
@@ -85,18 +85,18 @@ class StorageIds:
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
-        """Each once, in the order of their keys, which are numbers."""
+        """Each storage once, in the order of the keys, which are numbers."""
         self.dtypes: list[torch.dtype | None] = []
-        """The dtype that each was met with first; None if that was a storage without one."""
+        """The dtype of the first object that had each storage; None if that was an untyped storage."""
         self._keys: dict[int, str] = {}
-        """By the storages' identities in C++."""
+        """Keys by the storages' identities in C++."""
         self._dtypes_at: dict[int, torch.dtype] = {}
-        """By the addresses of the storages."""
+        """Dtypes by the addresses of the storages."""
         self._host_location = _host_location()
-        """What torch calls the location of all storages of the host; None if it has to be asked for each."""
+        """torch's name for the location of all storages of the host; None if torch has to be asked for each."""
 
     def of(self, obj: Any) -> StorageId | None:
-        """The id of a storage, or None of any other object.
+        """The persistent id of a storage; None for any other object.
 
         Raises:
             RuntimeError: two storages view the same memory with different dtypes.

@@ -1,8 +1,8 @@
 """The safetensors container: planning a file, and reading its header (the format's README, huggingface/safetensors).
 
 A file is the length of the header (8 bytes, little endian), the header (a JSON object, padded with spaces to a multiple
-of 8), and the tensors' bytes, one behind the other, larger dtypes first, then by name. What is planned here is byte for
-byte what ``safetensors.torch.save_file`` writes, plus one entry of ``__metadata__`` for the checksums (``FORMAT.md``).
+of 8), and the tensors' bytes, one behind the other, larger dtypes first, then by name. A planned file is byte for byte
+what ``safetensors.torch.save_file`` writes, plus one entry of ``__metadata__`` for the checksums (``FORMAT.md``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fastensor.stitch.source import Plan, check_values_are_wanted
 
 CHECKSUM_KEY = "fastensor.crc32"
 _MARK = b"  "
-"""Between the name and the text of that entry. It means nothing in JSON, and no tool that copies metadata copies it."""
+"""Stands between the name and the text of that entry. JSON ignores it, and tools that copy metadata do not copy it."""
 _ENTRY = re.compile(rb'(?<!\\)"' + re.escape(CHECKSUM_KEY.encode()) + b'":(' + _MARK + b')?"')
-"""How the entry begins. Within a text, its first quote would be escaped."""
+"""The beginning of the entry. Within a text, the first quote would be escaped."""
 METADATA_KEY = "__metadata__"
 LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
@@ -47,7 +47,7 @@ _DTYPES: tuple[tuple[str, str, int], ...] = (
     ("F8_E4M3", "float8_e4m3fn", 8), ("F8_E5M2", "float8_e5m2", 8), ("I8", "int8", 8), ("U8", "uint8", 8),
     ("F6_E3M2", "", 6), ("F6_E2M3", "", 6), ("F4", "float4_e2m1fn_x2", 4), ("BOOL", "bool", 8),
 )  # fmt: skip
-"""Name in the file, name in torch (empty: it has none), bits per element; in the order in which tensors are stored."""
+"""Name in the file, name in torch (empty if torch has none), bits per element; in the order of tensors in a file."""
 _BITS = {name: bits for name, _, bits in _DTYPES}
 _FROM_FILE: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own, _ in _DTYPES if hasattr(torch, own)}
 _TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
@@ -61,18 +61,18 @@ _CHECKSUMS = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})*")
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What the header of a file says."""
+    """The header of a file."""
 
     tensors: tuple[Part, ...]
-    """In the order of the header."""
+    """The tensors, in the order of the header."""
     metadata: Mapping[str, str]
-    """Without the entry for the checksums."""
+    """The metadata without the entry for the checksums."""
     nbytes: int
     """Where the data region begins."""
     checked: bool
-    """Whether the file carries checksums, and the header matches its own."""
+    """Whether the file carries checksums, the header's among them, which matches."""
     unchecked: str = ""
-    """Why it does not, where there is more to be said."""
+    """Why ``checked`` is False, if there is more to say than that the file carries no checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class SafetensorsPlan(Plan):
 
     header: bytes
     blanks: int | None
-    """Where the text of the checksums stands in the header; None if it has none."""
+    """Where the text of the checksums begins in the header; None if the header has none."""
 
     @property
     def checksums_first(self) -> bool:
@@ -107,7 +107,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
         checksums: whether one more entry of the metadata is to hold CRC32s of all tensors and of the header.
 
     Raises:
-        UnsupportedContentError: the container cannot hold that; the message says why and what to do.
+        UnsupportedContentError: the container cannot hold these tensors; the message says why and what to do.
     """
     check_values_are_wanted()
     checked = _checked_tensors(tensors)
@@ -130,7 +130,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
 def _header(
     order: Sequence[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, *, is_ours: bool
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of the file, and where each tensor begins."""
+    """The header of the file, and where each tensor begins."""
     content: dict[str, Any] = {} if metadata is None else {METADATA_KEY: metadata}
     begins = []
     at = 0
@@ -161,7 +161,7 @@ def _shape_in_file(tensor: torch.Tensor) -> list[int]:
 
 
 def _checked_tensors(tensors: Any) -> dict[str, torch.Tensor]:
-    """The same dict, if the container can hold it."""
+    """The tensors, if the container can hold them."""
     if sys.byteorder != "little":
         raise UnsupportedContentError("safetensors files are little endian, this machine is not: save a .ckpt")
     if not isinstance(tensors, dict):
@@ -211,7 +211,7 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes are where tensor and storage say; wrapper subclasses such as DTensor have none."""
+    """Whether the tensor's bytes are in its storage. Wrapper subclasses such as DTensor have none."""
     try:
         address = tensor.untyped_storage().data_ptr()
         return address != 0 and tensor.data_ptr() == address + tensor.storage_offset() * tensor.itemsize
@@ -250,7 +250,7 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | No
             )
         if not (_is_text(key) and _is_text(value)):
             raise UnsupportedContentError(f"metadata {key!r} holds a lone surrogate, which UTF-8 does not have")
-    return {key: value for key, value in metadata.items() if key != CHECKSUM_KEY}  # that is of another file
+    return {key: value for key, value in metadata.items() if key != CHECKSUM_KEY}  # of another file
 
 
 def _is_text(text: str) -> bool:
@@ -262,10 +262,10 @@ def _is_text(text: str) -> bool:
 
 
 def torch_dtype(tensor: Part, where: str) -> torch.dtype:
-    """The dtype of a tensor.
+    """The torch dtype of a tensor.
 
     Raises:
-        UnsupportedContentError: this torch has none like it.
+        UnsupportedContentError: this torch does not have it.
     """
     try:
         return _FROM_FILE[tensor.dtype]
@@ -276,7 +276,7 @@ def torch_dtype(tensor: Part, where: str) -> torch.dtype:
 
 
 def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
-    """How many bytes from the file's start the header takes.
+    """The size of the header, its length included.
 
     Args:
         start: the first 8 bytes of the file, or all of a shorter one.
@@ -284,7 +284,7 @@ def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
         where: the file's name, for messages.
 
     Raises:
-        CorruptCheckpointError: the file does not hold that much.
+        CorruptCheckpointError: the file is shorter.
     """
     if len(start) < LENGTH_NBYTES:
         raise CorruptCheckpointError(
@@ -306,10 +306,11 @@ def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -
         data: the first :func:`header_nbytes` bytes of the file.
         nbytes: size of the file.
         where: the file's name, for messages.
-        verify: whether checksums are of interest. If not, the file is taken for one without.
+        verify: whether to read and compare checksums. If not, the result is that of a file without checksums.
 
     Raises:
-        CorruptCheckpointError: the header is not one, contradicts itself or the file's size, or its checksum.
+        CorruptCheckpointError: the header cannot be parsed, contradicts itself or the file's size, or does not match
+            its checksum.
     """
     content = _parse_json(data[LENGTH_NBYTES:], where)
     metadata = _parse_metadata(content.pop(METADATA_KEY, {}), where)

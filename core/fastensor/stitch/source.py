@@ -1,4 +1,4 @@
-"""What is saved: a planned file, and the memory that its payload comes from."""
+"""Files to be written: their layout, and the memory that their bytes come from."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fastensor.stitch.image import Image, Payload
 
 
 class FileBytes(Protocol):
-    """A run of bytes of another file, for payload that need not be in memory. Used by one thread at a time."""
+    """Payload that is read from another file while the new one is written. Used by one thread at a time."""
 
     def nbytes(self) -> int:
-        """How many there are."""
+        """Size of the payload."""
 
     def readinto(self, begin: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` with what stands from ``begin`` on; returns the CRC32 of it."""
+        """Fill ``buffer`` with the bytes from ``begin`` on. Returns their CRC32."""
 
     def check(self, crc32: int) -> None:
-        """Raise if the bytes, of which this is the CRC32, are not the right ones. Called once all have been read."""
+        """Compare the CRC32 of all bytes with the expected one, and raise if they differ. Called when all are read."""
 
 
 class Source(Protocol):
-    """A file to be written: what a backend gets. How its bytes are had is told by ``fastensor.backends.staging``."""
+    """A file to be written, as backends get it. ``fastensor.backends.staging`` produces its bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -38,37 +38,37 @@ class Source(Protocol):
 
     @property
     def throttled(self) -> bool:
-        """Whether moving the file waits for more than the backend, so that the time is not the backend's."""
+        """Whether the time of a write depends on more than the backend: a limited rate, or a file that is read."""
 
     @property
     def checksums_first(self) -> bool:
-        """Whether :meth:`head` has something to say."""
+        """Whether :meth:`head` gives bytes: then all checksums have to be known before the file can be complete."""
 
     @property
     def known_checksums(self) -> tuple[int, ...] | None:
-        """What :meth:`head` needs, if it was found out beforehand."""
+        """The checksums for :meth:`head`, if they were computed beforehand; else None."""
 
     def head(self, checksums: Sequence[int]) -> bytes:
-        """What stands at the start of the file in place of what the image has there; empty if that is right already.
+        """The bytes that replace the start of the image; empty if the image is right as it is.
 
-        A container that keeps checksums in front of what they are of can only fill them in when all of it has been
-        staged.
+        A container whose header carries the checksums of the data behind it can fill them in only when all data have
+        been staged.
 
         Args:
-            checksums: the CRC32 of each payload segment; 0 for those that are empty.
+            checksums: the CRC32 of each payload segment; 0 for empty ones.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layout of a file, and the memory that it borrows: a :class:`Source`. Each container has its own kind.
+    """The layout of a file, and the memory that it borrows: a :class:`Source`. Each container has a subclass.
 
     The storages must be neither resized nor written until the image has been moved.
     """
 
     image: Image
     storages: tuple[torch.UntypedStorage | FileBytes, ...]
-    """Payload segment ``i`` of the image is a part of, or all of, ``storages[i]``."""
+    """Payload segment ``i`` of the image is ``storages[i]``, or a part of it."""
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +95,12 @@ class Plan:
         return b""
 
     def released(self) -> Plan:
-        """The same plan, without what it borrows."""
+        """The same plan without the borrowed memory."""
         return replace(self, storages=())
 
 
 def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
-    """Check that a storage has the size for which the file was planned.
+    """Compare the size of a storage with the one for which the file was planned.
 
     Raises:
         StateChangedError: the storage has another size than when the file was planned.
@@ -119,9 +119,10 @@ def skips_values() -> bool:
 
 
 def check_values_are_wanted() -> None:
-    """
+    """Refuse to save where the caller has asked torch for files without values.
+
     Raises:
-        UnsupportedContentError: whoever saves has asked torch for files without values.
+        UnsupportedContentError: ``torch.serialization.skip_data`` is active in this thread.
     """
     if skips_values():
         raise UnsupportedContentError(

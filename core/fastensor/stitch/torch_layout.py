@@ -1,7 +1,7 @@
-"""Where things stand in a torch checkpoint: headers as torch's own writer makes them, and blanks for checksums.
+"""Laying out a torch checkpoint: headers as torch's own writer makes them, and blanks for checksums.
 
 torch writes zip archives by miniz, without compression and times, each record padded to an alignment (PyTorch,
-``caffe2/serialize/inline_container.cc`` and ``third_party/miniz``). Laying out the records here, in one pass, takes a
+``caffe2/serialize/inline_container.cc`` and ``third_party/miniz``). This module lays out the records in one pass, in a
 tenth of the time that torch's writer takes. Pure.
 """
 
@@ -35,7 +35,7 @@ from fastensor.stitch.zip_directory import (
 )
 
 ARCHIVE = "archive"
-"""torch names the folder of all records so unless it is given the name of the file."""
+"""The folder of all records. torch names it so, unless ``torch.save`` was given a path."""
 _UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
 _EXTRA = struct.Struct("<2H")
 _DESCRIPTOR = struct.Struct("<4s3L")
@@ -46,27 +46,29 @@ _MADE_BY, _NEEDED = 0x031E, 0x002D
 """Versions of the zip specification that miniz names in the zip64 end of the directory."""
 
 
-class Record(NamedTuple):
-    """A small record: one that is no storage."""
+class SmallRecord(NamedTuple):
+    """A record that is not a storage."""
 
     name: str
-    """Without the folder."""
+    """Its name without the folder."""
     data: bytes
 
 
 def storage_name(index: int) -> str:
-    """The record of a storage, without the folder."""
+    """The name of a storage's record, without the folder."""
     return f"data/{index}"
 
 
-def lay_out(before: Sequence[Record], sizes: Sequence[int], behind: Sequence[Record], alignment: int) -> Image:
-    """The file that torch's writer makes.
+def lay_out(
+    before: Sequence[SmallRecord], sizes: Sequence[int], behind: Sequence[SmallRecord], alignment: int
+) -> Image:
+    """The image of the file that torch's writer makes.
 
     Args:
-        before: the records before the storages.
-        sizes: of the storages, in bytes.
+        before: the records in front of the storages.
+        sizes: sizes of the storages, in bytes.
         behind: the records behind the storages.
-        alignment: of the contents of each record, in bytes.
+        alignment: at a multiple of this many bytes the contents of each record begin.
     """
     layout = _Layout(alignment)
     for record in before:
@@ -79,21 +81,21 @@ def lay_out(before: Sequence[Record], sizes: Sequence[int], behind: Sequence[Rec
 
 
 class _Layout:
-    """A file that grows, record by record. Once :meth:`image` was called, it is not used any more."""
+    """A file that grows record by record. Use it no more after :meth:`image`."""
 
     def __init__(self, alignment: int) -> None:
         self._alignment = alignment
         self._segments: list[bytes | int] = []
-        """Bytes, or the index of a storage."""
+        """Each is bytes, or the index of a storage."""
         self._offsets: list[int] = []
         self._end = 0
         """Where the next record begins."""
         self._between = b""
-        """What stands in front of that and is in no segment yet."""
+        """Bytes in front of the next record that are in no segment yet."""
         self._directory: list[bytes] = []
         self._directory_nbytes = 0
         self._blanks: list[Blank] = []
-        """Of the directory, counted from its start."""
+        """The blanks in the directory, counted from the directory's start."""
 
     def add(self, name: str, nbytes: int, contents: bytes | int) -> None:
         """Add a record.
@@ -126,7 +128,7 @@ class _Layout:
         self._directory_nbytes += len(entry)
 
     def image(self) -> Image:
-        """The file, with the directory at its end."""
+        """The image of the file, the directory at its end."""
         ends = _ends(len(self._directory), self._directory_nbytes, self._end)
         tail = b"".join((self._between, *self._directory, ends))
         moved = [(len(self._between) + at, index) for at, index in self._blanks]
@@ -137,13 +139,13 @@ class _Layout:
 
 
 class _Segments(Sequence[Segment]):
-    """The segments of an image, made when they are looked at. Kept, tens of thousands of objects would have the garbage
+    """The segments of an image. Each is made when it is asked for: tens of thousands of objects would make the garbage
     collector go through all of the program's memory.
 
     Args:
-        contents: of each segment: bytes, or the index of a storage.
-        offsets: where each begins, and where the last one ends.
-        blanks: of the last one, beside that for a storage in front of it.
+        contents: the contents of each segment: bytes, or the index of a storage.
+        offsets: where each segment begins, and where the last one ends.
+        blanks: the blanks of the last segment, without the one for a storage directly in front of it.
     """
 
     def __init__(self, contents: list[bytes | int], offsets: list[int], blanks: list[Blank]) -> None:
@@ -175,9 +177,9 @@ class _Segments(Sequence[Segment]):
 
 
 def _local_header(name: bytes, nbytes: int, offset: int, alignment: int, *, wide: bool) -> bytes:
-    """The local header of a record at an offset, padded so that the contents begin at a multiple of the alignment.
+    """The local header of a record, padded so that the contents begin at a multiple of the alignment.
 
-    ``wide`` says that 32 bits do not suffice for the record's size, or for where it begins.
+    ``wide`` says that the record's size, or its offset, does not fit into 32 bits.
     """
     sizes = _zip64_extra(nbytes, 0, offset) if wide else b""  # miniz does not know the stored size yet
     padding = _padding(-(offset + LOCAL_HEADER.size + len(name) + len(sizes) + _EXTRA.size) % alignment)
@@ -188,7 +190,7 @@ def _local_header(name: bytes, nbytes: int, offset: int, alignment: int, *, wide
 
 @lru_cache(maxsize=4096)
 def _padding(nbytes: int) -> bytes:
-    """The extra field that pads a local header by as many bytes, and its own head."""
+    """The extra field that pads a local header: its head, and ``nbytes`` bytes."""
     return _EXTRA.pack(_PADDING_ID, nbytes) + _PADDING * nbytes
 
 
@@ -208,13 +210,13 @@ def _entry(name: bytes, nbytes: int, crc32: int, offset: int, *, wide: bool) -> 
 
 
 def _zip64_extra(nbytes: int, stored_nbytes: int, offset: int) -> bytes:
-    """The extra field with what does not fit into 32 bits."""
+    """The extra field with the numbers that do not fit into 32 bits."""
     values = [nbytes, stored_nbytes] * (nbytes >= MAX32) + [offset] * (offset >= MAX32)
     return _EXTRA.pack(ZIP64_EXTRA, 8 * len(values)) + struct.pack(f"<{len(values)}Q", *values)
 
 
 def _ends(count: int, directory_nbytes: int, directory_offset: int) -> bytes:
-    """The ends of the central directory: that of zip64 archives, what says where it is, and the classic one."""
+    """The end of the central directory: the zip64 record, its locator, and the classic record."""
     end64_offset = directory_offset + directory_nbytes
     return b"".join((
         END64.pack(

@@ -1,4 +1,4 @@
-"""What a zip directory says about a checkpoint of torch: which records are storages, and what can be verified. Pure."""
+"""The records of a torch checkpoint: which of them are storages, and which can be verified. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.parts import Part, check_crc32
@@ -29,11 +28,11 @@ class TorchArchive:
     others: Sequence[Part]
     """All other records."""
     checked: bool
-    """Whether the file carries checksums of all that it holds."""
+    """Whether the file carries checksums of its storages and of its other records."""
     why_torch: str
     """Why only torch can read the file; empty if we can."""
     compressed: bool
-    """Whether there are compressed records."""
+    """Whether any record is compressed."""
 
     @property
     def parts(self) -> list[Part]:
@@ -61,7 +60,8 @@ def read_archive(read: ReadAt, nbytes: int, *, where: str) -> TorchArchive:
     directory = parse_directory(read, nbytes, where=where)
     pickle_name = _find_pickle(directory, where)
     prefix = pickle_name.removesuffix(_PICKLE) + "data/"
-    storages, others, compressed = _split(directory, prefix)
+    storages = [part for part in directory.parts if part.name.startswith(prefix)]
+    others = [part for part in directory.parts if not part.name.startswith(prefix)]
     checked = [any(part.crc32 for part in parts) for parts in (storages, others)]
     filled = [any(part.nbytes for part in parts) for parts in (storages, others)]
     if not checked[0]:
@@ -73,14 +73,14 @@ def read_archive(read: ReadAt, nbytes: int, *, where: str) -> TorchArchive:
         storages=_by_key(storages, prefix),
         others=others,
         checked=checked[0] >= filled[0] and checked[1] >= filled[1],
-        why_torch=_why_torch(others, compressed),
-        compressed=compressed,
+        why_torch=_why_torch(others, directory.compressed),
+        compressed=directory.compressed,
     )
 
 
 def _find_pickle(directory: ZipDirectory, where: str) -> str:
     """The name of the record that makes an archive a checkpoint."""
-    found = [name for name, *_ in directory.records if name.endswith(f"/{_PICKLE}") and name.count("/") == 1]
+    found = [name for name, *_ in directory.parts if name.endswith(f"/{_PICKLE}") and name.count("/") == 1]
     if len(found) != 1:
         raise CorruptCheckpointError(
             f"{where}: the directory at offset {directory.offset} has {len(found)} records named {_PICKLE} at its top, "
@@ -89,27 +89,11 @@ def _find_pickle(directory: ZipDirectory, where: str) -> str:
     return found[0]
 
 
-def _split(directory: ZipDirectory, prefix: str) -> tuple[list[Part], list[Part], bool]:
-    """The records of storages, whose names have a prefix, and all others, in the order of the file; and whether there
-    are compressed ones. One pass: there may be tens of thousands."""
-    storages: list[Part] = []
-    others: list[Part] = []
-    any_compressed = False
-    ordered = sorted(directory.records, key=attrgetter("header_offset"))
-    ends = [record.header_offset for record in ordered[1:]]
-    ends.append(directory.offset)
-    for (name, nbytes, _, crc32, begin, _, data_offset, compressed), end in zip(ordered, ends, strict=False):
-        part = Part(name, nbytes, crc32 if nbytes else None, begin, end, data_offset - begin)
-        (storages if name.startswith(prefix) else others).append(part)
-        any_compressed |= compressed
-    return storages, others, any_compressed
-
-
 def _by_key(storages: Sequence[Part], prefix: str) -> dict[str, Part]:
     """Records by their keys, in the order in which the unpickler will ask for them.
 
-    torch numbers storages in the order of the pickle. Files are in that order, too, but torch before 2.1 sorted them
-    as text (0, 1, 10, 11, 2).
+    torch numbers storages in the order of the pickle, and writes them in that order. torch before 2.1 wrote them in the
+    order of their numbers as text (0, 1, 10, 11, 2).
     """
     start = len(prefix)
     found = {part.name[start:]: part for part in storages}
@@ -126,11 +110,11 @@ def _why_torch(others: Sequence[Part], compressed: bool) -> str:
 
 
 def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) -> int:
-    """Where the data of a record begins, from its local header.
+    """The offset at which the data of a record begins, from its local header.
 
     Raises:
-        CorruptCheckpointError: the local header contradicts the directory. A changed length in it would move the data
-            to where other bytes are.
+        CorruptCheckpointError: the local header contradicts the directory. A changed length in the header would make
+            other bytes the data.
     """
     signature, name_nbytes, extra_nbytes = _LENGTHS.unpack(header)
     begin: int = part.begin + part.header_nbytes + extra_nbytes
@@ -147,7 +131,7 @@ def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) ->
 
 
 def stand_in_header(part: Part) -> bytes:
-    """A local header as it could be, for a record of which nothing is read."""
+    """A sound local header for a record that is not read."""
     return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *[0] * 8, part.header_nbytes - LOCAL_HEADER.size, 0)
 
 
@@ -155,7 +139,7 @@ def read_pickle(read: ReadAt, archive: TorchArchive, *, where: str, verify: bool
     """The bytes of ``data.pkl``.
 
     Raises:
-        CorruptCheckpointError: it is compressed, or does not match its CRC32.
+        CorruptCheckpointError: the record is compressed, or does not match its CRC32.
     """
     part = archive.pickle
     if archive.compressed:

@@ -1,13 +1,13 @@
 """Planning the image of a torch checkpoint: the file that ``torch.save`` would have written, without its payload.
 
-1. ``torch.save`` pickles the object through a pickle module of ours, which records the pickle's bytes and, from what
-   torch's ``persistent_id`` returns, which storage has which key. Recording tensors instead gives silent wrong values
-   (a DTensor adds a storage that is not in the file, raw storages go unseen). Then torch is stopped.
-2. The records are laid out as torch's writer does (:mod:`fastensor.stitch.torch_layout`). Which small records there are
-   beside the storages is seen in a small file that torch writes, once in a process and for each alignment. If that file
-   is not what the same layout gives for it, torch has changed, and no file is planned.
+1. ``torch.save`` pickles the object through a pickle module of ours. That records the pickle's bytes, and which storage
+   has which key. Recording tensors instead would give wrong values without an error: a DTensor adds a storage that is
+   not in the file, and raw storages go unseen. Then torch is stopped.
+2. The records are laid out as torch's writer does (:mod:`fastensor.stitch.torch_layout`). Which small records torch
+   writes beside the storages is seen in a small file that torch writes, once per process and alignment. If our layout
+   gives another file for the same contents, torch has changed, and no file is planned.
 
-The object is pickled exactly once. ``torch.save`` is called as torch has it, not as somebody may have wrapped it.
+The object is pickled exactly once. This module calls torch's own ``torch.save``, also where a library has wrapped it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
 from fastensor.stitch.source import Plan, check_size, check_values_are_wanted
-from fastensor.stitch.torch_layout import ARCHIVE, Record, lay_out, storage_name
+from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name
 from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
 
 _save = torch.serialization.save
@@ -41,7 +41,7 @@ TORCH_ALIGNMENT = 64
 _PADDING_LIMIT = 0.01
 _PICKLE = "data.pkl"
 _SAMPLE_SIZES = (3, 0, 70)
-"""Of the storages in the file that shows how torch writes, in bytes."""
+"""Sizes of the storages in the file that shows how torch writes, in bytes."""
 
 _NEVER_STORAGES = frozenset(
     {
@@ -49,8 +49,8 @@ _NEVER_STORAGES = frozenset(
         BuiltinFunctionType, torch.Tensor, type(torch.FloatStorage),
     }
 )  # fmt: skip
-"""Nineteen in twenty of the objects in a state dict: torch need not be asked about them, which takes it a millisecond
-per thousand."""
+"""Types of nineteen in twenty objects of a state dict, none of them a storage. Asking torch about a thousand objects
+takes a millisecond."""
 
 _config_lock = threading.RLock()
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
@@ -62,19 +62,19 @@ def _renew_lock() -> None:
     _config_lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # whoever holds it does not live in the child
+os.register_at_fork(after_in_child=_renew_lock)  # the thread that holds it does not live in the child
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One pickling of an object by torch: what it takes to write the file again without the object."""
+    """One pickling of an object by torch, from which the file can be written without the object."""
 
     data: bytes
     """The contents of ``data.pkl``."""
     storages: tuple[torch.UntypedStorage, ...]
-    """Each once, in the order of the keys that torch has given them, which are numbers."""
+    """Each storage once, in the order of the keys that torch has given them, which are numbers."""
     dtypes: tuple[torch.dtype | None, ...]
-    """The dtype that torch has met each with first; None if that was a storage without one."""
+    """The dtype of the first object that had each storage; None if that was an untyped storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class TorchZip(Plan):
 
 
 def replaced_save() -> str:
-    """What somebody has put in the place of ``torch.save``; empty if it is torch's own."""
+    """The function that a library has put in the place of ``torch.save``, in words; empty if it is torch's own."""
     is_own = getattr(torch.save, "__globals__", None) is vars(torch.serialization)
     return "" if is_own else repr(torch.save)
 
@@ -143,25 +143,25 @@ def choose_alignment(storage_nbytes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SmallRecords:
-    """What torch writes beside the pickle and the storages."""
+    """The records that torch writes beside the pickle and the storages."""
 
-    before: tuple[Record, ...]
-    """Between the pickle and the storages."""
-    behind: tuple[Record, ...]
-    """Behind the storages; the last one is the serialization id, by which torch tells files apart in its logs."""
+    before: tuple[SmallRecord, ...]
+    """Records between the pickle and the storages."""
+    behind: tuple[SmallRecord, ...]
+    """Records behind the storages. The last one is the serialization id, by which torch's logs tell files apart."""
 
     def lay_out(self, data: bytes, sizes: Sequence[int], alignment: int) -> Image:
         """The image of a file.
 
-        The second half of torch's serialization id is made of all CRC32s. Those of the storages are not known yet:
-        ours is that of the pickle alone.
+        torch makes the second half of the serialization id of all CRC32s. Those of the storages are not known yet, so
+        ours is the CRC32 of the pickle alone.
 
         Args:
             data: the pickle.
-            sizes: of the storages, in bytes.
-            alignment: that of these records.
+            sizes: sizes of the storages, in bytes.
+            alignment: the alignment of these records.
         """
-        before = (Record(_PICKLE, data), *self.before)
+        before = (SmallRecord(_PICKLE, data), *self.before)
         *behind, identity = self.behind
         names = hash_of_names(tuple(record.name for record in before), len(sizes))
         of_pickle = b"%0*d" % (len(identity.data) - len(names), isal_zlib.crc32(data))
@@ -170,7 +170,7 @@ class SmallRecords:
 
 @cache
 def small_records_of_torch(alignment: int) -> SmallRecords:
-    """The small records of torch's files with such an alignment.
+    """The small records of torch's files with an alignment.
 
     Raises:
         LayoutError: torch lays out files otherwise than :mod:`fastensor.stitch.torch_layout`.
@@ -186,11 +186,11 @@ def small_records_of_torch(alignment: int) -> SmallRecords:
 
 
 def _found_in(sample: bytes, contents: Sequence[bytes], alignment: int) -> SmallRecords:
-    """The small records of a file with storages of such contents, which has to be laid out as expected."""
+    """The small records of a file whose storages have these contents. Raises if it is not laid out as expected."""
     records = []
-    for one in parse_directory(lambda at, count: sample[at : at + count], len(sample), where="a sample").records:
-        begin = one.header_offset + sum(LOCAL_HEADER.unpack_from(sample, one.header_offset)[-2:], LOCAL_HEADER.size)
-        records.append(Record(one.name.removeprefix(f"{ARCHIVE}/"), sample[begin : begin + one.nbytes]))
+    for one in parse_directory(lambda at, count: sample[at : at + count], len(sample), where="a sample").parts:
+        begin = one.begin + sum(LOCAL_HEADER.unpack_from(sample, one.begin)[-2:], LOCAL_HEADER.size)
+        records.append(SmallRecord(one.name.removeprefix(f"{ARCHIVE}/"), sample[begin : begin + one.nbytes]))
     names = [record.name for record in records]
     of_storages = [storage_name(index) for index in range(len(contents))]
     first = names.index(of_storages[0]) if of_storages[0] in names else 0
@@ -207,7 +207,7 @@ def _found_in(sample: bytes, contents: Sequence[bytes], alignment: int) -> Small
 
 
 def _assembled(image: Image, contents: Sequence[bytes]) -> bytes:
-    """The bytes of a file whose storages have such contents."""
+    """The bytes of a file whose storages have these contents."""
     parts = []
     for segment in image.segments:
         if not isinstance(segment, Header):
@@ -223,14 +223,14 @@ def _assembled(image: Image, contents: Sequence[bytes]) -> bytes:
 
 @lru_cache(maxsize=16)
 def hash_of_names(first: tuple[str, ...], storages: int) -> bytes:
-    """The first half of torch's serialization id, which torch makes of the names of the records.
+    """The first half of torch's serialization id: a hash of the names of the records.
 
     Args:
-        first: names of the records before the storages.
+        first: names of the records in front of the storages.
         storages: how many storages there are.
 
     Raises:
-        LayoutError: torch does not say.
+        LayoutError: torch's writer does not give an id.
     """
     try:
         writer = torch._C.PyTorchFileWriter(os.devnull)
@@ -254,11 +254,11 @@ def _saving_options(alignment: int) -> Iterator[None]:
 
 
 class _Pickled(Exception):
-    """torch need not write what it has pickled."""
+    """Ends ``torch.save`` when it has pickled, before it writes."""
 
 
 class _Recorder:
-    """Stands in for the user's pickle module and records what its Pickler does for torch.
+    """A pickle module for torch that records what the Pickler of the user's module writes.
 
     Classes live in reference cycles, so this object must not keep storages alive: :meth:`record` empties it.
 
@@ -308,7 +308,7 @@ class _Recorder:
         return getattr(self._module, name)
 
     def record(self, obj: object, pickle_protocol: int) -> Recording:
-        """Have the object pickled."""
+        """Let torch pickle an object."""
         try:
             with suppress(_Pickled):
                 _save(obj, io.BytesIO(), pickle_module=self, pickle_protocol=pickle_protocol)
@@ -320,8 +320,8 @@ class _Recorder:
 
 
 def _no_more(self: Any, obj: Any) -> None:
-    """In place of ``persistent_id`` of a pickler that has done its work: torch's own would live on with the class,
-    which is in a cycle, and all storages with it."""
+    """Replaces ``persistent_id`` of a pickler that has done its work. torch's own would live on with the class, which
+    is in a cycle, and would keep all storages alive."""
 
 
 class _Replay:

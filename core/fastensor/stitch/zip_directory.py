@@ -1,20 +1,19 @@
 """Reading the directory of a zip archive as torch writes them (PKWARE APPNOTE 6.3, sections 4.3 to 4.5).
 
-Only what the directory states is read, and all of it is checked against the file's size before anyone acts on it:
-nothing here allocates more than the file holds. Multi-disk archives and encryption are refused, compressed records
-are described but not decoded (torch never writes them).
+Only the directory is read. Every offset and size in it is compared with the file's size before it is used, so nothing
+here allocates more than the file holds. Archives on several disks and encrypted records are refused. Compressed
+records, which torch never writes, are described but not decoded.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
 
 from fastensor.errors import CorruptCheckpointError
+from fastensor.stitch.parts import Part
 
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 LOCAL_SIGNATURE = b"PK\x03\x04"
@@ -38,35 +37,21 @@ _MAX_COMMENT = 0xFFFF
 
 ReadAt = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: exactly that many bytes from that offset, or an exception."""
+_Entry: TypeAlias = tuple[int, str, int, int, int, int, bool]
+"""One entry of the directory: where the local header begins; the name; the size of the data, and that in the file; the
+CRC32; the size of the local header without its extra field; whether the data are compressed. A plain tuple costs the
+garbage collector nothing, and there may be tens of thousands."""
 
 
-class Record(NamedTuple):
-    """One entry of the central directory. A tuple, because there may be tens of thousands."""
+class ZipDirectory(NamedTuple):
+    """The records of an archive, as its central directory lists them."""
 
-    name: str
-    """Full name inside the archive, such as ``archive/data/0``."""
-    nbytes: int
-    """Uncompressed size."""
-    stored_nbytes: int
-    """Size in the file; equal to ``nbytes`` unless compressed."""
-    crc32: int
-    header_offset: int
-    """Where the local header begins."""
-    crc_offset: int
-    """Where this entry's CRC32 stands in the file."""
-    earliest_data_offset: int
-    """The data cannot begin before this: local header and name come first, an extra field may follow."""
-    compressed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ZipDirectory:
-    """The central directory of an archive."""
-
-    records: tuple[Record, ...]
-    """In the order of the directory."""
+    parts: list[Part]
+    """The records, in the order of the file. The space of each ends where the next one begins."""
     offset: int
-    """Where the central directory begins; every record's bytes end at or before it."""
+    """Where the central directory begins. All records end at or before it."""
+    compressed: bool
+    """Whether any record is compressed."""
 
 
 def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
@@ -82,18 +67,33 @@ def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
     """
     count, size, offset = _find_directory(read, nbytes, where)
     data = read(offset, size)
-    records = []
+    entries = []
     position = 0
     for number in range(count):
-        record, position = _parse_entry(data, position, offset, where, number)
-        if record.earliest_data_offset + record.stored_nbytes > offset:
+        entry, position = _parse_entry(data, position, offset, where, number)
+        entries.append(entry)
+    entries.sort(key=itemgetter(0))
+    return ZipDirectory(_parts(entries, offset, where), offset, any(entry[-1] for entry in entries))
+
+
+def _parts(entries: Sequence[_Entry], offset: int, where: str) -> list[Part]:
+    """The records of entries that are ordered by offset. Raises if two have one name, or if they overlap."""
+    parts: dict[str, Part] = {}
+    ends = [begin for begin, *_ in entries[1:]]
+    ends.append(offset)
+    for (begin, name, nbytes, stored_nbytes, crc32, header_nbytes, _), end in zip(entries, ends, strict=False):
+        reached = begin + header_nbytes + stored_nbytes
+        if name in parts:
+            raise CorruptCheckpointError(f"{where}: two records are named {name!r}")
+        if reached > offset:
             raise CorruptCheckpointError(
-                f"{where}: record {record.name!r} claims {record.stored_nbytes} bytes from offset "
-                f"{record.header_offset}, past the directory at {offset}; the file is damaged or was cut off"
+                f"{where}: record {name!r} claims {stored_nbytes} bytes from offset {begin}, past the directory at "
+                f"{offset}; the file is damaged or was cut off"
             )
-        records.append(record)
-    _check_disjoint(records, where)
-    return ZipDirectory(tuple(records), offset)
+        if reached > end:
+            raise CorruptCheckpointError(f"{where}: record {name!r} and the next one overlap at offset {end}")
+        parts[name] = Part(name, nbytes, crc32 if nbytes else None, begin, end, header_nbytes)
+    return list(parts.values())
 
 
 def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, int]:
@@ -146,7 +146,7 @@ def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int,
     return offset64, disk, start_disk, here, count, size, offset
 
 
-def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[Record, int]:
+def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[_Entry, int]:
     if at + ENTRY.size > len(data):
         raise _defect(where, number, base + at, "cut off")
     (signature, _, _, flags, method, _, _, crc32, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _,
@@ -177,8 +177,7 @@ def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tu
     if method == 0 and stored != nbytes:
         what = f"{name!r} is not compressed, yet {nbytes} bytes take {stored}"
         raise _defect(where, number, base + at, what)
-    crc_offset, data_offset = base + at + ENTRY_CRC_OFFSET, header_offset + LOCAL_HEADER.size + name_nbytes
-    return Record(name, nbytes, stored, crc32, header_offset, crc_offset, data_offset, method != 0), stop
+    return (header_offset, name, nbytes, stored, crc32, LOCAL_HEADER.size + name_nbytes, method != 0), stop
 
 
 def _defect(where: str, number: int, offset: int, what: str) -> CorruptCheckpointError:
@@ -199,17 +198,3 @@ def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int) -> tuple[i
             return values[0], values[1], values[2]
         at += 4 + length
     return None
-
-
-def _check_disjoint(records: list[Record], where: str) -> None:
-    seen: set[str] = set()
-    for record in records:
-        if record.name in seen:
-            raise CorruptCheckpointError(f"{where}: two records are named {record.name!r}")
-        seen.add(record.name)
-    ordered = sorted(records, key=attrgetter("header_offset"))
-    for before, after in pairwise(ordered):
-        if before.earliest_data_offset + before.stored_nbytes > after.header_offset:
-            raise CorruptCheckpointError(
-                f"{where}: records {before.name!r} and {after.name!r} overlap at offset {after.header_offset}"
-            )
