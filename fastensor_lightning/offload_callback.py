@@ -57,7 +57,7 @@ class SSDActivationOffload(Callback):
         self.config = config or OffloadConfig()
         self.log_each_batch = log
         self.statistics: OffloadStatistics | None = None
-        """Of the latest run, once it has begun."""
+        """The counters of the latest run, once it has begun."""
         self._offload: ActivationOffload | None = None
         self._undo: Callable[[], None] = _nothing
         """Takes the context away again."""

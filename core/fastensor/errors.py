@@ -51,7 +51,7 @@ class PlacementError(FastensorError, RuntimeError):
 
 
 class SaveDroppedError(FastensorError, CancelledError):
-    """An asynchronous save was cancelled, or dropped for another one. What was at the path before is kept."""
+    """A save was cancelled, or dropped for another one, and has not touched its path."""
 
 
 class StateChangedError(FastensorError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Giving back the space of files that were replaced or removed, after the call that did so has returned.
+"""Freeing the space of replaced and removed files after the call that has replaced or removed them.
 
 The filesystem does that when the last descriptor of a nameless file is closed. It takes ext4 about 0.1 s per GiB, and a
 filesystem that is mounted with ``discard`` several times that.
@@ -18,26 +18,26 @@ from fastensor.backends import posix
 from fastensor.backends.afterwards import do_afterwards
 
 _BLOCK_NBYTES = 512
-"""Of ``st_blocks`` (stat(2))."""
+"""The unit of ``st_blocks`` (stat(2))."""
 
 
 @dataclass(slots=True, eq=False)
 class Freeing:
-    """The space of a file that lost its name, on its way back to the filesystem."""
+    """How far the space of a file that has lost its name is freed."""
 
     nbytes: int = 0
-    """How much. 0 if the file has other names, or was not there."""
+    """The space. 0 if the file has other names, or was not there."""
     seconds: float | None = None
-    """How long that took; None until it is done."""
+    """How long freeing took; None until it is done."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Closes a descriptor, once: in whichever thread comes first."""
+    """Closes a descriptor once, in the thread that comes first."""
 
     fd: int
     inode: tuple[int, int]
-    """Of the file: its device, and its number there."""
+    """The device of the file, and its number there."""
     freeing: Freeing
     _claimed: threading.Lock = field(default_factory=threading.Lock)
     _done: threading.Event = field(default_factory=threading.Event)
@@ -62,8 +62,8 @@ class _Job:
 
 
 _pending: list[_Job] = []
-"""Those that are not done. Single calls change it, so it needs no lock, which a fork or a signal handler might find
-held."""
+"""Jobs that are not done. Single calls change the list, so it needs no lock, which a fork or a signal handler might
+find held."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import re
 import secrets
 import stat
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 from fastensor.backends import posix
@@ -175,6 +175,12 @@ class InPlace:
         """All is written."""
         self.finished = True
 
+    def withdraw(self) -> None:
+        """Let what is still written go nowhere, and unlock the file. At any instant, in any thread."""
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, self.fd, inheritable=False)
+        os.close(null)
+
     def close(self) -> None:
         """Let go of it. A file that was empty is so again unless all was written.
 
@@ -291,8 +297,11 @@ def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
         os.fchmod(fd, mode)
 
 
-def publish(new: NewFile, *, durable: bool) -> Freeing:
+def publish(new: NewFile, *, durable: bool, free_later: bool = True) -> Freeing:
     """Let a finished file take its place, and make the name durable.
+
+    Args:
+        free_later: whether a thread frees the space of the old file; else the filesystem does so at once.
 
     Returns:
         The space of what was there before, which is freed afterwards.
@@ -300,7 +309,7 @@ def publish(new: NewFile, *, durable: bool) -> Freeing:
     Raises:
         OSError: a call failed; ``new.published`` tells whether it has taken the place.
     """
-    with freeing_afterwards(new.path) as freeing:
+    with freeing_afterwards(new.path) if free_later else nullcontext(Freeing()) as freeing:
         new.publish()
         if durable:
             posix.sync_directory(os.path.dirname(new.path))

@@ -81,6 +81,7 @@ def save(
         CheckpointWriteError: the operating system, or the remote filesystem, refused something. What was at ``path``
             before is still there, unless the message says that the new file is in place but may not survive a power
             failure. An open file, or one that is written in place, holds a part of the new contents.
+        SaveDroppedError: a signal handler that has interrupted this save has saved to the same path.
         StateChangedError: a storage was resized meanwhile. What was at ``path`` before is still there, unless it is
             written in place.
         UnsupportedContentError: a safetensors file cannot hold that, or ``torch.serialization.skip_data`` is active.
@@ -88,8 +89,10 @@ def save(
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
-    May be called from several threads at once. Two saves to one path at a time leave one of both files, whole. Where
-    somebody has wrapped or mocked ``torch.save``, it is called once, and writes the file.
+    May be called from several threads at once, and by signal handlers. A handler that interrupts Fastensor itself saves
+    in a way that is independent of what it interrupts, and simpler: without threads, through the page cache. Two saves
+    to one path at a time leave one of both files, whole. Where somebody has wrapped or mocked ``torch.save``, it is
+    called once, and writes the file.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")
