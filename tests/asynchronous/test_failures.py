@@ -226,7 +226,7 @@ def test_a_save_that_is_over_keeps_no_state_alive(path: Path, monkeypatch: pytes
             with pytest.raises(ValueError, match="no"):
                 writer.save([tensor, Unpicklable()], path)
         else:
-            monkeypatch.setattr(torch_zip, "small_records_of_torch", mock.Mock(side_effect=LayoutError("unknown")))
+            monkeypatch.setattr(torch_zip, "small_records_of_torch", mock.Mock(side_effect=LayoutError))
             handle = writer.save([tensor], path)
             assert handle.result().backend == "torch"
         del tensor

@@ -364,7 +364,7 @@ def test_an_interrupt_while_loading_is_not_swallowed(tmp_path: Path, monkeypatch
 
     from fastensor.backends import numpy
 
-    monkeypatch.setattr(numpy, "_read_with_checksum", interrupt)
+    monkeypatch.setattr(numpy, "_read_block", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fastensor.load(tmp_path / "x", backend="numpy")
 

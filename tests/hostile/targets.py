@@ -64,7 +64,7 @@ def _read_header(data: bytes) -> None:
 def structure(data: bytes) -> None:
     """Pickles: what they describe, its storages and names."""
     with contextlib.suppress(FastensorError):
-        found = torch_pickle.read_structure(data, where="x")
+        found = torch_pickle.read_structure(data, where="x").value
         list(torch_pickle.storages_in(found))
         for number, _ in enumerate(walk(found)):
             if number > _MOST_VALUES:

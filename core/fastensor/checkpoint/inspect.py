@@ -84,6 +84,7 @@ def _refused(pickled: bytes) -> tuple[str, ...]:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
         archive.writestr("archive/version", "3\n")
+    file.seek(0)
     try:
         return tuple(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file)))
     except Exception as error:  # noqa: BLE001  # torch's reader knows fewer pickles than ours
