@@ -175,6 +175,16 @@ def test_wrong_settings(option: Any, message: str) -> None:
         AsyncWriter(**option)
 
 
+def test_public_names_are_what_users_call() -> None:
+    def names(of: type) -> set[str]:
+        return {name for name in dir(of) if not name.startswith("_")}
+
+    assert names(AsyncWriter) == {"close", "closed", "remove", "save", "statistics", "wait"}
+    assert names(fastensor.SaveHandle) == {
+        "add_done_callback", "cancel", "done", "exception", "path", "result", "stage", "stages"
+    }  # fmt: skip
+
+
 def test_options_of_save_that_do_not_exist(tmp_path: Path) -> None:
     with AsyncWriter() as writer, pytest.raises(TypeError, match="colour"):
         writer.save({}, tmp_path / "x", colour="red")  # type: ignore[call-arg]

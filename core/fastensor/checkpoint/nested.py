@@ -9,9 +9,14 @@ selectors, and waits neither for pending saves nor for disk space. Nested calls 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
-_CALLERS = ("fastensor.cli.", "fastensor.testing.", "fastensor.checkpoint.asynchronous.exits")
-"""They call Fastensor, or handlers of the program, as any program does."""
+_CALLERS = (
+    "fastensor.cli", "fastensor.testing", "fastensor.checkpoint.asynchronous.exits", "fastensor.backends.afterwards",
+)  # fmt: skip
+"""Modules that call the rest of Fastensor, or handlers of the program, as any program does."""
+_BETWEEN = ("contextlib", "functools")
+"""Modules by which Fastensor calls itself."""
 
 
 def is_nested() -> bool:
@@ -19,14 +24,17 @@ def is_nested() -> bool:
 
     The stack shows it: a frame of Fastensor lies below the frame that has called Fastensor.
     """
-    frame = sys._getframe()
-    while frame is not None and _is_ours(frame.f_globals):
-        frame = frame.f_back  # type: ignore[assignment]  # None below the last one
-    while frame is not None and not _is_ours(frame.f_globals):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (_is_ours(name := _module_of(frame)) or name in _BETWEEN):
+        frame = frame.f_back
+    while frame is not None and not _is_ours(_module_of(frame)):
+        frame = frame.f_back
     return frame is not None
 
 
-def _is_ours(names: dict[str, object]) -> bool:
-    module = names.get("__name__")
-    return isinstance(module, str) and module.startswith("fastensor.") and not module.startswith(_CALLERS)
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("fastensor.") and not module.startswith(_CALLERS)

@@ -294,22 +294,7 @@ class AsyncWriter:
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(**settings)  # type: ignore[misc]  # a copy begins like any other
 
-    # --- for adapters and exits
-
-    def _settle(self) -> None:
-        """Wait as :meth:`wait` does, for ``exit_seconds`` at most, and raise nothing: that is left to the next call."""
-        self._drain(self._settings.exit_seconds)
-
-    def _log_failures(self) -> None:
-        """Log the failures that were not raised, so that no call raises them: there is something worse to be seen."""
-        try:
-            self._raise_failure(all_of_them=True)
-        except Exception as failure:
-            _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
-
-    def _in_turn(self, function: Callable[[], None], place: str, what: str) -> None:
-        """Have something done that leaves a file at a place, in its turn, whatever comes of the saves before."""
-        self._follow(place, function, what, leaves_file=True, after=None)
+    # --- for the end of the process, and the beginning of another
 
     def _finish_at_exit(self, seconds: float | None) -> None:
         """Wait for what is pending, and give up what takes too long.
@@ -410,7 +395,7 @@ class AsyncWriter:
                 step.end(error)
             raise
         if not accepted:
-            self._settle()
+            self._drain(self._settings.exit_seconds)
             step.run()
             if step.failure is not None:
                 raise step.failure
