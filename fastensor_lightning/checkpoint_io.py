@@ -80,7 +80,8 @@ class FastensorCheckpointIO(CheckpointIO):
             failure is raised by the next call; the end of ``fit`` (``teardown``) waits for what is pending, and until
             another run begins, saves are synchronous. Give the Trainer a :class:`CheckpointMonitor`, too: then its
             loggers, ``last.ckpt`` links and version counter wait for finished files, and every run is known to begin.
-            Checkpoints for a requeue by SLURM are saved synchronously. With
+            Checkpoints for a requeue by SLURM are saved synchronously, inside Lightning's signal handler, whatever the
+            signal interrupts. With
             ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
             name files that were never written, because it takes every save as done.
 

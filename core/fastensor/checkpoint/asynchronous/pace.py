@@ -47,9 +47,10 @@ class Pace:
     def hurried(self) -> Iterator[None]:
         """Ignore the rate in the block, in which a caller waits for the end."""
         token = object()
-        self._hurried.append(token)
         try:
+            self._hurried.append(token)
             self._hurry.set()
             yield
         finally:
-            self._hurried.remove(token)
+            if token in self._hurried:  # no interrupt came before
+                self._hurried.remove(token)
