@@ -25,16 +25,13 @@ def is_nested() -> bool:
     The stack shows it: a frame of Fastensor lies below the frame that has called Fastensor.
     """
     frame: FrameType | None = sys._getframe()
-    while frame is not None and (_is_ours(name := _module_of(frame)) or name in _BETWEEN):
+    left = False
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if isinstance(module, str) and module.startswith("fastensor.") and not module.startswith(_CALLERS):
+            if left:
+                return True
+        elif module not in _BETWEEN:
+            left = True
         frame = frame.f_back
-    while frame is not None and not _is_ours(_module_of(frame)):
-        frame = frame.f_back
-    return frame is not None
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith("fastensor.") and not module.startswith(_CALLERS)
+    return False
