@@ -527,7 +527,7 @@ def test_a_requeue_in_the_middle_of_a_save(
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(*arguments)
 
-    class Job(pl.callbacks.Checkpoint):  # type: ignore[misc]
+    class Job(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 steps.append("save")
