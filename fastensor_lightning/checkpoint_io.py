@@ -16,6 +16,7 @@ import torch
 
 import fastensor
 from fastensor.checkpoint import ordering
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn, log_failures, settle
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.files import make_parent, remove
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
@@ -56,7 +57,7 @@ class _Subscription(NamedTuple):
     saved: SaveListener
     loaded: LoadListener
     interrupted: Callable[[], None]
-    """To be called if an exception has ended the run."""
+    """Called if an exception has ended the run."""
 
 
 class FastensorCheckpointIO(CheckpointIO):
@@ -79,7 +80,8 @@ class FastensorCheckpointIO(CheckpointIO):
             failure is raised by the next call; the end of ``fit`` (``teardown``) waits for what is pending, and until
             another run begins, saves are synchronous. Give the Trainer a :class:`CheckpointMonitor`, too: then its
             loggers, ``last.ckpt`` links and version counter wait for finished files, and every run is known to begin.
-            Checkpoints for a requeue by SLURM are saved synchronously. With
+            Checkpoints for a requeue by SLURM are saved synchronously, inside Lightning's signal handler, whatever the
+            signal interrupts. With
             ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
             name files that were never written, because it takes every save as done.
 
@@ -122,11 +124,12 @@ class FastensorCheckpointIO(CheckpointIO):
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
         self._latest: fastensor.SaveHandle | None = None
+        """The latest asynchronous save in this process."""
         self._warned = False
         self._may_be_alone = True
         """Whether no monitor was seen, and that was not said."""
         self._torn_down = False
-        """Whether a run has ended, and none that we know of has begun: then nobody waits for what is pending."""
+        """Whether a run has ended, and none that we know of has begun: then no teardown waits for what is pending."""
         self._runs_are_seen = True
         """Whether the latest run that has saved could be seen."""
         self._handled_before: BaseException | None = None
@@ -166,7 +169,7 @@ class FastensorCheckpointIO(CheckpointIO):
             self._latest.add_done_callback(lambda handle: announced.close())
             self._latest.add_done_callback(lambda handle: self._finished(handle, step))
         else:
-            self._tell(fastensor.save(checkpoint, path, **options), step)
+            self._notify(fastensor.save(checkpoint, path, **options), step)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -205,7 +208,7 @@ class FastensorCheckpointIO(CheckpointIO):
         """Remove a checkpoint: a file, a directory with all it holds, or a symlink but not its target.
 
         Nothing happens if there is none. An asynchronous plugin does it when what was saved last is durable, and not at
-        all if that fails or was skipped.
+        all if that fails, is skipped or is replaced.
         """
         path = as_in_fsspec(path)
         if self._writer is None:
@@ -234,29 +237,31 @@ class FastensorCheckpointIO(CheckpointIO):
             if interrupted:
                 self._end_subscriptions()
 
-    def wait(self) -> None:
+    # --- for the callbacks of this package
+
+    def _wait(self) -> None:
         """Wait for what is pending; failures are left to the next call."""
         if self._writer is not None:
-            self._writer.settle()
+            settle(self._writer)
 
-    def log_failures(self) -> None:
-        """Log what has failed and nobody was told of, instead of raising it in the next call."""
+    def _log_failures(self) -> None:
+        """Log the failures that were not raised, so that the next call does not raise them."""
         if self._writer is not None:
-            self._writer.log_failures()
+            log_failures(self._writer)
 
-    def foretell(self, path: str | os.PathLike[str]) -> bool | None:
+    def _will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Whether there will be a file at a path once nothing is pending; None if nothing is, for that path."""
-        return ordering.foretell(as_in_fsspec(path))
+        return ordering.will_exist(as_in_fsspec(path))
 
-    def link(self, target: str, link: str) -> None:
+    def _link(self, target: str, link: str) -> None:
         """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed.
 
-        For asynchronous plugins. Until it is done, a temporary beside the link tells other ranks to wait for it.
+        For asynchronous plugins. Until it is done, a temporary beside the link makes other ranks wait for it.
         """
         if not isinstance(locate(as_in_fsspec(link)), str):
             _logger.warning("%s is not made: remote filesystems have no links", link)
             return
-        target, link = as_in_fsspec(target), as_in_fsspec(link)  # whoever does it may be elsewhere by then
+        target, link = as_in_fsspec(target), as_in_fsspec(link)  # the process may be elsewhere by then
         if target == link:
             return
         place = next(ordering.places_behind(link))
@@ -269,19 +274,14 @@ class FastensorCheckpointIO(CheckpointIO):
                 else:
                     _logger.warning("%s is left as it is, because %s was not saved", link, target)
 
-        self._open_writer().in_turn(replace_if_there, place, f"linking {link} to {target}")
+        in_turn(self._open_writer(), replace_if_there, place, f"linking {link} to {target}")
 
     @property
-    def chooses(self) -> bool:
+    def _chooses(self) -> bool:
         """Whether backends are chosen by what was learned."""
         return not isinstance(self.backend, str) or self.backend == "auto"
 
-    @property
-    def latest(self) -> fastensor.SaveHandle | None:
-        """The latest asynchronous save in this process."""
-        return self._latest
-
-    def subscribe(
+    def _subscribe(
         self,
         listener: SaveListener,
         *,
@@ -315,7 +315,7 @@ class FastensorCheckpointIO(CheckpointIO):
         if self._writer is None or self._writer.closed:
             self._writer = fastensor.AsyncWriter(**self._options)
         elif self._is_interrupted():
-            self._writer.log_failures()
+            log_failures(self._writer)
         return self._writer
 
     def _is_interrupted(self) -> bool:
@@ -334,9 +334,9 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _finished(self, handle: fastensor.SaveHandle, step: int | None) -> None:
         if handle.stage == "durable":
-            self._tell(handle.result(), step)
+            self._notify(handle.result(), step)
 
-    def _tell(self, report: fastensor.SaveReport, step: int | None) -> None:
+    def _notify(self, report: fastensor.SaveReport, step: int | None) -> None:
         _logger.debug("saved %s", report)
         self.last_save = report
         for listener in tuple(self._listeners):
@@ -356,8 +356,9 @@ class FastensorCheckpointIO(CheckpointIO):
         elif not self._runs_are_seen:
             self._runs_are_seen = True  # once is enough
             warnings.warn(
-                "a checkpoint is saved synchronously: a run has ended, and without a CheckpointMonitor nobody says "
-                "whether another has begun; pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer",
+                "a checkpoint is saved synchronously: a run has ended, and without a CheckpointMonitor the "
+                "plugin cannot see whether another has begun; pass "
+                "callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer",
                 stacklevel=4,
             )
         return not self._torn_down
@@ -374,7 +375,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _warn_if_ranks_learn_alone(self, checkpoint: object) -> None:
         is_trainers = isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
-        if self._may_be_alone and self.chooses and is_trainers and _has_other_ranks():
+        if self._may_be_alone and self._chooses and is_trainers and _has_other_ranks():
             self._may_be_alone = False
             warnings.warn(
                 "every rank learns by itself which backend is the fastest; with DDP, one learns for all that are like "
@@ -444,7 +445,7 @@ def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:
         return
     if torch.distributed.get_rank() == 0 or not isinstance(locate(path), str):
         return
-    # a link is read when nobody is about to replace it
+    # a link is read when no process is about to replace it
     if not all(wait_for_writers(place, _PATIENCE_SECONDS) for place in ordering.places_behind(path)):
         _logger.warning(
             "%s is loaded although another process is still writing it, after %g s", path, _PATIENCE_SECONDS

@@ -67,7 +67,7 @@ class CheckpointMonitor(Callback):
         self._plugin = plugin = _find_plugin(trainer)
         self._thread = threading.get_ident()
         self._undo.append(
-            plugin.subscribe(
+            plugin._subscribe(
                 lambda report, step: self._on_save(trainer, report, step),
                 loaded=lambda report: self._on_load(trainer, report),
                 interrupted=self._forget_run,
@@ -84,7 +84,7 @@ class CheckpointMonitor(Callback):
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Before loggers are closed. All ranks may look for files next, as ``test(ckpt_path="last")`` does."""
         if self._plugin is not None:
-            self._plugin.wait()
+            self._plugin._wait()
             if self._plugin.asynchronous:
                 trainer.strategy.barrier()
         if self._sharing is not None:
@@ -97,8 +97,8 @@ class CheckpointMonitor(Callback):
         """Loggers are closed after this. Other callbacks may still save, and what failed before must not keep them from
         it; what keeps them from running ahead stays until the plugin is torn down."""
         if self._plugin is not None:
-            self._plugin.wait()
-            self._plugin.log_failures()
+            self._plugin._wait()
+            self._plugin._log_failures()
         self._log(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:

@@ -32,16 +32,16 @@ def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) 
 
 
 def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
-    """Rank 0 knows, and all ranks are told, as by the original."""
-    foretold = plugin.foretell(filepath) if trainer.is_global_zero else None
-    if foretold is None:
+    """Rank 0 answers for all ranks, as in the original."""
+    expected = plugin._will_exist(filepath) if trainer.is_global_zero else None
+    if expected is None:
         return original(filepath, trainer)
-    return bool(trainer.strategy.reduce_boolean_decision(foretold, all=False))
+    return bool(trainer.strategy.reduce_boolean_decision(expected, all=False))
 
 
 def _link(plugin: FastensorCheckpointIO, trainer: Any, filepath: str, linkpath: str) -> None:
     if trainer.is_global_zero:
-        plugin.link(filepath, linkpath)
+        plugin._link(filepath, linkpath)
     trainer.strategy.barrier()  # as in the original
 
 
@@ -66,13 +66,13 @@ class WaitingLoggers:
             if handle.stage == "durable":
                 call()
             else:
-                _logger.warning("loggers are not told of %s: the save was %s", handle.path, handle.stage)
+                _logger.warning("loggers are not called for %s: the save was %s", handle.path, handle.stage)
 
     def _is_finished(self, handle: fastensor.SaveHandle, call: partial[None]) -> bool:
         (callback,) = call.args
         last, best = getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")
         names = {last, best, *getattr(callback, "best_k_models", ())}
-        return handle.done() and not any(self._plugin.foretell(name) for name in names if name)
+        return handle.done() and not any(self._plugin._will_exist(name) for name in names if name)
 
     def stop(self) -> None:
         """Give the loggers their own methods back."""
@@ -80,7 +80,7 @@ class WaitingLoggers:
             undo()
 
     def _later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
-        latest = self._plugin.latest
+        latest = self._plugin._latest
         if latest is None:  # it was saved synchronously
             original(checkpoint_callback)
         else:

@@ -1,6 +1,6 @@
 """Objects of Lightning's are given other methods while a Trainer runs, where it has no hook.
 
-Whoever installs them gets what takes them away again.
+The caller gets a function that takes them away again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     Returns:
         What shares it; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
     """
-    if not plugin.chooses or not _is_data_parallel(trainer.strategy):
+    if not plugin._chooses or not _is_data_parallel(trainer.strategy):
         return None
     folder = locate(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
     if not isinstance(folder, str):

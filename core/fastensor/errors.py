@@ -51,7 +51,7 @@ class PlacementError(FastensorError, RuntimeError):
 
 
 class SaveDroppedError(FastensorError, CancelledError):
-    """An asynchronous save was cancelled, or dropped for another one. The old file is kept."""
+    """A save was cancelled, or dropped for another one, and has not touched its path."""
 
 
 class StateChangedError(FastensorError, RuntimeError):

@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 60
 def nothing_is_left_to_be_waited_for() -> Iterator[None]:
     yield
     gc.collect()  # writers that nobody has closed
-    assert not ordering._operations
+    assert not ordering._pending
 
 
 class Gate:

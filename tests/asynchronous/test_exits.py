@@ -75,7 +75,7 @@ def assert_old(path: Path) -> None:
         ("workers", 0, ""),
         ("spawn", 0, ""),
         ("preempted_with_a_handler_around", 5, ""),
-        ("second_signal_handler", 0, "a signal handler saves while a save is being staged"),
+        ("second_signal_handler", 0, "saving asynchronously is not used: a signal handler or a callback saves"),
     ],
 )
 def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: str) -> None:

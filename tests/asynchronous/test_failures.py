@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
 from fastensor.backends import buffers, snapshot
 from fastensor.checkpoint import ordering, publish, save_transaction
-from fastensor.checkpoint.asynchronous import exits, operations, queue
+from fastensor.checkpoint.asynchronous import exits, work
 from fastensor.checkpoint.asynchronous import writer as writer_module
 from fastensor.errors import LayoutError
-from fastensor.files import posix
+from fastensor.files import afterwards, posix
 from fastensor.stitch import torch_zip
 
 OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
@@ -62,7 +61,7 @@ def writer(path: Path, disk: FullDisk) -> AsyncWriter:
     writer = AsyncWriter()
     disk.full = True
     handle = writer.save(NEW, path)
-    assert writer._queue.join(60)
+    assert writer._drain(60)
     assert handle.stage == "failed"
     disk.full = False
     return writer
@@ -98,7 +97,7 @@ def test_the_next_call_raises_and_does_nothing(writer: AsyncWriter, path: Path, 
     assert_old(path)
     writer.wait()
     writer.close()
-    assert not ordering._operations
+    assert not ordering._pending
 
 
 def test_it_works_again_afterwards(writer: AsyncWriter, path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_writer_that_goes_away_leaves_what_nobody_was_told_in_the_log(
     writer: AsyncWriter, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = str(path)
-    finalizer = writer._report_failures
+    finalizer = writer._finalizer
     del writer
     gc.collect()
     finalizer()  # pytest still holds the fixture
@@ -182,7 +181,7 @@ def test_a_writer_with_a_failure_that_nobody_was_told_of_is_not_kept_alive(
     writer = AsyncWriter()
     disk.full = True
     handle = writer.save(NEW, path)
-    assert writer._queue.join(60)
+    assert writer._drain(60)
     alive = weakref.ref(writer)
     del writer
     gc.collect()
@@ -194,21 +193,22 @@ def test_a_writer_with_a_failure_that_nobody_was_told_of_is_not_kept_alive(
 def test_a_failure_is_told_when_closing_takes_too_long(path: Path, gate: Any) -> None:
     writer = AsyncWriter()
     gate.close()
-    writer.save(NEW, path)
+    handle = writer.save(NEW, path)
     gate.wait_until_reached()
-    writer._failures.append(_failed_operation(writer, path))
+    _fail_a_step(writer, path)
     with pytest.raises(TimeoutError, match="given up after 0 s") as caught:
         writer.close(timeout=0)
     assert caught.value.__notes__ == ["and before: OSError(28, 'full')"]
     gate.open()
-    assert writer._queue.join(60)
+    assert isinstance(handle.exception(60), SaveDroppedError)
 
 
-def _failed_operation(writer: AsyncWriter, path: Path) -> operations.Operation:
-    """One that has failed while the writer was being closed."""
-    step = operations.Step(str(path), writer, lambda: None, "x", leaves_file=False, after=None)
-    step.failure = OSError(errno.ENOSPC, "full")
-    return step
+def _fail_a_step(writer: AsyncWriter, path: Path) -> None:
+    """One that fails while the writer is being closed."""
+    step = work.Step(str(path), lambda: None, "x", leaves_file=False, after=None, queue=writer._worker, keeps=None)
+    step.accept()
+    assert step.claim()
+    step.end(OSError(errno.ENOSPC, "full"))
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["pickling fails", "torch writes it"])
@@ -286,7 +286,7 @@ def test_the_thread_is_killed(path: Path, gate: Any) -> None:
         handle = writer.save(NEW, path)
         other = writer.save(NEW, path)
         gate.wait_until_reached()
-        thread = writer._queue._thread
+        thread = writer._worker._thread
         assert thread is not None
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
@@ -361,8 +361,8 @@ def test_cancelling_while_it_is_staged(path: Path, monkeypatch: pytest.MonkeyPat
         thread.start()
         assert reached.wait(60)
         (save,) = writer._pending_saves()
-        assert save.handle.stage == "writing"
-        assert save.handle.cancel()
+        assert save.stage == "writing"
+        assert save.drop("cancelled", "the save was cancelled")
         go.set()
         thread.join(60)
         assert handles[0].exception() is not None
@@ -391,7 +391,6 @@ def test_closing_takes_too_long(path: Path, gate: Any, monkeypatch: pytest.Monke
     for handle in (running, queued):
         with pytest.raises(SaveDroppedError, match="after the writer was closed"):
             handle.result()
-    assert writer._queue.join(60)
     assert_old(path)
     with pytest.raises(RuntimeError, match="closed"):
         writer.save(NEW, path)
@@ -433,14 +432,12 @@ def test_a_save_that_fails_while_the_old_file_is_to_be_removed(
     path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its failure was not known when the removal asked for it, and it is not pending any more a moment later."""
-    pending_saves = AsyncWriter._pending_saves
+    raise_failure = AsyncWriter._raise_failure
 
-    def look_late(self: AsyncWriter) -> Any:
+    def look_early(self: AsyncWriter) -> None:
+        raise_failure(self)
         gate.open()
-        deadline = time.monotonic() + 0.3
-        while self._queue.current is not None and time.monotonic() < deadline:
-            pass
-        return pending_saves(self)
+        assert handle._save.future.exception(60) is not None
 
     other = path.with_name("y")
     with AsyncWriter() as writer:
@@ -448,8 +445,9 @@ def test_a_save_that_fails_while_the_old_file_is_to_be_removed(
         handle = writer.save(NEW, other)
         gate.wait_until_reached()
         other.mkdir()
-        monkeypatch.setattr(AsyncWriter, "_pending_saves", look_late)
+        monkeypatch.setattr(AsyncWriter, "_raise_failure", look_early)
         writer.remove(path)
+        monkeypatch.undo()
         assert isinstance(handle.exception(), CheckpointWriteError)
         writer.wait()
     other.rmdir()
@@ -511,7 +509,7 @@ def test_nothing_refers_to_what_was_saved(tmp_path: Path, gate: Any, name: str) 
 
 OWN_FILES = {
     module.__file__
-    for module in (buffers, operations, ordering, publish, queue, save_transaction, snapshot, writer_module)
+    for module in (afterwards, buffers, ordering, publish, save_transaction, snapshot, work, writer_module)
 }
 OF_THREADS = ("start", "wait", "__init__", "_set_ident")
 
@@ -524,7 +522,7 @@ def interrupt_after_call(number: int) -> Any:
         nonlocal calls
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         own = file in OWN_FILES or (file == threading.__file__ and name in OF_THREADS)
-        of_others = name in ("_log_failures", "_release_all", "places_behind")  # in finalizers it would be ignored
+        of_others = name in ("_let_go", "_release_all", "places_behind")  # in finalizers it would be ignored
         if own and not of_others and event in ("c_return", "call"):
             calls += 1
             if calls == number:
@@ -557,32 +555,11 @@ def test_after_an_interrupt_nobody_waits_for_ever(tmp_path: Path, action: str) -
                 sys.setprofile(None)
                 gc.enable()
             writer.wait(60)
-            assert not ordering._operations
+            assert not ordering._pending
         if not interrupted:
             break
     assert number > 20
     assert not interrupted
-
-
-def test_a_save_that_ends_while_its_interrupt_is_seen_to_ends_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = AsyncWriter()
-    works = writer._queue.works
-
-    def works_once_all_are_done() -> list[queue.Work]:
-        monkeypatch.setattr(writer._queue, "works", works)
-        assert writer._queue.join(60)
-        return works()
-
-    def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(writer._queue, "works", works_once_all_are_done)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(operations.Save, "stage", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        writer.save(NEW, path)
-    monkeypatch.undo()
-    assert writer.save(OLD, path).result(60).durable
-    writer.close(60)
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 4 << 20])

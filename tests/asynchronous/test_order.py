@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -230,7 +232,8 @@ def test_what_follows_a_save_follows_it_at_exit_too(
             if way == "remove":
                 writer.remove(tmp_path / "old")
             else:
-                writer.in_turn(lambda: os.replace(tmp_path / "new", tmp_path / "old"), str(tmp_path / "old"), "moving")
+                new, old = tmp_path / "new", tmp_path / "old"
+                in_turn(writer, partial(os.replace, new, old), str(old), "moving")
 
         has_to_wait(gate, act)
         assert os.listdir(tmp_path) == (["new"] if way == "remove" else ["old"])
@@ -360,4 +363,4 @@ def test_nothing_is_left_to_be_waited_for(tmp_path: Path) -> None:
         for number in range(3):
             writer.save(state(number), tmp_path / str(number))
         writer.remove(tmp_path / "1")
-    assert not ordering._operations
+    assert not ordering._pending

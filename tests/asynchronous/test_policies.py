@@ -113,7 +113,9 @@ def test_keeping_the_latest(tmp_path: Path, blocked: Any, caplog: pytest.LogCapt
     assert "replaced by the save to" in caplog.text
 
 
-def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_path: Path, blocked: Any) -> None:
+def test_what_was_to_follow_a_replaced_save_is_not_done(
+    tmp_path: Path, blocked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with AsyncWriter(staging_bytes=2 * BUFFER_NBYTES, when_busy="latest") as writer:
         writer.save(state(9), tmp_path / "old").result()
         blocked.close()
@@ -123,24 +125,10 @@ def test_what_was_to_follow_a_replaced_save_follows_the_one_in_its_place(tmp_pat
         writer.remove(tmp_path / "old")
         writer.save(state(2), tmp_path / "2")
         assert replaced.stage == "replaced"
-        assert (tmp_path / "old").exists()
         blocked.open()
         writer.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
-
-
-def test_what_follows_a_replaced_save_is_waited_for(tmp_path: Path, blocked: Any) -> None:
-    with AsyncWriter(staging_bytes=2 * BUFFER_NBYTES, when_busy="latest") as writer:
-        writer.save(state(9), tmp_path / "old").result()
-        blocked.close()
-        writer.save(state(0), tmp_path / "0")
-        blocked.wait_until_reached()
-        writer.save(state(1), tmp_path / "1")
-        writer.remove(tmp_path / "old")
-        writer.save(state(2), tmp_path / "2")
-        blocked.open()
-        writer.finish_at_exit(60)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "old"]
+    assert f"the save to {tmp_path / '1'} was replaced: removing {tmp_path / 'old'}" in caplog.text
 
 
 def test_a_removal_gives_way_to_a_later_save_of_the_same_file(tmp_path: Path, blocked: Any) -> None:
@@ -185,6 +173,16 @@ def test_a_save_that_cannot_begin_replaces_nothing(tmp_path: Path, blocked: Any)
 def test_wrong_settings(option: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AsyncWriter(**option)
+
+
+def test_public_names_are_what_users_call() -> None:
+    def names(of: type) -> set[str]:
+        return {name for name in dir(of) if not name.startswith("_")}
+
+    assert names(AsyncWriter) == {"close", "closed", "remove", "save", "statistics", "wait"}
+    assert names(fastensor.SaveHandle) == {
+        "add_done_callback", "cancel", "done", "exception", "path", "result", "stage", "stages"
+    }  # fmt: skip
 
 
 def test_options_of_save_that_do_not_exist(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fastensor import AsyncWriter
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
 from fastensor.backends.snapshot import Snapshot
-from fastensor.checkpoint.asynchronous import operations
+from fastensor.checkpoint.asynchronous import work
 from fastensor.errors import LayoutError
 from fastensor.stitch import torch_zip
 
@@ -143,13 +143,13 @@ def test_the_budget_holds_for_any_sizes(
 def test_a_storage_that_is_resized_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.ones(10), "v": torch.ones(10)}
     fastensor.save({"old": True}, tmp_path / "x")
-    open_save = operations.Save.open
+    open_save = work.Save.open
 
-    def resize_meanwhile(self: operations.Save, snapshot: Snapshot) -> None:
+    def resize_meanwhile(self: work.Save, snapshot: Snapshot) -> None:
         state["v"].untyped_storage().resize_(0)
         open_save(self, snapshot)
 
-    monkeypatch.setattr(operations.Save, "open", resize_meanwhile)
+    monkeypatch.setattr(work.Save, "open", resize_meanwhile)
     with AsyncWriter() as writer:
         with pytest.raises(fastensor.StateChangedError, match="40 bytes was resized to 0"):
             writer.save(state, tmp_path / "x")

@@ -64,7 +64,7 @@ def test_the_nth_call_fails(tmp_path: Path, name: str, code: int, tally: Counter
             assert (failure.errno, str(path) in str(failure)) == (code, True), fault
             assert content == (2 if "the new file is in place" in str(failure) else 1), fault
         assert not leftovers(tmp_path), fault
-        assert not ordering._operations
+        assert not ordering._pending
         if not fault.fired:
             break
     else:
@@ -181,7 +181,7 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
         writer.close()
         assert writer.statistics().peak_staging_bytes <= 4 * BUFFER_NBYTES
     assert not problems
-    assert not ordering._operations
+    assert not ordering._pending
     assert not leftovers(tmp_path)
     for path in paths:
         read(path)

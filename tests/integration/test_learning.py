@@ -75,7 +75,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FASTENSOR_EXPLORE", "1")
     monkeypatch.setattr(current, "_made", {})
     monkeypatch.setattr(files, "_FLUSH_SECONDS", 0.0)
-    monkeypatch.setattr(afterwards, "_worker", afterwards._Worker())
+    monkeypatch.setattr(afterwards, "_worker", afterwards.Worker("test-afterwards"))
     return tmp_path
 
 

@@ -270,7 +270,7 @@ def test_file_urls_and_remote_ones(tmp_path: Path) -> None:
 
 def test_picklable_without_listeners() -> None:
     plugin = FastensorCheckpointIO(backend="numpy", verify=False)
-    stop = plugin.subscribe(print)
+    stop = plugin._subscribe(print)
     copy = pickle.loads(pickle.dumps(plugin))
     assert (copy.backend, copy.verify, copy._listeners) == ("numpy", False, [])
     stop()

@@ -20,6 +20,7 @@ import torch
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
 
 import fastensor
+from fastensor.backends import snapshot
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint import ordering
 from fastensor.files import posix
@@ -49,7 +50,7 @@ def drain_threads() -> list[threading.Thread]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_pending() -> Iterator[None]:
     yield
-    assert not ordering._operations
+    assert not ordering._pending
     assert not drain_threads()
 
 
@@ -235,7 +236,7 @@ def test_a_process_that_goes_elsewhere_links_what_it_meant(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path / "a")
     plugin = FastensorCheckpointIO(asynchronous=True)
     plugin.save_checkpoint({"w": torch.ones(3)}, "x.ckpt")
-    plugin.link("x.ckpt", "last.ckpt")
+    plugin._link("x.ckpt", "last.ckpt")
     monkeypatch.chdir(tmp_path / "b")
     gone.set()
     plugin.teardown()
@@ -244,7 +245,7 @@ def test_a_process_that_goes_elsewhere_links_what_it_meant(tmp_path: Path, monke
 
 
 def test_there_are_no_remote_links(caplog: pytest.LogCaptureFixture) -> None:
-    FastensorCheckpointIO(asynchronous=True).link("memory://run/x.ckpt", "memory://run/last.ckpt")
+    FastensorCheckpointIO(asynchronous=True)._link("memory://run/x.ckpt", "memory://run/last.ckpt")
     assert "memory://run/last.ckpt is not made: remote filesystems have no links" in caplog.text
 
 
@@ -344,7 +345,7 @@ def test_an_earlier_failure_does_not_keep_the_checkpoint_of_the_exception_from_b
             if trainer.global_step == 3:
                 disk.full_after = 0
                 trainer.save_checkpoint(tmp_path / "x")
-                plugin.wait()
+                plugin._wait()
                 disk.full_after = 10**9
                 raise ValueError("of the training")
 
@@ -503,6 +504,45 @@ def test_a_checkpoint_for_a_requeue_is_there_at_once(
     assert began == [0, 3]
 
 
+def test_a_requeue_in_the_middle_of_a_save(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """SLURM's signal interrupts the main thread while that saves another checkpoint. Lightning's handler saves."""
+    for name, value in SLURM.items():
+        if name != "SLURM_JOB_NAME":
+            monkeypatch.setenv(name, value)
+    connector = importlib.import_module(f"{pl.__name__}.trainer.connectors.signal_connector")
+    requeued: list[int] = []
+    steps: list[str] = []
+
+    def call(command: list[str], **_: Any) -> int:
+        requeued.append(torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"])
+        return 0
+
+    owner, name = (snapshot.Snapshot, "stage") if asynchronous else (posix, "sync_file")
+    original = getattr(owner, name)
+
+    def be_interrupted(*arguments: Any) -> Any:
+        if steps == ["save"]:
+            steps.append("signal")
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*arguments)
+
+    class Job(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                steps.append("save")
+                trainer.save_checkpoint(tmp_path / "mine.ckpt")
+                steps.append("saved")
+
+    monkeypatch.setattr(connector, "call", call)
+    monkeypatch.setattr(owner, name, be_interrupted)
+    plugin = FastensorCheckpointIO(asynchronous=asynchronous)
+    fit(pl, tmp_path, plugin, callbacks=[CheckpointMonitor(), Job()], enable_checkpointing=False)
+    assert (steps, requeued) == (["save", "signal", "saved"], [3])
+    assert step_of(tmp_path / "mine.ckpt") == step_of(tmp_path / "hpc_ckpt_1.ckpt") == 3
+
+
 SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0") | {
     "SLURM_NTASKS": "1", "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "training"
 }  # fmt: skip
@@ -555,7 +595,7 @@ def watch(pl: Any, tmp_path: Path) -> Any:
 
         def save(self, trainer: Any, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
-            self.asynchronous.append(trainer.strategy.checkpoint_io.latest is not None)
+            self.asynchronous.append(trainer.strategy.checkpoint_io._latest is not None)
 
         on_train_batch_end = on_fit_end = save
 
@@ -608,7 +648,7 @@ def test_a_run_that_cannot_be_seen_says_so(
     thread.start()
     thread.join()
     assert watch.asynchronous == [True] * 4 + [False] * 6
-    assert len([one for one in recwarn if "nobody says whether another has begun" in str(one.message)]) == 1
+    assert len([one for one in recwarn if "cannot see whether another has begun" in str(one.message)]) == 1
 
 
 def test_skipped_checkpoints_cost_no_old_ones(
@@ -623,12 +663,12 @@ def test_skipped_checkpoints_cost_no_old_ones(
     class Watch(pl.callbacks.Checkpoint):  # type: ignore[misc]  # these come last, in the order given
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             step = trainer.global_step
-            if plugin.latest is not None and plugin.latest.stage == "skipped":
+            if plugin._latest is not None and plugin._latest.stage == "skipped":
                 skipped.append(step)
             if step in (4, 8):
                 disk_is_free.set()
             if disk_is_free.is_set():
-                plugin.wait()
+                plugin._wait()
             if step in (1, 5):
                 disk_is_free.clear()
             if step == 1:
@@ -648,7 +688,7 @@ def test_a_single_save_can_be_synchronous(tmp_path: Path) -> None:
     plugin.save_checkpoint({"a": 1}, tmp_path / "x", storage_options={"asynchronous": False})
     assert plugin.last_save is not None
     assert plugin.last_save.stall_seconds == plugin.last_save.seconds
-    assert plugin.latest is None
+    assert plugin._latest is None
     plugin.teardown()
     plugin.teardown()
 
@@ -725,7 +765,7 @@ def _link_and_load_on_every_rank(fabric: Any, folder: Path) -> None:
         path = folder / f"{number}.ckpt"
         fabric.save(path, {"w": torch.full((5,), number)})
         if fabric.global_rank == 0:
-            fabric.strategy.checkpoint_io.link(str(path), str(folder / "last.ckpt"))
+            fabric.strategy.checkpoint_io._link(str(path), str(folder / "last.ckpt"))
         fabric.barrier()
         assert fabric.load(folder / "last.ckpt")["w"][0] == number
         fabric.barrier()

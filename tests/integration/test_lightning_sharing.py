@@ -149,7 +149,7 @@ def test_where_nothing_would_be_shared_nothing_is_said(tmp_path: Path) -> None:
     FastensorCheckpointIO(backend="numpy").save_checkpoint(of_a_trainer(), tmp_path / "x")
     FastensorCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "x")
     plugin = FastensorCheckpointIO()
-    plugin.subscribe(lambda report, step: None)()
+    plugin._subscribe(lambda report, step: None)()
     plugin.save_checkpoint(of_a_trainer(), tmp_path / "x")  # the run is over
 
 

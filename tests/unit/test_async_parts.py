@@ -1,8 +1,10 @@
-"""The parts of asynchronous saves that decide: budgets and pace, and the queue."""
+"""The parts of asynchronous saves that decide: budgets and pace; the memory and the thread."""
 
 from __future__ import annotations
 
+import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.checkpoint.asynchronous.budget import staging_limit
 from fastensor.checkpoint.asynchronous.pace import Pace
-from fastensor.checkpoint.asynchronous.queue import WorkQueue
+from fastensor.checkpoint.asynchronous.settings import staging_limit
 from fastensor.files import budgets
+from fastensor.files.afterwards import Worker
 from fastensor.files.budgets import available_memory, local_processes
 
 GIB = 1 << 30
@@ -132,43 +134,27 @@ def test_without_a_rate_nobody_waits() -> None:
 def test_who_is_in_a_hurry_does_not_wait() -> None:
     pace = Pace(1.0)
     pace.wait(1 << 40)  # the first bytes are free
-    pace.hurry()
-    pace.hurry()
-    pace.resume()
-    pace.wait(1 << 40)
+    with pace.hurried():
+        with pace.hurried():
+            pass
+        pace.wait(1 << 40)
     waiting = threading.Thread(target=pace.wait, args=(1,))
-    pace.resume()
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    pace.hurry()
-    waiting.join(60)
-    assert not waiting.is_alive()
+    with pace.hurried():
+        waiting.join(60)
+        assert not waiting.is_alive()
 
 
-class Work:
-    def __init__(self, done: list[int], number: int) -> None:
-        self._done = done
-        self._number = number
-
-    def run(self) -> None:
-        self._done.append(self._number)
-
-    def lose(self) -> None:
-        raise AssertionError
-
-
-def test_the_queue_keeps_the_order_and_no_idle_thread() -> None:
+def test_a_worker_keeps_the_order_and_goes_on_after_a_failure() -> None:
     done: list[int] = []
-    queue = WorkQueue("test-queue")
+    worker = Worker("test-worker")
+    assert not worker.has_thread
     for number in range(200):
-        queue.put(Work(done, number))
+        assert worker.give(partial(done.append, number))
         if number % 20 == 0:
-            assert queue.join(60)
-    assert queue.join(60)
+            assert worker.give(sys.exit)
+    worker.stop(wait=True)
     assert done == list(range(200))
-    for thread in threading.enumerate():
-        if thread.name == "test-queue":
-            thread.join(60)
-    assert not queue.withdraw(Work(done, 0))
-    assert queue.works() == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "test-worker"]

@@ -114,7 +114,7 @@ def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     path = tmp_path / "x"
     path.write_bytes(bytes(10_000))
-    monkeypatch.setattr(afterwards, "_worker", afterwards._Worker())
+    monkeypatch.setattr(afterwards, "_worker", afterwards.Worker("test-afterwards"))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with freeing_afterwards(str(path)) as found:
@@ -202,7 +202,7 @@ def test_a_signal_handler_may_leave_something_to_be_done_while_the_thread_is_sta
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start, done = threading.Thread.start, [threading.Event(), threading.Event()]
-    worker = afterwards._Worker()
+    worker = afterwards.Worker("test-afterwards")
 
     def interrupted(thread: threading.Thread) -> None:
         assert worker.give(done[0].set)  # as a handler would that saves

@@ -23,7 +23,7 @@ _BLOCK_NBYTES = 512
 
 @dataclass(slots=True, eq=False)
 class Freeing:
-    """The space of a file that lost its name, on its way back to the filesystem."""
+    """How far the space of a file that has lost its name is freed."""
 
     nbytes: int = 0
     """Bytes that are freed. 0 if the file has other names, or was missing."""

@@ -1,81 +1,149 @@
-"""What is still to be done at which path, by this process: so that everybody in it sees operations in call order."""
+"""The work that this process has accepted and not done, by path, so that all see operations in the order of the calls.
+
+There is one list for all paths and writers, in the order in which work was accepted. Single calls change the list, so
+it needs no lock, which a fork or a signal handler might find held.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 from fastensor.checkpoint.location import Location, RemotePath, locate
+from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.publish import Target
+from fastensor.errors import SaveDroppedError
 
 _MOST_LINKS = 40
+_pending: list[PendingWork] = []
 
 
-class Operation(Protocol):
-    """A save, or a removal, that has been accepted and is not done, or has failed and nobody has been told."""
+class PendingWork(ABC):
+    """Work that an asynchronous writer has accepted for a place. Thread-safe.
 
-    @property
-    def leaves_file(self) -> bool:
-        """Whether there is a file at its place once it is done."""
+    The work is in the list until it is done; if it has failed, until the failure was raised somewhere, or logged.
+
+    Args:
+        place: the path or URL, as :func:`place_of` writes it.
+        leaves_file: whether a file is at the place when the work is done.
+        queue: stands for the writer that has accepted the work.
+        keeps: what lives until the work is done.
+    """
+
+    def __init__(self, place: str, *, leaves_file: bool, queue: object, keeps: object) -> None:
+        self.place = place
+        self.leaves_file = leaves_file
+        self.queue = queue
+        self._keeps = keeps
+        self.future: Future[Any] = Future()
+        self._outcome: Any = None
+        self._reported = False
+        self._claim = threading.Lock()
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do the work, which the caller has claimed, and end it. Raises nothing."""
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """Have the work end without touching its place. Takes no lock: a signal handler may call this."""
 
     @property
     def done(self) -> bool:
-        """Whether it is, whatever came of it."""
+        return self.future.done()
 
-    def settle(self) -> None:
-        """Return when it is done, whatever came of it. At once if the calling thread is at it itself."""
+    @property
+    def failure(self) -> BaseException | None:
+        """What the work has failed with."""
+        return self.future.exception() if self.done else None
 
-    def raise_failure(self) -> None:
-        """Raise what it failed with, if nobody has been told yet."""
+    def accept(self) -> None:
+        """Put the work in the list, behind all others."""
+        _pending.append(self)
 
+    def claim(self) -> bool:
+        """Whether the caller is the one to run or end the work: the first one that asks."""
+        return self._claim.acquire(blocking=False)
 
-_operations: dict[str, list[Operation]] = {}
-_lock = threading.RLock()  # a signal handler may save
+    def end(self, outcome: Any) -> None:
+        """The work is done: the outcome is its result, or an exception that it has failed with."""
+        self._outcome = outcome
+        try:
+            self._settle()
+        finally:  # a callback may have raised an exit
+            if self._reported or not isinstance(outcome, BaseException):
+                self.leave()
+            self._keeps = None  # if the writer goes now, it finds the failure in the list
+
+    def report(self) -> None:
+        """The caller raises the failure, if there is one: no other call shall raise it."""
+        self._reported = True
+        if self.done:
+            self.leave()
+
+    def take_failure(self) -> BaseException | None:
+        """The failure, for the one caller who shall raise it; None if there is none, or another call has it."""
+        return self.failure if self.failure is not None and self.leave() else None
+
+    def hurried(self) -> AbstractContextManager[None]:
+        """In the block, a caller waits for the work."""
+        return nullcontext()
+
+    def wait(self) -> None:
+        """Return when the work is done; at once if the caller must not wait (see :func:`is_nested`)."""
+        if not self.done and not is_nested():
+            with self.hurried():
+                self.future.exception()
+
+    def forget(self) -> None:
+        """In a forked child: no lock is held, and the parent does what is not done."""
+        self.future = Future()
+        self._keeps = None
+        if self._outcome is None:
+            self._outcome = SaveDroppedError(f"{self.place}: the process that was forked does it")
+        self._settle()
+
+    def _settle(self) -> None:
+        if isinstance(self._outcome, BaseException):
+            self.future.set_exception(self._outcome)
+        else:
+            self.future.set_result(self._outcome)
+
+    def leave(self) -> bool:
+        """Take the work out of the list; False if it was not there."""
+        with suppress(ValueError):
+            _pending.remove(self)
+            return True
+        return False
 
 
 def _forget_all() -> None:
-    global _lock
-    _lock = threading.RLock()
-    _operations.clear()
+    for work in tuple(_pending):
+        work.forget()
+    _pending.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)  # they are the parent's
+os.register_at_fork(after_in_child=_forget_all)
 
 
-def begin(operation: Operation, place: str) -> None:
-    """The operation is to be done, behind those that are there already."""
-    with _lock:
-        _operations.setdefault(place, []).append(operation)
+def work_in(queue: object) -> list[PendingWork]:
+    """What a writer has accepted and not done, and what has failed and was not reported, in order."""
+    return [work for work in tuple(_pending) if work.queue is queue]
 
 
-def end(operation: Operation, place: str) -> None:
-    """It is done and nobody needs to be told. Calling it again does nothing."""
-    with _lock:
-        found = _operations.get(place, [])
-        if operation in found:
-            found.remove(operation)
-        if not found:
-            _operations.pop(place, None)
-
-
-def is_last(operation: Operation, place: str) -> bool:
-    """Whether nothing was accepted for the place after an operation."""
-    with _lock:
-        found = _operations.get(place, [])
-        return bool(found) and found[-1] is operation
-
-
-def pending(place: str) -> list[Operation]:
+def pending(place: str) -> list[PendingWork]:
     """What was accepted for a place and is not done."""
-    with _lock:
-        return [operation for operation in _operations.get(place, ()) if not operation.done]
+    return [work for work in tuple(_pending) if work.place == place and not work.done]
 
 
-def foretell(location: Location) -> bool | None:
-    """Whether a file will be there once all is done that was accepted for it; None if nothing is to be done."""
-    for place in places_behind(location) if _operations else ():
+def will_exist(location: Location) -> bool | None:
+    """Whether a file will exist when all pending work for it is done; None if there is none."""
+    for place in places_behind(location) if _pending else ():
         if found := pending(place):
             return found[-1].leaves_file
     return None
@@ -85,44 +153,49 @@ def wait_to_read(location: Location) -> None:
     """Return when everything that this process accepted for the file that a path leads to is done.
 
     Raises:
-        Exception: what the last of it failed with, unless somebody has been told.
+        Exception: the failure of the last of this work, unless it was raised before.
     """
-    if not _operations:
+    if not _pending:
         return
     for place in places_behind(location):
-        operations = _settle(place)
-        if operations:
-            operations[-1].raise_failure()
+        found = _wait_for(place)
+        if found and (failure := found[-1].take_failure()) is not None:
+            raise failure
 
 
-def wait_for_earlier(operation: Operation, place: str) -> None:
-    """Return when everything is done that was accepted for the place before an operation, be it by other writers."""
-    with _lock:
-        found = _operations.get(place, [])
-        earlier = found[: found.index(operation)] if operation in found else []
-    for one in earlier:
-        one.settle()
+def wait_for_earlier(work: PendingWork) -> None:
+    """Return when everything is done that was accepted for the same place before, by other writers too."""
+    everything = tuple(_pending)
+    for earlier in everything[: everything.index(work)] if work in everything else ():
+        if earlier.place == work.place:
+            earlier.future.exception()
 
 
 def wait_to_replace(target: Target | RemotePath | object) -> None:
     """Return when everything that was accepted for a target is done."""
-    if isinstance(target, Target | RemotePath):
-        _settle(place_of(target))
+    if _pending and isinstance(target, Target | RemotePath):
+        _wait_for(place_of(target))
 
 
 def wait_to_remove(location: Location) -> None:
     """Return when everything that was accepted for a path, or inside of it, is done."""
-    if _operations:
+    if _pending:
         own = next(places_behind(location), "")
-        for place in own, *places_inside(own):
-            _settle(place)
+        inside = {work.place for work in tuple(_pending) if own and work.place.startswith(own.rstrip("/") + "/")}
+        for place in own, *inside:
+            _wait_for(place)
 
 
-def _settle(place: str) -> list[Operation]:
-    with _lock:
-        found = list(_operations.get(place, ()))
-    for operation in found:
-        operation.settle()
+def withdraw_pending(place: str) -> None:
+    """Have everything that was accepted for a place end without touching it."""
+    for work in pending(place):
+        work.withdraw()
+
+
+def _wait_for(place: str) -> list[PendingWork]:
+    found = [work for work in tuple(_pending) if work.place == place]
+    for work in found:
+        work.wait()
     return found
 
 
@@ -146,12 +219,6 @@ def places_behind(location: Location) -> Iterator[str]:
                 path = os.path.join(os.path.dirname(path), os.readlink(path))
             except OSError:  # not a link, or not there
                 return
-
-
-def places_inside(directory: str) -> list[str]:
-    """Where there is something to be done below a place; nowhere below none."""
-    with _lock:
-        return [place for place in _operations if directory and place.startswith(directory.rstrip("/") + "/")]
 
 
 def _place_of_url(target: RemotePath) -> str:

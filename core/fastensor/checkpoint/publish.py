@@ -16,7 +16,7 @@ import errno
 import os
 import re
 import stat
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
@@ -173,6 +173,12 @@ class InPlace:
         """Note that everything was written."""
         self.finished = True
 
+    def withdraw(self) -> None:
+        """Let what is still written go nowhere, and unlock the file. At any instant, in any thread."""
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, self.fd, inheritable=False)
+        os.close(null)
+
     def close(self) -> None:
         """Close the file. A file that was empty is made empty again unless everything was written.
 
@@ -288,8 +294,11 @@ def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
         os.fchmod(fd, mode)
 
 
-def publish(new: NewFile, *, durable: bool) -> Freeing:
+def publish(new: NewFile, *, durable: bool, free_later: bool = True) -> Freeing:
     """Let a finished file take the target's place, and make the name durable.
+
+    Args:
+        free_later: whether a thread frees the space of the old file; else the filesystem does so at once.
 
     Returns:
         The space of the old file, which another thread frees.
@@ -297,7 +306,7 @@ def publish(new: NewFile, *, durable: bool) -> Freeing:
     Raises:
         OSError: a call failed; ``new.published`` says whether the file has taken the target's place.
     """
-    with freeing_afterwards(new.path) as freeing:
+    with freeing_afterwards(new.path) if free_later else nullcontext(Freeing()) as freeing:
         new.publish()
         if durable:
             posix.sync_directory(os.path.dirname(new.path))

@@ -84,6 +84,7 @@ def save(
         CheckpointWriteError: the operating system or the remote filesystem refused an operation. The old file is still
             at ``path``, unless the message says that the new file is in place but may not survive a power failure. An
             open file, or a file that is written in place, holds a part of the new contents.
+        SaveDroppedError: a signal handler that has interrupted this save has saved to the same path.
         StateChangedError: a storage was resized meanwhile. The old file is still at ``path``, unless it is written in
             place.
         UnsupportedContentError: a safetensors file cannot hold the object, or ``torch.serialization.skip_data`` is
@@ -92,8 +93,10 @@ def save(
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
-    May be called from several threads at once. Two saves to one path at a time leave one of both files, whole. A
-    ``torch.save`` that was wrapped or mocked is called once, and writes the file.
+    May be called from several threads at once, and by signal handlers. A handler that interrupts Fastensor itself saves
+    independently of what it interrupts, and in a simpler way: without threads, through the page cache. Two saves to one
+    path at a time leave one of both files, whole. A ``torch.save`` that was wrapped or mocked is called once, and
+    writes the file.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +18,14 @@ from fastensor.backends.fallback import Fallback, can_write, record_fallback
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.opened import can
-from fastensor.checkpoint.ordering import wait_to_replace
+from fastensor.checkpoint.ordering import place_of, wait_to_replace, withdraw_pending
 from fastensor.checkpoint.publish import KEPT, InPlace, Target, open_output, publish, resolve_target
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
-from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
+from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError, SaveDroppedError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
@@ -35,6 +38,9 @@ _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
 _ONLY_TORCH = "it could not be laid out without torch"
 _FAILED = "the save failed"
 _STREAMED = (("torch", _ONLY_TORCH), (stream.NAME, NO_LOCAL_FILE))
+_NESTED = "a signal handler or a callback saves inside of other work of Fastensor"
+_NEEDS_NO_THREAD = "numpy"
+"""The backend of nested saves."""
 
 
 Planner: TypeAlias = Callable[[list[Fallback]], Plan | None]
@@ -93,6 +99,9 @@ class SaveTransaction:
         self._fallbacks: list[Fallback] = []
         self._freeing = Freeing()
         self._output: NewFile | InPlace | None = None
+        self._thread = threading.get_ident()
+        self._nested = False
+        self._withdrawn = False
 
     def __enter__(self) -> Self:
         return self
@@ -101,16 +110,67 @@ class SaveTransaction:
         self.close()
 
     def run(self, plan: Planner) -> SaveReport:
-        """Plan, write and publish the file, after all operations that this process has accepted for the target.
+        """Plan the file, and :meth:`finish`.
 
         Raises:
-            CheckpointWriteError: the file could not be written; the message says what is at the target now.
-            Exception: whatever ``plan`` raises; then nothing has been written.
+            Exception: whatever ``plan`` raises; then nothing has been written. Or as :meth:`finish`.
         """
-        wait_to_replace(self.target)
-        planned = self.plan(plan)
+        with self.under_way():
+            return self.finish(self.plan(plan))
+
+    def finish(self, planned: Plan | None) -> SaveReport:
+        """Write a planned file in this thread, behind everything that this process has accepted for the target.
+
+        A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing: what this thread and asynchronous
+        writers have still to do at the target is withdrawn instead.
+
+        Raises:
+            CheckpointWriteError: the file could not be written; the message says what is there now.
+            SaveDroppedError: a nested save has replaced this one.
+        """
         with self:
+            self._nested = is_nested()
+            if self._nested:
+                self._withdraw_others()
+            else:
+                wait_to_replace(self.target)
             return self.move(planned)
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """In the block, a nested save to the same target withdraws this one."""
+        try:
+            _under_way.append(self)
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # a forked child has forgotten it, or an interrupt has come before
+                _under_way.remove(self)
+
+    def withdraw(self) -> None:
+        """See to it that this save does not touch its target any more: the save that calls this replaces it.
+
+        Takes no lock, and may be called at any instant of this save, by a signal handler or another thread. A save
+        that has published its file by then has only been faster.
+        """
+        self._withdrawn = True
+        if self._output is not None:
+            self._output.withdraw()
+
+    def _withdraw_others(self) -> None:
+        if not isinstance(self.target, Target | RemotePath):
+            return
+        place = place_of(self.target)
+        for other in tuple(_under_way):
+            if other is not self and other._thread == self._thread and other._is_at(place):
+                other.withdraw()
+        withdraw_pending(place)
+
+    def _is_at(self, place: str) -> bool:
+        return isinstance(self.target, Target | RemotePath) and place_of(self.target) == place
+
+    def _check_withdrawn(self) -> None:
+        if self._withdrawn:
+            raise SaveDroppedError(f"{self.where}: a signal handler or a callback has saved to the same path meanwhile")
 
     def plan(self, plan: Planner) -> Plan | None:
         """Plan the file. None if torch has to write it."""
@@ -145,8 +205,8 @@ class SaveTransaction:
         if not isinstance(self._output, InPlace):
             return False
         if self._output.is_file:
-            self._output.close()
-            self._output = None
+            output, self._output = self._output, None
+            output.close()
         return True
 
     def close(self) -> None:
@@ -177,17 +237,14 @@ class SaveTransaction:
 
         Raises:
             CheckpointWriteError: the file could not be written; the message says what is at the target now.
+            SaveDroppedError: a nested save has replaced this one.
         """
-        self.open()
-        if isinstance(self._output, NewFile):
-            written = self._to_disk(source, self._output)
-        elif isinstance(self._output, InPlace):
-            written = self._in_place(source, self._output)
-        elif isinstance(self.target, RemotePath):
-            written = self._to_url(source, self.target)
-        else:
-            assert not isinstance(self.target, Target)
-            written = self._to_file(source, self.target)
+        try:
+            written = self._move(source)
+        except Exception:
+            self._check_withdrawn()
+            raise
+        self._check_withdrawn()
         seconds = time.perf_counter() - self._started
         return SaveReport(
             path=written.path,
@@ -206,6 +263,17 @@ class SaveTransaction:
             wait_seconds=self.seconds.get("wait", 0.0),
             freeing=self._freeing,
         )
+
+    def _move(self, source: Source | None) -> _Written:
+        self.open()
+        if isinstance(self._output, NewFile):
+            return self._to_disk(source, self._output)
+        if isinstance(self._output, InPlace):
+            return self._in_place(source, self._output)
+        if isinstance(self.target, RemotePath):
+            return self._to_url(source, self.target)
+        assert not isinstance(self.target, Target)
+        return self._to_file(source, self.target)
 
     @contextmanager
     def _at(self, stage: str) -> Iterator[None]:
@@ -237,11 +305,14 @@ class SaveTransaction:
                     posix.sync_file(new.fd)
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             self.before_publishing()
+            self._check_withdrawn()
             with self._at("publish"):
-                self._freeing = publish(new, durable=self._durable)
+                self._freeing = publish(new, durable=self._durable, free_later=not self._nested)
             self.close()
-        if transfer is None:
+        if source is None:
             return _Written(new.path, nbytes, "torch", _ONLY_TORCH, durable, True)
+        if transfer is None:
+            return _Written(new.path, nbytes, _NEEDS_NO_THREAD, _NESTED, durable, True)
         transfer.done(taken)
         return _Written(new.path, nbytes, transfer.used, transfer.reason, durable, True)
 
@@ -266,6 +337,7 @@ class SaveTransaction:
         with self._at("write"), write_errors(self.where, _FAILED, KEPT), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
+            self._check_withdrawn()
         return _Written(target.url, nbytes, *_STREAMED[source is not None], False, True)
 
     def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
@@ -280,9 +352,17 @@ class SaveTransaction:
         with file_for_torch(partial(posix.write_fully, fd)) as file:
             self._let_torch_write(file)
 
-    def _write(self, source: Source, new: NewFile) -> tuple[Transfer, Sequence[int]]:
-        """Write the contents by the chosen backend, or by the next one that can. Returns the checksums."""
+    def _write(self, source: Source, new: NewFile) -> tuple[Transfer | None, Sequence[int]]:
+        """Write the contents by the chosen backend, or by the next one that can. Nothing is chosen if nested.
+
+        Returns the transfer and the checksums.
+        """
         fd = new.fd
+        if self._nested:
+            _reserve(fd, source.nbytes)
+            if self._backend not in (registry.AUTO, _NEEDS_NO_THREAD) and isinstance(self._backend, str):
+                record_fallback(self._fallbacks, self._backend, _NESTED)
+            return None, registry.get(_NEEDS_NO_THREAD).write(source, fd)
         with self._timed("wait"):
             wait_for_space()
         _reserve(fd, source.nbytes)
@@ -312,6 +392,12 @@ class SaveTransaction:
         with file_for_torch(lambda data, offset: counted.write(data)) as own:
             self._let_torch_write(own)
         return counted.nbytes
+
+
+_under_way: list[SaveTransaction] = []
+"""Saves whose callers wait for them, of all threads. Single calls change the list, so it needs no lock, which a signal
+handler might find held."""
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

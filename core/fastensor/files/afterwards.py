@@ -1,4 +1,4 @@
-"""Work that is done after a call has returned: by one thread of the process, one job after the other."""
+"""Threads that do one job after the other, and the one that does what is left to do when a call has returned."""
 
 from __future__ import annotations
 
@@ -9,50 +9,75 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
 
-Job: TypeAlias = Callable[[], None]
+Job: TypeAlias = Callable[[], object]
 
 _logger = logging.getLogger("fastensor")
 
 
-class _Worker:
-    """A daemon thread. The first job starts it; the process does not wait for it to end."""
+class Worker:
+    """A daemon thread that does jobs in the order in which they came. The thread starts with the first job, and ends
+    with the process, which does not wait for it, or by :meth:`stop`.
 
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
-        self._starting = threading.Lock()
-        self._started = False
+    Every method may be called from any thread.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # may be used by signal handlers
+        self._thread: threading.Thread | None = None
+        self._working = threading.Lock()
+        """Held by the thread. If an interrupt has left a second one behind, that waits."""
 
     def give(self, job: Job) -> bool:
-        """Queue a job. Returns False if no thread can be started: the interpreter exits, or there are too many threads.
+        """Queue a job. What the job raises is logged.
 
-        Waits for nothing, so a signal handler may call this at any time, even while it interrupts this method.
+        Returns:
+            False if no thread can be started: the interpreter exits, or there are too many threads.
         """
-        if not self._started and self._starting.acquire(blocking=False):
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
-                threading.Thread(target=self._work, name="fastensor-afterwards", daemon=True).start()
-                self._started = True
-            except RuntimeError:
+                self._thread.start()
+            except BaseException as error:
+                self._thread = None
+                if not isinstance(error, RuntimeError):
+                    raise
                 return False
-            finally:
-                self._starting.release()
         self._jobs.put(job)
         return True
 
+    @property
+    def has_thread(self) -> bool:
+        """Whether a job was given since the worker was made or stopped."""
+        return self._thread is not None
+
+    def stop(self, *, wait: bool = False) -> None:
+        """Have the thread end when all jobs are done, and perhaps wait for that. No job may be given any more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            if wait:
+                thread.join()
+
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            try:
-                job()
-            except Exception:  # the next job is independent of this one
-                _logger.exception("work after a call has failed")
-            del job
+        with self._working:
+            while (job := self._jobs.get()) is not None:
+                try:
+                    job()
+                except BaseException:  # the next job is independent of this one
+                    _logger.exception("a job of the thread %s has failed", self._name)
+                del job
+        self._jobs.put(None)  # for a second thread, if there is one
 
 
-_worker = _Worker()
+_worker = Worker("fastensor-afterwards")
 
 
 def do_afterwards(job: Job) -> bool:
-    """Have a thread run a job soon.
+    """Have a thread run a job soon. Waits for nothing, so a signal handler may call this at any time.
 
     Args:
         job: runs unless the process ends before. A forked child runs none of its parent's jobs.
@@ -66,7 +91,7 @@ def do_afterwards(job: Job) -> bool:
 def _begin_anew() -> None:
     """In a forked child: the thread is the parent's."""
     global _worker
-    _worker = _Worker()
+    _worker = Worker("fastensor-afterwards")
 
 
 os.register_at_fork(after_in_child=_begin_anew)

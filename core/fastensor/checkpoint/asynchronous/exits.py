@@ -1,4 +1,4 @@
-"""What becomes of pending saves when the process exits, is told to, or forks."""
+"""What becomes of pending saves when the process exits, is terminated by SIGTERM, or forks."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ import signal
 import threading
 import time
 import weakref
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from fastensor.files.afterwards import Worker
 
-class Watched(Protocol):
-    """A writer, as the end of the process sees it."""
+if TYPE_CHECKING:
+    from fastensor.checkpoint.asynchronous.writer import AsyncWriter
 
-    def finish_at_exit(self, seconds: float | None) -> None:
-        """Wait for what is pending, at most so long, or as long as it was told when it was made."""
-
-    def forget_pending(self) -> None:
-        """In a forked child: what is pending is the parent's."""
-
-
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Writers. One that has something to do is kept alive by its thread."""
+_watched: weakref.WeakSet[AsyncWriter] = weakref.WeakSet()
+"""Pending work keeps its writer alive."""
 _deadline: float | None = None
-"""When the process will be killed, if it was told so: ``time.monotonic()``."""
+"""When the process will be killed, if a SIGTERM has said so: ``time.monotonic()``."""
 
 
-def watch(writer: Watched, preemption_seconds: float | None) -> None:
+def watch(writer: AsyncWriter, preemption_seconds: float | None) -> None:
     """Finish what is pending in a writer before the process exits, and before SIGTERM ends it.
 
     Raises:
@@ -65,30 +58,30 @@ def _register() -> None:
 def _finish_at_exit() -> None:
     global _exiting
     _exiting = True
-    # When a deadline has passed, nobody has held to it: the program has been told to end, and has survived.
+    # After a deadline that has passed, the program has survived its SIGTERM, and may take its usual time.
     _finish_all(_deadline if _deadline is not None and _deadline > time.monotonic() else None)
 
 
 def _finish_all(deadline: float | None) -> None:
     for writer in list(_watched):
-        writer.finish_at_exit(None if deadline is None else max(deadline - time.monotonic(), 0))
+        writer._finish_at_exit(None if deadline is None else max(deadline - time.monotonic(), 0))
 
 
 def _after_fork() -> None:
     for writer in list(_watched):
-        writer.forget_pending()
+        writer._forget_pending()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Preemption:
-    """Lets SIGTERM wait.
+    """Delays the end of the process by SIGTERM until pending saves are durable.
 
-    The handler itself waits for nothing: it may have interrupted a thread that holds any lock. A thread waits, and then
+    The handler itself waits for nothing: it may have interrupted code that holds any lock. A thread waits, and then
     sends the signal again.
 
-    It only ends the process where the signal would have ended it. A handler that was there before, or that was
+    The handler only ends the process where the signal would have ended it. A handler that was there before, or that was
     installed since and calls this one (a Trainer's does), decides by itself; only the deadline is noted then.
     """
 
@@ -96,8 +89,8 @@ class _Preemption:
         self._seconds = 0.0
         self._previous: Any = None
         self._pid = 0
-        """Of the process that has installed the handler; 0 if none has."""
-        self._told: SimpleQueue[None] = SimpleQueue()  # may be used by signal handlers
+        """The process that has installed the handler; 0 if none has."""
+        self._worker = Worker("fastensor-preemption")
         self._begun = False
         self._finished = False
 
@@ -114,9 +107,9 @@ class _Preemption:
         if previous != self._handle:  # not the one that a forked child has from its parent
             self._previous = previous
         self._pid = os.getpid()
-        self._told = SimpleQueue()
+        self._worker = Worker("fastensor-preemption")
+        self._worker.give(lambda: None)  # a signal handler must not be the first to need the thread
         self._begun = self._finished = False
-        threading.Thread(target=self._wait, name="fastensor-preemption", daemon=True).start()
 
     def _handle(self, number: int, frame: Any) -> None:
         if self._previous == signal.SIG_IGN:
@@ -134,23 +127,21 @@ class _Preemption:
         elif not self._begun:
             self._begun = True
             self._note_deadline()
-            self._told.put(None)
+            self._worker.give(self._finish)
 
     def _note_deadline(self) -> None:
-        """The first one holds until it has passed: whoever asks twice does not wait longer."""
+        """The first deadline holds until it has passed: a second signal does not prolong it."""
         global _deadline
         now = time.monotonic()
         if _deadline is None or _deadline <= now:
             _deadline = now + self._seconds
 
-    def _wait(self) -> None:
-        while True:
-            self._told.get()
-            try:
-                _finish_all(_deadline)
-            finally:
-                self._finished = True
-                os.kill(os.getpid(), signal.SIGTERM)
+    def _finish(self) -> None:
+        try:
+            _finish_all(_deadline)
+        finally:
+            self._finished = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 _preemption = _Preemption()

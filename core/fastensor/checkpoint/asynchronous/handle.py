@@ -1,74 +1,53 @@
-"""What a caller gets for a save that goes on without it."""
+"""What a caller gets for a save that goes on meanwhile."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any
 
-from fastensor.checkpoint.asynchronous.queue import in_drain_thread
+from fastensor.checkpoint.asynchronous.work import Save, SaveStage
+from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.report import SaveReport
-
-SaveStage: TypeAlias = Literal["staging", "queued", "writing", "durable", "failed", "cancelled", "skipped", "replaced"]
-
-
-class Handled(Protocol):
-    """What a handle needs of its save."""
-
-    def cancel(self) -> bool:
-        """Give it up; whether it will leave what is at its path."""
-
-    def tell(self) -> bool:
-        """Somebody is told of its failure now."""
-
-    def hurried(self) -> AbstractContextManager[None]:
-        """Somebody waits for it in the block."""
 
 
 class SaveHandle:
     """A save of :class:`~fastensor.AsyncWriter`. Every method may be called from any thread.
 
-    A failure is told once: by :meth:`result` or :meth:`exception`, or else by the writer's next call.
+    A failure is raised by :meth:`result` or returned by :meth:`exception`; if neither is called, the writer's next call
+    raises it, once.
     """
 
-    def __init__(self, path: str, save: Handled) -> None:
-        self._path = path
+    def __init__(self, save: Save) -> None:
         self._save = save
-        self._started = time.perf_counter()
-        self._stage: SaveStage = "staging"
-        self._stages: dict[SaveStage, float] = {"staging": 0.0}
-        self._outcome: SaveReport | BaseException | None = None
-        self._future: Future[SaveReport] = Future()
 
     @property
     def path(self) -> str:
-        """What is saved to."""
-        return self._path
+        """The path that is saved to."""
+        return self._save.path
 
     @property
     def stage(self) -> SaveStage:
-        """Where it is. ``durable`` means finished as asked for; the last four are ends without a new file."""
-        return self._stage
+        """Where the save is. ``durable`` means finished as asked for. ``failed``, ``cancelled``, ``skipped`` and
+        ``replaced`` are ends without a new file."""
+        return self._save.stage
 
     @property
     def stages(self) -> Mapping[SaveStage, float]:
         """The stages so far, and how many seconds after the call of ``save`` each began."""
-        return MappingProxyType(self._stages)
+        return MappingProxyType(self._save.stages)
 
     def done(self) -> bool:
-        """Whether it has come to an end, whichever."""
-        return self._future.done()
+        """Whether the save has come to one of its ends."""
+        return self._save.done
 
     def cancel(self) -> bool:
-        """Give it up, unless its file is about to take its place already.
+        """Drop the save, unless its file is about to take its place already.
 
         Returns:
-            Whether it will leave what is at the path as it is. It may go on for an instant; see :meth:`done`.
+            Whether the save will leave what is at the path as it is. It may go on for an instant; see :meth:`done`.
         """
-        return self._save.cancel()
+        return self._save.drop("cancelled", "the save was cancelled")
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the file is in place and durable.
@@ -77,68 +56,45 @@ class SaveHandle:
             timeout: seconds to wait at most; None means for ever.
 
         Raises:
-            TimeoutError: it takes longer. It goes on.
-            SaveDroppedError: it was cancelled, skipped or replaced.
-            CheckpointWriteError: it failed, as :func:`fastensor.save` would have.
-            RuntimeError: it is not done, and a callback of another save asks, which it may have to wait for.
+            TimeoutError: the save takes longer. It goes on.
+            SaveDroppedError: the save was cancelled, skipped or replaced.
+            CheckpointWriteError: the save failed, as :func:`fastensor.save` would have.
+            RuntimeError: the save is not done, and may have to wait for the caller: a callback of another save, or a
+                signal handler that interrupts Fastensor.
         """
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return self._future.result()
+        report: SaveReport = self._save.future.result()
+        return report
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as :meth:`result` does, and return what that would raise; None if nothing."""
-        if not self.done() and in_drain_thread():
-            raise RuntimeError(f"{self._path}: a callback cannot wait for a save in the thread that writes")
+        if not self.done() and is_nested():
+            raise RuntimeError(
+                f"{self.path}: a callback cannot wait for a save in the thread that writes, nor can a signal handler "
+                "wait for what it interrupts"
+            )
         try:
             with self._save.hurried():
-                error = self._future.exception(timeout)
+                error = self._save.future.exception(timeout)
         except TimeoutError:
             raise TimeoutError(
-                f"{self._path}: the save is not done after {timeout:g} s, but {self.stage}; it goes on"
+                f"{self.path}: the save is not done after {timeout:g} s, but {self.stage}; it goes on"
             ) from None
-        self._save.tell()
+        self._save.report()
         return error
 
     def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
-        """Call it with the handle when :meth:`done`, in the thread that has finished; now, if that is so already.
+        """Call ``callback`` with the handle when the save is :meth:`done`, in the thread that has finished it; at once
+        if it is done already.
 
-        What it raises is logged.
+        An exception of the callback is logged. What the callback saves is saved synchronously.
         """
-        self._future.add_done_callback(lambda future: callback(self))
-
-    def enter(self, stage: SaveStage) -> None:
-        """Note that a stage begins. For the writer."""
-        self._stages = {**self._stages, stage: time.perf_counter() - self._started}
-        self._stage = stage
-
-    def end(self, stage: SaveStage, outcome: SaveReport | BaseException) -> None:
-        """Note how it ended. For the writer."""
-        self.enter(stage)
-        self._outcome = outcome
-        self._tell(outcome)
-
-    def _tell(self, outcome: SaveReport | BaseException) -> None:
-        if isinstance(outcome, BaseException):
-            self._future.set_exception(outcome)
-        else:
-            self._future.set_result(outcome)
-
-    def forget(self, otherwise: BaseException) -> None:
-        """In a forked child: nobody waits any more, and no lock is held. For the writer.
-
-        Args:
-            otherwise: how it ends for the child if it is not done: that is its parent's.
-        """
-        self._future = Future()
-        if self._outcome is None:
-            self.end("cancelled", otherwise)
-        else:
-            self._tell(self._outcome)
+        self._save.future.add_done_callback(lambda future: callback(self))
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} belongs to the process that saves; what its result() returns can be copied and sent")
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._path!r}: {self.stage}>"
+        return f"<{type(self).__name__} of {self.path!r}: {self.stage}>"

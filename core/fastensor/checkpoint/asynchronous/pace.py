@@ -1,16 +1,17 @@
-"""Keeping a drain below a rate."""
+"""Keeping a writer below a rate."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _SLICE_SECONDS = 0.05
 
 
 class Pace:
-    """Spreads bytes over time. Used by one thread; :meth:`hurry` and :meth:`resume` by any.
+    """Spreads bytes over time. One thread moves them; any thread may be in a hurry.
 
     Args:
         bytes_per_second: the rate that is kept on average, from one call of :meth:`wait` to the next; None for none.
@@ -21,9 +22,9 @@ class Pace:
         self._rate = bytes_per_second
         self._clock = clock
         self._due = 0.0
-        self._lock = threading.RLock()
-        self._waiting = 0
-        self._hurried = threading.Event()
+        self._hurried: list[object] = []
+        """One for each thread in a hurry. Single calls change the list, so it needs no lock."""
+        self._hurry = threading.Event()
 
     def delay(self, nbytes: int) -> float:
         """Seconds to wait before so many bytes may be moved; they are taken as moved then."""
@@ -35,20 +36,21 @@ class Pace:
         return begin - now
 
     def wait(self, nbytes: int, *, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Wait until so many bytes may be moved, or somebody is in a hurry, or it is stopped."""
-        delay = 0.0 if self._hurried.is_set() else self.delay(nbytes)
-        while delay > 0 and not stopped() and not self._hurried.wait(min(delay, _SLICE_SECONDS)):
+        """Wait until so many bytes may be moved, or a thread is in a hurry, or ``stopped`` says so."""
+        delay = 0.0 if self._hurried else self.delay(nbytes)
+        while delay > 0 and not self._hurried and not stopped():
+            self._hurry.wait(min(delay, _SLICE_SECONDS))
+            self._hurry.clear()
             delay -= _SLICE_SECONDS
 
-    def hurry(self) -> None:
-        """Somebody waits for the end: the rate does not count until :meth:`resume`."""
-        with self._lock:
-            self._waiting += 1
-            self._hurried.set()
-
-    def resume(self) -> None:
-        """One of those who were in a hurry is not any more."""
-        with self._lock:
-            self._waiting -= 1
-            if not self._waiting:
-                self._hurried.clear()
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Ignore the rate in the block, in which a caller waits for the end."""
+        token = object()
+        try:
+            self._hurried.append(token)
+            self._hurry.set()
+            yield
+        finally:
+            if token in self._hurried:  # no interrupt came before
+                self._hurried.remove(token)

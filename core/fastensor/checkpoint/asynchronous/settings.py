@@ -1,4 +1,4 @@
-"""What an asynchronous writer is told when it is made."""
+"""The settings of an asynchronous writer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.checkpoint.asynchronous.budget import staging_limit
 from fastensor.files.budgets import available_memory, local_processes
 
 WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
+_SHARE = 2
+"""Staging may take one half of the memory that is available when staging begins: the program wants to grow, too."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,12 @@ class WriterSettings:
         if self.staging_bytes is not None:
             return self.staging_bytes
         return staging_limit(available_memory(), local_processes())
+
+
+def staging_limit(available_nbytes: int, processes: int) -> int:
+    """The most bytes that this process may take for staging: at least a buffer.
+
+    >>> staging_limit(16 << 30, 4) >> 20
+    2048
+    """
+    return max(available_nbytes // (_SHARE * processes), BUFFER_NBYTES)

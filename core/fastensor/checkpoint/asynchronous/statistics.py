@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -22,7 +24,7 @@ class WriterStatistics:
     skipped: int
     """Dropped because the writer was busy (``when_busy="skip"``)."""
     replaced: int
-    """Dropped for later ones (``when_busy="latest"``)."""
+    """Dropped for later ones (``when_busy="latest"``, or a signal handler has saved to the same path)."""
     nbytes: int
     """Size of all files that were finished."""
     stall_seconds: float
@@ -31,3 +33,29 @@ class WriterStatistics:
     """Memory that is kept for staging, used or not."""
     peak_staging_bytes: int
     """The most of it that was in use at any instant."""
+
+
+class Counters:
+    """The saves of one writer that have ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.ends: Counter[str] = Counter()
+        """How many saves have ended in each stage."""
+        self.nbytes = 0
+        self.stall_seconds = 0.0
+        self._lock = threading.RLock()
+
+    def count(self, stage: str, nbytes: int) -> None:
+        """A save has ended, with a file of so many bytes."""
+        with self._lock:
+            self.ends[stage] += 1
+            self.nbytes += nbytes
+
+    def stall(self, seconds: float) -> None:
+        """A call of ``save`` took so long."""
+        with self._lock:
+            self.stall_seconds += seconds
+
+    def forget_threads(self) -> None:
+        """In a forked child: no thread holds the lock."""
+        self._lock = threading.RLock()

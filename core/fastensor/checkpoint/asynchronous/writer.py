@@ -7,10 +7,12 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -21,15 +23,18 @@ from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
-from fastensor.checkpoint.asynchronous.operations import Drop, Operation, Save, Step
 from fastensor.checkpoint.asynchronous.pace import Pace
-from fastensor.checkpoint.asynchronous.queue import WorkQueue, in_drain_thread
 from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
-from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
+from fastensor.checkpoint.asynchronous.statistics import Counters, WriterStatistics
+from fastensor.checkpoint.asynchronous.work import Save, Step
 from fastensor.checkpoint.location import RemotePath
+from fastensor.checkpoint.nested import is_nested
+from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.publish import Target
 from fastensor.checkpoint.save import SaveOptions, SaveSettings
-from fastensor.checkpoint.save_transaction import Planner
+from fastensor.checkpoint.save_transaction import SaveTransaction
+from fastensor.errors import SaveDroppedError
+from fastensor.files.afterwards import Worker
 from fastensor.stitch.source import Plan
 
 _logger = logging.getLogger("fastensor")
@@ -37,21 +42,17 @@ _logger = logging.getLogger("fastensor")
 _QUIET_SECONDS = 2.0
 """Waits that take longer say so, again and again."""
 _LEAST_NBYTES = 32 << 20
-"""Of staging memory: small checkpoints need not wait for each other."""
+"""Staging memory that is reserved at least: small checkpoints need not wait for each other."""
 _GRACE_SECONDS = 2.0
 """How long a save that was given up may take to notice."""
-
-
-class _CannotWaitError(RuntimeError):
-    """There is no thread, or no time, to do something later."""
 
 
 class AsyncWriter:
     """Saves checkpoints while the program goes on.
 
     :meth:`save` returns when all that is to be saved has been copied into staging memory; from then on it may change.
-    A thread moves the copies to their files, one after the other, in the order of the calls. For whoever is in this
-    process things happen in that order, too: loading, replacing, converting or removing a file waits for what was
+    A thread moves the copies to their files, one after the other, in the order of the calls. This process sees
+    everything in that order, too: loading, replacing, converting or removing a file waits for what was
     accepted for it before. Other processes only ever see whole files.
 
     Args:
@@ -63,7 +64,7 @@ class AsyncWriter:
             wait: ``"wait"``; ``"skip"`` the new one; or replace queued ones by it, so that the ``"latest"`` is kept (it
             waits if that is not enough). What is dropped is logged, and its handle says so. Two checkpoints can only
             be there at a time if ``staging_bytes`` is enough for two.
-        max_bytes_per_second: how fast files may be written. It does not count while somebody waits for them.
+        max_bytes_per_second: how fast files may be written. The rate does not count while a caller waits for a file.
         exit_seconds: how long :meth:`close`, and the exit of the interpreter, wait for what is pending before it is
             given up; what was at the paths before is kept then.
         preemption_seconds: if given, SIGTERM ends the process only when what is pending is durable, or after so many
@@ -71,7 +72,7 @@ class AsyncWriter:
             does one that was installed later and calls this one. Works in the main thread only. What could not be
             done asynchronously is not waited for.
 
-    What was not told by a handle is raised once by the next call: :meth:`save` (before anything is accepted),
+    A failure that no handle has shown is raised once, by the next call: :meth:`save` (before anything is accepted),
     :meth:`remove`, :meth:`wait`, :meth:`close`, or a load of that path. Afterwards saves work again if the cause is
     gone.
 
@@ -101,22 +102,17 @@ class AsyncWriter:
             staging_bytes, when_busy, max_bytes_per_second, exit_seconds, preemption_seconds
         )
         self._closed = False
-        self._counts: Counter[str] = Counter()
-        self._nbytes = 0
-        self._stall_seconds = 0.0
-        self._failures: deque[Operation] = deque()
-        """Those that nobody has been told of."""
+        self._counters = Counters()
         self._begin_empty()
-        self._report_failures = weakref.finalize(self, _log_failures, self._failures)
         exits.watch(self, preemption_seconds)
 
     def _begin_empty(self) -> None:
-        self._queue = WorkQueue("fastensor-drain")
+        self._worker = Worker("fastensor-drain")
         self._pool = BufferPool(self._settings.staging_budget)
-        self.pace = Pace(self._settings.max_bytes_per_second)
-        self._turn = threading.RLock()  # a signal handler may save, too
+        self._pace = Pace(self._settings.max_bytes_per_second)
+        self._turn = threading.Lock()
         """Held while a save is staged: blocks are taken in the order of the saves."""
-        self._staged_save: Save | None = None
+        self._finalizer = weakref.finalize(self, _let_go, self._worker)
 
     def save(self, obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOptions]) -> SaveHandle:
         """Save as :func:`fastensor.save` does, but return when all of ``obj`` has been copied.
@@ -128,53 +124,62 @@ class AsyncWriter:
             options: as for :func:`fastensor.save`.
 
         Returns:
-            A handle, which need not be kept. It is done already if the save was skipped, or if it could not be done
+            A handle, which need not be kept. The save is done already if it was skipped, or could not be done
             asynchronously, which is logged: when torch has to write the file by itself, or the file has to be written
             in place (see :func:`fastensor.save`), when the interpreter exits, in a callback of another handle, or in a
-            signal handler that interrupts another save.
+            signal handler that interrupts Fastensor.
 
         Raises:
-            Exception: what an earlier save failed with, if nobody has been told; nothing is accepted then. Or as
+            Exception: what an earlier save failed with, unless that was raised before; nothing is accepted then. Or as
                 :func:`fastensor.save`, for everything that is wrong with the object, the options or the target.
         """
         started = time.perf_counter()
+        nested = is_nested()
         try:
             self._check_open()
-            self._raise_failure()
+            if not nested:  # which may be the last chance to save
+                self._raise_failure()
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(
                     f"expected a path or a URL, found {type(path).__name__}; fastensor.save takes open files"
                 )
-            transaction, plan = SaveSettings(**options).prepare(obj, path)
+            transaction, planner = SaveSettings(**options).prepare(obj, path)
             assert isinstance(transaction.target, Target | RemotePath)
-            save = Save(ordering.place_of(transaction.target), self, transaction)
-            if reason := self._reason_to_wait():
-                self._save_in_between(save, plan, reason)
-                return save.handle
-            with self._turn:
-                outer, self._staged_save = self._staged_save, save
-                try:
-                    self._save(save, transaction.plan(plan), started)
-                finally:
-                    self._staged_save = outer
-            return save.handle
+            save = Save(
+                transaction,
+                ordering.place_of(transaction.target),
+                queue=self._worker,
+                keeps=self,
+                pace=self._pace,
+                counters=self._counters,
+            )
+            with nullcontext() if nested else self._turn, transaction.under_way():
+                plan = transaction.plan(planner)
+                if plan is None:  # it has been logged why
+                    save.run_now(plan)
+                elif nested or exits.exiting():
+                    _announce("the interpreter exits" if exits.exiting() else "a signal handler or a callback saves")
+                    save.run_now(plan)
+                else:
+                    self._save_later(save, transaction, plan, started)
+            return SaveHandle(save)
         finally:
-            with self._queue.changed:
-                self._stall_seconds += time.perf_counter() - started
+            self._counters.stall(time.perf_counter() - started)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint as soon as what was saved after it is durable.
 
-        A save of that very path that is pending is given up, if nothing was saved after it; else it comes first. If the
-        last save before this call fails, the file stays, and that is logged: it may be the only one.
+        A pending save to that very path is given up, if nothing was saved after it; else it comes first. If the last
+        save before this call leaves no new file, because it fails or is dropped for another one, the checkpoint stays,
+        and that is logged: it may be the only one.
 
         Args:
             path: a file, a symlink but not its target, or a directory with all it holds, which is waited for: something
                 may be saved into a new one next. Nothing happens if there is none.
 
         Raises:
-            Exception: what an earlier save failed with, if nobody has been told; nothing is removed then.
-            OSError: it cannot be removed. If the removal has to wait, the next call raises this.
+            Exception: what an earlier save failed with, unless that was raised before; nothing is removed then.
+            OSError: the checkpoint cannot be removed. If the removal has to wait, the next call raises this.
         """
         path = files.absolute(path)
         place = next(ordering.places_behind(path), "")
@@ -182,22 +187,19 @@ class AsyncWriter:
         take_away = files.remove_at_once if is_directory else files.remove_file_at_once
         if is_directory:
             ordering.wait_to_remove(path)  # other writers may save into it, too
-        with self._queue.changed:  # a save is pending, or its failure is known: there is nothing between
-            self._raise_failure()
-            saves = self._pending_saves()
-        while saves and saves[-1].place == place and self.give_up(saves[-1], "cancelled", "its file was removed"):
+        saves = self._pending_saves()  # before failures are looked for: a save is in one of the two
+        self._raise_failure()
+        while saves and saves[-1].place == place and saves[-1].drop("cancelled", "its file was removed"):
             saves.pop()
-        after = saves[-1] if saves else None
-        step = self._follow(
-            Step(place, self, lambda: take_away(path), f"removing {path}", leaves_file=False, after=after)
-        )
-        if after is None or is_directory:
-            step.settle()
-            step.raise_failure()
-
-    def in_turn(self, function: Callable[[], None], place: str, what: str) -> None:
-        """Have something done that leaves a file at a place, in its turn, whatever comes of the saves before it."""
-        self._follow(Step(place, self, function, what, leaves_file=True, after=None))
+        if not saves:
+            ordering.wait_to_remove(path)
+            take_away(path)
+            return
+        step = self._follow(place, lambda: take_away(path), f"removing {path}", leaves_file=False, after=saves[-1])
+        if is_directory:
+            step.wait()
+            if (failure := step.take_failure()) is not None:
+                raise failure
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when everything is durable that was accepted so far.
@@ -207,7 +209,9 @@ class AsyncWriter:
 
         Raises:
             TimeoutError: it takes longer. It goes on.
-            Exception: what a save failed with, if nobody has been told; of several the first, with notes of the others.
+            RuntimeError: a signal handler calls this, and has interrupted Fastensor.
+            Exception: what a save failed with, unless that was raised before; of several the first, with notes of the
+                others.
         """
         if not self._drain(timeout):
             raise TimeoutError(f"not done after {timeout:g} s: {self._describe_pending()}; it goes on")
@@ -217,17 +221,6 @@ class AsyncWriter:
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
         return self._closed
-
-    def settle(self) -> None:
-        """Wait as :meth:`wait` does, for ``exit_seconds`` at most, and raise nothing: that is left to the next call."""
-        self._drain(self._settings.exit_seconds)
-
-    def log_failures(self) -> None:
-        """Log what nobody has been told of, so that no call raises it: there is something worse to be seen."""
-        try:
-            self._raise_failure(all_of_them=True)
-        except Exception as failure:
-            _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
 
     def close(self, timeout: float | None = None) -> None:
         """:meth:`wait`, and release the memory. Calling it again does nothing.
@@ -241,21 +234,24 @@ class AsyncWriter:
         """
         if self._closed:
             return
-        self._check_interruption()
+        _check_interruption()
         timeout = self._settings.exit_seconds if timeout is None else timeout
         self._closed = True
+        drained = False
         try:
-            if not self._drain(timeout):
+            drained = self._drain(timeout)
+            if not drained:
                 lost = self._describe_pending()
-                self.abandon(f"it was not done {timeout:g} s after the writer was closed")
+                self._abandon(f"it was not done {timeout:g} s after the writer was closed")
                 late = TimeoutError(f"given up after {timeout:g} s: {lost}; what was there before is kept")
                 for failure in self._take_failures():
                     late.add_note(f"and before: {failure!r}")
                 raise late
         except KeyboardInterrupt:
-            self.abandon("it was interrupted")
+            self._abandon("it was interrupted")
             raise
         finally:
+            self._worker.stop(wait=drained and not is_nested())
             self._pool.close()
         self._raise_failure(all_of_them=True)
 
@@ -273,35 +269,24 @@ class AsyncWriter:
                 raise
             _logger.error("%s", failure, exc_info=failure)
 
-    def abandon(self, message: str) -> None:
-        """Give up everything that is pending: what was at the paths before is kept.
-
-        Args:
-            message: why, for the handles.
-        """
-        for work in self._queue.works():
-            if isinstance(work, Save):
-                self.give_up(work, "cancelled", message)
-        self._queue.join(_GRACE_SECONDS)
-
     def statistics(self) -> WriterStatistics:
         """What has been done so far, and what is going on."""
-        with self._queue.changed:
-            stages = Counter(save.handle.stage for save in self._pending_saves())
-            return WriterStatistics(
-                staging=stages["staging"],
-                queued=stages["queued"],
-                writing=stages["writing"],
-                durable=self._counts["durable"],
-                failed=self._counts["failed"],
-                cancelled=self._counts["cancelled"],
-                skipped=self._counts["skipped"],
-                replaced=self._counts["replaced"],
-                nbytes=self._nbytes,
-                stall_seconds=self._stall_seconds,
-                staging_bytes=self._pool.nbytes,
-                peak_staging_bytes=self._pool.peak_nbytes,
-            )
+        stages = Counter(save.stage for save in self._pending_saves())
+        ends = self._counters.ends
+        return WriterStatistics(
+            staging=stages["staging"],
+            queued=stages["queued"],
+            writing=stages["writing"],
+            durable=ends["durable"],
+            failed=ends["failed"],
+            cancelled=ends["cancelled"],
+            skipped=ends["skipped"],
+            replaced=ends["replaced"],
+            nbytes=self._counters.nbytes,
+            stall_seconds=self._counters.stall_seconds,
+            staging_bytes=self._pool.nbytes,
+            peak_staging_bytes=self._pool.peak_nbytes,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return asdict(self._settings)
@@ -309,51 +294,9 @@ class AsyncWriter:
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(**settings)  # type: ignore[misc]  # a copy begins like any other
 
-    # --- for its operations
-
-    def ended(self, operation: Operation) -> None:
-        with self._queue.changed:
-            if isinstance(operation, Save):
-                self._counts[str(operation.outcome)] += 1
-                self._nbytes += operation.nbytes if operation.failure is None else 0
-            if operation.failure is None or operation.is_told:
-                ordering.end(operation, operation.place)
-            else:
-                self._failures.append(operation)
-
-    def told(self, operation: Operation) -> None:
-        with self._queue.changed:
-            if operation in self._failures:
-                self._failures.remove(operation)
-                ordering.end(operation, operation.place)
-
-    def is_draining(self) -> bool:
-        return self._queue.is_working()
-
-    def again(self, step: Step) -> bool:
-        with self._queue.changed:
-            is_last = ordering.is_last(step, step.place)
-            if is_last:
-                self._queue.put(step)
-            return is_last
-
-    def give_up(self, save: Save, why: Drop, message: str) -> bool:
-        dropped = save.drop(why, message)
-        if dropped and not save.is_in_hands and self._queue.withdraw(save):
-            save.run()  # nothing is written: it cleans up
-        return dropped
-
-    @contextmanager
-    def hurried(self) -> Iterator[None]:
-        self.pace.hurry()
-        try:
-            yield
-        finally:
-            self.pace.resume()
-
     # --- for the end of the process, and the beginning of another
 
-    def finish_at_exit(self, seconds: float | None) -> None:
+    def _finish_at_exit(self, seconds: float | None) -> None:
         """Wait for what is pending, and give up what takes too long.
 
         Args:
@@ -363,116 +306,58 @@ class AsyncWriter:
         try:
             if not self._drain(max(seconds - _GRACE_SECONDS, seconds / 2)):
                 _logger.error("given up at exit, after %g s: %s", seconds, self._describe_pending())
-                self.abandon("the process exited")
+                self._abandon("the process exited")
         except KeyboardInterrupt:
             _logger.error("given up at exit, interrupted: %s", self._describe_pending())
-            self.abandon("the process exited, and waiting for it was interrupted")
+            self._abandon("the process exited, and waiting for it was interrupted")
 
-    def forget_pending(self) -> None:
+    def _forget_pending(self) -> None:
         """In a forked child: what is pending is the parent's, and so is the memory."""
-        self._failures.clear()
+        self._finalizer.detach()
+        self._counters.forget_threads()
         self._begin_empty()
 
     # --- inside
 
-    def _save(self, save: Save, plan: Plan | None, started: float) -> None:
-        if plan is None:
-            save.run_now(None)
-            return
-        if self._is_in_place(save):  # no staging memory is needed, and none is waited for
-            announce("saving asynchronously", "the file has to be written in place")
-            save.run_now(plan)
-            return
-        self._reserve(plan.nbytes)
-        if self._settings.when_busy == "skip" and not self._pool.has_room(plan.nbytes):
-            _logger.warning("skipped, because earlier saves are not done: %s", save.handle.path)
-            save.drop("skipped", "the save was skipped, because earlier ones were not done")
-            save.run()
-            return
-        remote = isinstance(save.transaction.target, RemotePath)
-        known = stream.checksums_of(plan) if remote and plan.checksums_first else None
-        throttled = self._settings.max_bytes_per_second is not None
-        snapshot = Snapshot(
-            plan,
-            self._pool,
-            before_window=save.before_window,
-            while_waiting=self.hurried,
-            known_checksums=known,
-            throttled=throttled,
-        )
+    def _save_later(self, save: Save, transaction: SaveTransaction, plan: Plan, started: float) -> None:
+        snapshot = None
         try:
+            if transaction.is_in_place():  # no staging memory is needed, and none is waited for
+                _announce("the file has to be written in place")
+                save.run_now(plan)
+                return
+            self._reserve(plan.nbytes)
+            if self._settings.when_busy == "skip" and not self._pool.has_room(plan.nbytes):
+                _logger.warning("skipped, because earlier saves are not done: %s", save.path)
+                save.drop("skipped", "the save was skipped, because earlier ones were not done")
+                return
+            remote = isinstance(transaction.target, RemotePath)
+            snapshot = Snapshot(
+                plan,
+                self._pool,
+                before_window=save.before_window,
+                while_waiting=self._pace.hurried,
+                known_checksums=stream.checksums_of(plan) if remote and plan.checksums_first else None,
+                throttled=self._settings.max_bytes_per_second is not None,
+            )
             save.open(snapshot)
             if self._settings.when_busy == "latest":
                 self._make_room(save, plan.nbytes)
-            self._accept(save)
-            save.stage(snapshot)
-        except _CannotWaitError as error:
-            announce("saving asynchronously", str(error))
-            save.run_now(plan)
+            if not self._accept(save):
+                _announce("no thread can be started")
+                save.run_now(plan)
+                return
+            snapshot.stage()
+        except SaveDroppedError:
+            pass  # the handle says so
         except BaseException as error:
-            save.tell()
-            snapshot.stop(error)
-            if save not in self._queue.works() and not save.done:  # in this order, or it may have ended in between
+            save.report()
+            if snapshot is not None:
+                snapshot.stop(error)
+            if save.claim():
                 save.fail(error)
             raise
-        else:
-            save.staged(time.perf_counter() - started)
-
-    def _is_in_place(self, save: Save) -> bool:
-        try:
-            return save.transaction.is_in_place()
-        except BaseException as error:
-            save.tell()
-            save.fail(error)
-            raise
-
-    def _save_in_between(self, save: Save, plan: Planner, reason: str) -> None:
-        """Do all of a save now, in a thread that cannot wait for what it has interrupted."""
-        announce("saving asynchronously", reason)
-        if self._staged_save is not None and self._staged_save.place == save.place:
-            self._staged_save.drop("replaced", "a signal handler has saved to the same path")
-        planned = save.transaction.plan(plan)
-        if in_drain_thread():  # what is pending there would come later, and may wait for this thread
-            for earlier in ordering.pending(save.place):
-                if isinstance(earlier, Save):
-                    earlier.give_up("replaced", "a callback has saved to the same path")
-        save.run_now(planned)
-
-    def _follow(self, step: Step) -> Step:
-        try:
-            self._accept(step)
-        except _CannotWaitError:
-            self.settle()
-            step.run()
-        return step
-
-    def _reason_to_wait(self) -> str:
-        """Why a save cannot be done asynchronously; empty if it can."""
-        if in_drain_thread():
-            return "a callback saves in the thread that writes"
-        if self._staged_save is not None and self._staged_save.is_in_hands:
-            return "a signal handler saves while a save is being staged"
-        return ""
-
-    def _accept(self, operation: Save | Step) -> None:
-        """Have it done in its turn.
-
-        Raises:
-            _CannotWaitError: nothing can be left pending any more.
-        """
-        with self._queue.changed:
-            if exits.exiting() and not self._queue.is_working():
-                raise _CannotWaitError("the interpreter exits")
-            try:
-                ordering.begin(operation, operation.place)
-                self._queue.put(operation)
-            except BaseException as error:
-                self._queue.withdraw(operation)
-                if operation not in self._queue.works():
-                    ordering.end(operation, operation.place)
-                if isinstance(error, RuntimeError):
-                    raise _CannotWaitError(str(error)) from error
-                raise
+        save.staged(time.perf_counter() - started)
 
     def _reserve(self, nbytes: int) -> None:
         """Map as much staging memory as a file needs and the budget allows."""
@@ -482,34 +367,50 @@ class AsyncWriter:
         pool.reserve(max(nbytes, _LEAST_NBYTES) if is_ours else nbytes + pool.nbytes - pool.free_nbytes)
 
     def _make_room(self, save: Save, nbytes: int) -> None:
-        """Drop queued saves, the oldest first, until there is room. What was to follow them follows this one."""
+        """Drop queued saves, the oldest first, until there is room."""
         for old in self._pending_saves():
             if self._pool.has_room(nbytes):
                 break
-            if old.handle.stage != "queued":
-                continue
-            old.replaced_by = save
-            if self.give_up(old, "replaced", f"the save was replaced by the one to {save.handle.path}"):
-                _logger.warning("replaced by the save to %s: %s", save.handle.path, old.handle.path)
-            else:
-                old.replaced_by = None
+            if old.stage == "queued" and old.drop("replaced", f"the save was replaced by the one to {save.path}"):
+                _logger.warning("replaced by the save to %s: %s", save.path, old.path)
+
+    def _accept(self, work: PendingWork) -> bool:
+        """Have the thread do it in its turn; False if there is no thread, and it is not accepted."""
+        work.accept()
+        if self._worker.give(partial(_run_next, self._worker)):
+            return True
+        work.leave()
+        return False
+
+    def _follow(
+        self, place: str, function: Callable[[], None], what: str, *, leaves_file: bool, after: Save | None
+    ) -> Step:
+        step = Step(place, function, what, leaves_file=leaves_file, after=after, queue=self._worker, keeps=self)
+        try:
+            accepted = (is_nested() or not exits.exiting()) and self._accept(step)
+        except BaseException as error:
+            step.report()
+            if step.claim():
+                step.end(error)
+            raise
+        if not accepted:
+            self._drain(self._settings.exit_seconds)
+            step.run()
+            if step.failure is not None:
+                raise step.failure
+        return step
 
     def _pending_saves(self) -> list[Save]:
-        return [work for work in self._queue.works() if isinstance(work, Save) and not work.done]
+        return [work for work in ordering.work_in(self._worker) if isinstance(work, Save) and not work.done]
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the writer has been closed; make another one")
 
-    def _check_interruption(self) -> None:
-        if self._staged_save is not None and self._staged_save.is_in_hands:
-            raise RuntimeError("a signal handler cannot wait for the save that it interrupts; let it return first")
-
     def _take_failures(self, most: int | None = None) -> list[BaseException]:
-        """What nobody has been told of; somebody is now."""
-        with self._queue.changed:
-            failed = [one for one in tuple(self._failures)[:most] if one.tell()]
-        return [one.failure for one in failed if one.failure is not None]
+        """The failures that were not raised, which the caller raises."""
+        failures = (work.take_failure() for work in ordering.work_in(self._worker))
+        return list(islice((failure for failure in failures if failure is not None), most))
 
     def _raise_failure(self, *, all_of_them: bool = False) -> None:
         failures = self._take_failures(None if all_of_them else 1)
@@ -519,15 +420,19 @@ class AsyncWriter:
             raise failures[0]
 
     def _drain(self, timeout: float | None) -> bool:
-        """Wait until nothing is pending, and say so if it takes long; False if it takes longer than the timeout."""
-        self._check_interruption()
+        """Wait until nothing is pending, and say so if it takes long; False if it takes longer than the timeout. In a
+        callback nothing is waited for."""
+        _check_interruption()
+        drained = threading.Event()
+        if is_nested() or not self._worker.has_thread or not self._worker.give(drained.set):
+            return True
         started = time.monotonic()
         left_before = self._left_nbytes()
-        with self.hurried():
+        with self._pace.hurried():
             while True:
                 elapsed = time.monotonic() - started
                 left = None if timeout is None else timeout - elapsed
-                if self._queue.join(_QUIET_SECONDS if left is None else min(max(left, 0), _QUIET_SECONDS)):
+                if drained.wait(_QUIET_SECONDS if left is None else min(max(left, 0), _QUIET_SECONDS)):
                     return True
                 if left is not None and left <= 0:
                     return False
@@ -540,17 +445,43 @@ class AsyncWriter:
                     f"about {self._left_nbytes() / speed:.0f} s" if speed > 0 else "an unknown time",
                 )
 
+    def _abandon(self, message: str) -> None:
+        """Give up everything that is pending: what was at the paths before is kept."""
+        for save in self._pending_saves():
+            save.drop("cancelled", message)
+        stopped = threading.Event()
+        if self._worker.has_thread and self._worker.give(stopped.set):
+            stopped.wait(_GRACE_SECONDS)
+
     def _left_nbytes(self) -> int:
         return sum(save.nbytes - save.moved_nbytes for save in self._pending_saves())
 
     def _describe_pending(self) -> str:
         saves = self._pending_saves()
-        names = ", ".join(save.handle.path for save in saves)
+        names = ", ".join(save.path for save in saves)
         return f"{len(saves)} checkpoints of which {self._left_nbytes() / 1e6:.0f} MB are to be written ({names})"
 
 
-def _log_failures(failures: deque[Operation]) -> None:
-    """Nobody has been told of these, and the writer is gone."""
-    for operation in failures:
-        ordering.end(operation, operation.place)
-        _logger.error("an asynchronous save had failed: %s", operation.failure, exc_info=operation.failure)
+def _run_next(worker: Worker) -> None:
+    """In the thread of a writer: do the first of its work that is left."""
+    for work in ordering.work_in(worker):
+        if work.claim():
+            work.run()
+            return
+
+
+def _announce(reason: str) -> None:
+    announce("saving asynchronously", reason)
+
+
+def _check_interruption() -> None:
+    if is_nested() and threading.current_thread() is threading.main_thread():
+        raise RuntimeError("a signal handler cannot wait for what it interrupts; let it return first")
+
+
+def _let_go(worker: Worker) -> None:
+    """A writer is gone. Its failures have been raised nowhere."""
+    for work in ordering.work_in(worker):
+        if (failure := work.take_failure()) is not None:
+            _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
+    worker.stop()

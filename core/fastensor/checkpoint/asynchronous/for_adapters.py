@@ -1,0 +1,35 @@
+"""What adapters do with an asynchronous writer beyond what its users do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from fastensor.checkpoint.asynchronous.writer import AsyncWriter
+
+_logger = logging.getLogger("fastensor")
+
+
+def settle(writer: AsyncWriter) -> None:
+    """Wait as ``writer.wait`` does, for ``exit_seconds`` at most, and leave failures to the next call."""
+    writer._drain(writer._settings.exit_seconds)
+
+
+def log_failures(writer: AsyncWriter) -> None:
+    """Log the failures that were not raised, so that no call raises them: there is something worse to be seen."""
+    try:
+        writer._raise_failure(all_of_them=True)
+    except Exception as failure:
+        _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
+
+
+def in_turn(writer: AsyncWriter, function: Callable[[], None], place: str, what: str) -> None:
+    """Have a file made at a place behind everything that the writer has accepted, whatever comes of that.
+
+    Args:
+        writer: its thread calls the function.
+        function: makes the file. What it raises is raised by the writer's next call.
+        place: the place of the file, as :func:`fastensor.checkpoint.ordering.places_behind` says it.
+        what: says what is done, for messages.
+    """
+    writer._follow(place, function, what, leaves_file=True, after=None)

@@ -1,0 +1,135 @@
+"""A program whose saves are interrupted by a real signal, whose handler saves, at one line after the other.
+
+Arguments: a folder, "save" or "writer", "same" or "other" path, and how many lines are left out between two signals.
+Run by ``test_nested.py``. Prints how many signals there were.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastensor
+from fastensor.checkpoint import ordering, save_transaction
+
+HANG_SECONDS = 30
+OLD, PROGRAMS, HANDLERS = 0, 1, 2
+OWN = (os.path.dirname(fastensor.__file__), os.path.dirname(concurrent.futures.__file__), threading.__file__)
+
+
+def state(content: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5 << 20,), content, dtype=torch.uint8)}
+
+
+def content(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    return int(torch.load(path)["w"].unique())
+
+
+class Signal:
+    """Sends SIGUSR1 when the main thread comes to a line of Fastensor, or of the threads that it uses.
+
+    Args:
+        number: of the line, counted from the beginning of the block.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.sent = False
+
+    def __enter__(self) -> Signal:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OWN):
+            return None
+        if event == "line":
+            self._left -= 1
+            if not self._left:
+                self.sent = True
+                sys.settrace(None)
+                os.kill(os.getpid(), signal.SIGUSR1)  # the handler has returned when this returns
+        return self._trace
+
+
+class Handler:
+    """Saves."""
+
+    def __init__(self, path: Path, writer: fastensor.AsyncWriter | None) -> None:
+        self._path = path
+        self._writer = writer
+        self.report: fastensor.SaveReport | None = None
+        self.found_save = False
+        """Whether the interrupted save had begun, and was not over."""
+
+    def __call__(self, number: int, frame: Any) -> None:
+        place = str(self._path)
+        self.found_save = bool(save_transaction._under_way or ordering.pending(place))
+        if self._writer is not None:
+            self.report = self._writer.save(state(HANDLERS), self._path).result()
+        else:
+            self.report = fastensor.save(state(HANDLERS), self._path)
+        assert content(self._path) == HANDLERS
+
+
+def interrupt_at(number: int, folder: Path, way: str, same: bool) -> bool:
+    """One save that is interrupted at a line; False if it has less lines."""
+    path, other = folder / "path", folder / "other"
+    fastensor.save(state(OLD), path)
+    writer = fastensor.AsyncWriter(staging_bytes=4 << 20)  # saves stream through one block
+    handler = Handler(path if same else other, writer if number % 2 and way == "writer" else None)
+    signal.signal(signal.SIGUSR1, handler)
+    if way == "writer":
+        writer.save(state(OLD), folder / "earlier")
+    with Signal(number) as sent, contextlib.suppress(fastensor.SaveDroppedError):
+        if way == "writer":
+            writer.save(state(PROGRAMS), path, backend="direct")
+        else:
+            fastensor.save(state(PROGRAMS), path, backend="direct")
+    writer.close(HANG_SECONDS)
+    if not sent.sent:
+        return False
+    assert handler.report is not None
+    assert handler.report.durable
+    assert handler.report.backend == "numpy"
+    if not same:
+        assert (content(path), content(other)) == (PROGRAMS, HANDLERS)
+    elif handler.found_save:
+        assert content(path) == HANDLERS
+    else:
+        assert content(path) in (PROGRAMS, HANDLERS)
+    assert set(os.listdir(folder)) - {"earlier"} == ({"path"} if same else {"path", "other"})
+    assert not ordering._pending
+    assert not save_transaction._under_way
+    return True
+
+
+def main(folder: Path, way: str, target: str, step: int) -> None:
+    count = 0
+    for number in range(1, 1_000_000, step):
+        faulthandler.dump_traceback_later(2 * HANG_SECONDS, exit=True)
+        if not interrupt_at(number, folder, way, target == "same"):
+            break
+        count += 1
+        for name in os.listdir(folder):
+            os.unlink(folder / name)
+    print(count)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,88 @@
+"""Signal handlers that save while they interrupt a save: at once, whole, without waiting for what they interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.backends import posix
+from fastensor.checkpoint.nested import is_nested
+
+PROGRAM = Path(__file__).with_name("interrupted.py")
+TIMEOUT_SECONDS = 280
+STATE = {"w": torch.ones(1000)}
+
+
+@pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.torture)], ids=["some lines", "every line"])
+@pytest.mark.parametrize("target", ["same", "other"])
+@pytest.mark.parametrize("way", ["save", "writer"])
+def test_a_handler_saves_at_any_line_of_a_save(tmp_path: Path, way: str, target: str, step: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path), way, target, str(step)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS if step > 1 else None,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 10, "there was hardly anything to interrupt"
+
+
+@pytest.fixture
+def interrupted_sync(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The next sync of a file is interrupted by a signal whose handler is given."""
+    sync, handlers = posix.sync_file, []
+
+    def sync_interrupted(fd: int) -> None:
+        if handlers:
+            signal.signal(signal.SIGUSR1, handlers.pop())
+            os.kill(os.getpid(), signal.SIGUSR1)
+        sync(fd)
+
+    monkeypatch.setattr(posix, "sync_file", sync_interrupted)
+    previous = signal.getsignal(signal.SIGUSR1)
+    yield handlers.append
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_the_interrupted_save_says_that_it_was_replaced(tmp_path: Path, interrupted_sync: Any) -> None:
+    reports: list[fastensor.SaveReport] = []
+    interrupted_sync(lambda number, frame: reports.append(fastensor.save({"of": "handler"}, tmp_path / "x")))
+    with pytest.raises(fastensor.SaveDroppedError, match="has saved to the same path meanwhile"):
+        fastensor.save(STATE, tmp_path / "x")
+    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+    assert os.listdir(tmp_path) == ["x"]
+    assert reports[0].durable
+    assert "a signal handler" in reports[0].reason
+
+
+def test_a_file_that_is_written_in_place(tmp_path: Path, interrupted_sync: Any) -> None:
+    """The handler's save replaces it, or writes it in place as well; the interrupted one goes nowhere."""
+    (tmp_path / "x").touch()
+    interrupted_sync(lambda number, frame: fastensor.save({"of": "handler"}, tmp_path / "x"))
+    with pytest.raises(fastensor.SaveDroppedError):
+        fastensor.save(STATE, tmp_path / "x")
+    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+
+
+def test_a_backend_that_was_asked_for_is_not_used_and_the_report_says_so(tmp_path: Path, interrupted_sync: Any) -> None:
+    reports: list[fastensor.SaveReport] = []
+    interrupted_sync(lambda number, frame: reports.append(fastensor.save(STATE, tmp_path / "y", backend="direct")))
+    fastensor.save(STATE, tmp_path / "x")
+    assert [fallback.backend for fallback in reports[0].fallbacks] == ["direct"]
+
+
+def test_a_handler_that_interrupts_something_else_saves_as_usual(tmp_path: Path) -> None:
+    nested: list[bool] = []
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: nested.append(is_nested()))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, previous)
+    assert nested == [False]
+    assert fastensor.save(STATE, tmp_path / "x", backend="direct").backend != "stream"
