@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import command_line
 
 from fastensor.backends import posix, registry
 from fastensor.backends.base import Availability, Extent, Reader
@@ -54,9 +55,7 @@ def tmpfs() -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = main(["doctor", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return status, out, err
+    return command_line(capsys, "doctor", *arguments)
 
 
 def examine(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
@@ -321,13 +320,13 @@ class Other(NumpyBackend):
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> type[Other]:
+def other(register: Any) -> type[Other]:
     """Registered for the test."""
 
     class Registered(Other):
         pass
 
-    monkeypatch.setattr(registry, "_backends", {**registry._backends, "other": Registered()})
+    register(Registered())
     return Registered
 
 

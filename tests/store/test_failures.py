@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Program
 
 import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
@@ -210,11 +209,7 @@ store.put(torch.ones(1000))
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdout is not None
+    with Program("-c", KILLED, tmp_path) as process:
         assert process.stdout.readline() == "writing\n"
         process.send_signal(signal.SIGKILL)
     assert not os.listdir(tmp_path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from programs import run
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
@@ -16,20 +17,6 @@ from fastensor.testing import BackendTests
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 """What a package that brings a backend leaves in ``site-packages``."""
-
-
-@pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has looked for other backends yet."""
-    monkeypatch.setattr(
-        registry, "_backends", {name: registry._backends[name] for name in ("direct", "gds", "numpy", "torch")}
-    )
-    monkeypatch.setattr(registry, "_others_wanted", True)
-
-
-@pytest.fixture
-def plugin(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PLUGIN)
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, *points: str) -> None:
@@ -54,20 +41,14 @@ def test_it_joins_the_others(plugin: None) -> None:
     assert type(registry.get("elsewhere")).__module__ == "elsewhere"
 
 
-def test_it_is_imported_when_it_is_wanted(forgetful: None) -> None:
+def test_it_is_imported_when_it_is_wanted(register: Any) -> None:
     code = (
         "import sys, fastensor\nfrom fastensor.backends import registry\n"
         "assert registry.get('pt').name == 'torch' and 'elsewhere' not in sys.modules\n"
         "assert registry.get('elsewhere').name == 'elsewhere' and 'elsewhere' in sys.modules\n"
     )
     path = [*sys.path, str(PLUGIN)]
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    run("-c", f"import sys; sys.path[:] = {path!r}\n{code}")
 
 
 PRELUDE = "from fastensor.backends.numpy import NumpyBackend\nclass Mine(NumpyBackend):\n    name = 'mine'\n"
@@ -88,7 +69,7 @@ PRELUDE = "from fastensor.backends.numpy import NumpyBackend\nclass Mine(NumpyBa
     ],
 )
 def test_a_broken_one_is_left_out_with_a_warning(
-    forgetful: None,
+    register: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -105,7 +86,7 @@ def test_a_broken_one_is_left_out_with_a_warning(
 
 
 def test_a_broken_one_does_not_keep_others_away(
-    forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    register: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(tmp_path, monkeypatch, PRELUDE, "a = brought:Bad", "b = brought:Mine")
     assert registry.names() == ("direct", "gds", "numpy", "torch", "mine")
@@ -115,7 +96,7 @@ def test_a_broken_one_does_not_keep_others_away(
 
 
 def test_damaged_metadata_of_anybody_is_survived(
-    forgetful: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    register: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(group: str) -> None:
         raise ValueError("a line without a section")
@@ -126,7 +107,7 @@ def test_damaged_metadata_of_anybody_is_survived(
 
 
 def test_whoever_asks_meanwhile_waits_and_the_module_itself_does_not(
-    forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    register: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = PRELUDE + (
         "import threading\nfrom fastensor.backends import registry\nseen = []\nseen.append(registry.names())\n"
