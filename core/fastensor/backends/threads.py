@@ -103,6 +103,8 @@ def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     Returns the results in the order of the items, when none of the calls runs any more. The first error that one of
     them raises is raised then; items that have not been begun by that time are left out.
     """
+    if len(items) == 1:
+        return [function(items[0])]
     results: list[R | None] = [None] * len(items)
     errors: list[BaseException] = []
     todo = iter(range(len(items)))

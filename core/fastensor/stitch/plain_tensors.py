@@ -10,7 +10,8 @@ from __future__ import annotations
 import copyreg
 import re
 from collections import OrderedDict
-from typing import Any, TypeAlias, cast
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -23,7 +24,6 @@ _PLAIN_DTYPES = frozenset({
 })  # fmt: skip
 """Dtypes that have a class of storages, by which torch names them in a pickle."""
 _TYPED = torch.storage.TypedStorage
-_classes: dict[torch.dtype, Any] = {}
 _PLAIN_DEVICES = frozenset({"cpu", "cuda"})
 
 
@@ -37,11 +37,20 @@ def torch_is_known() -> bool:
     )
 
 
+class ShownStorage(NamedTuple):
+    """A storage as :func:`reduce_plain` shows it to :class:`StorageIds`. torch shows a ``TypedStorage``, which takes
+    longer to make."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+
+
 def reduce_plain(obj: Any) -> Any:
     """What ``__reduce_ex__`` returns for a plain tensor, or its dict of hooks; ``NotImplemented`` for anything else.
 
-    It suits ``Pickler.reducer_override``. A plain tensor is a dense one of no subclass and of an ordinary dtype, on the
-    host or a CUDA device, without attributes, hooks, or a conjugation or negation that is still to be done.
+    It suits ``Pickler.reducer_override``, with :class:`StorageIds` for ``persistent_id``. A plain tensor is a dense one
+    of no subclass and of an ordinary dtype, on the host or a CUDA device, without attributes, hooks, or a conjugation
+    or negation that is still to be done.
     """
     if type(obj) is OrderedDict and not obj and not obj.__dict__:
         return OrderedDict, ()
@@ -56,7 +65,7 @@ def reduce_plain(obj: Any) -> Any:
         or torch._utils.get_tensor_metadata(obj)  # type: ignore[no-untyped-call]  # torch gives it no types
     ):
         return NotImplemented
-    storage = typed_storage(obj.untyped_storage(), obj.dtype)
+    storage = ShownStorage(obj.untyped_storage(), obj.dtype)
     hooks: OrderedDict[Any, Any] = OrderedDict()
     arguments = (storage, obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, hooks)
     return torch._utils._rebuild_tensor_v2, arguments
@@ -83,6 +92,8 @@ class StorageIds:
         """By the storages' identities in C++."""
         self._dtypes_at: dict[int, torch.dtype] = {}
         """By the addresses of the storages."""
+        self._host_location = _host_location()
+        """What torch calls the location of all storages of the host; None if it has to be asked for each."""
 
     def of(self, obj: Any) -> StorageId | None:
         """The id of a storage, or None of any other object.
@@ -92,15 +103,19 @@ class StorageIds:
         """
         storage: torch.UntypedStorage
         dtype: torch.dtype | None
-        if isinstance(obj, _TYPED):
+        if type(obj) is ShownStorage:
+            storage, dtype = obj
+            kind, numel = _class_of(dtype), storage.nbytes() // dtype.itemsize
+        elif isinstance(obj, _TYPED):
             storage, dtype = obj._untyped_storage, obj.dtype
-            kind, numel = _class_of(obj), storage.nbytes() // dtype.itemsize
+            kind, numel = _class_of(dtype), storage.nbytes() // dtype.itemsize
         elif torch.is_storage(obj):
             storage, dtype = cast(torch.UntypedStorage, obj), None
             kind, numel = getattr(torch, type(obj).__name__), obj.nbytes()
         else:
             return None
-        if storage.device.type != "meta" and (address := storage.data_ptr()):
+        device = storage.device.type
+        if device != "meta" and (address := storage.data_ptr()):
             seen_as = dtype or torch.uint8
             if self._dtypes_at.setdefault(address, seen_as) != seen_as:
                 raise RuntimeError(
@@ -111,12 +126,17 @@ class StorageIds:
             key = self._keys[storage._cdata] = str(len(self._keys))
             self.storages.append(storage)
             self.dtypes.append(dtype)
-        return "storage", kind, key, torch.serialization.location_tag(storage), numel
+        location = self._host_location if device == "cpu" else None
+        return "storage", kind, key, location or torch.serialization.location_tag(storage), numel
 
 
-def _class_of(storage: Any) -> Any:
+@cache
+def _class_of(dtype: torch.dtype) -> Any:
     """The class by which torch names storages of a dtype in a pickle."""
-    found = _classes.get(storage.dtype)
-    if found is None:
-        found = _classes[storage.dtype] = getattr(torch, storage._pickle_storage_type())
-    return found
+    return getattr(torch, typed_storage(torch.empty(0).untyped_storage(), dtype)._pickle_storage_type())
+
+
+def _host_location() -> str | None:
+    """What torch calls the location of storages of the host, if it asks for that before anything else."""
+    serialization = torch.serialization
+    return "cpu" if torch_is_known() and serialization._package_registry[0][1] is serialization._cpu_tag else None
