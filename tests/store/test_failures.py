@@ -277,9 +277,10 @@ def test_filesystems_with_neither_nameless_files_nor_locks(tmp_path: Path) -> No
 SMALL = torch.arange(40, dtype=torch.int16).reshape(5, 8)
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
 @pytest.mark.parametrize("kind", ["dense", "transposed", "sparse", "quantized"])
 @pytest.mark.parametrize("tool", ["numpy", "torch"])
-def test_a_flipped_bit_is_noticed_or_does_not_matter(tmp_path: Path, kind: str, tool: str) -> None:
+def test_a_flipped_bit_is_noticed_or_does_not_matter(tmp_path: Path, kind: str, tool: str, step: int) -> None:
     tensor = {
         "dense": lambda: SMALL,
         "transposed": lambda: SMALL.t(),
@@ -292,7 +293,7 @@ def test_a_flipped_bit_is_noticed_or_does_not_matter(tmp_path: Path, kind: str, 
     sound = path.read_bytes()
     header = range(npy.DATA_BEGIN) if ref.format == "npy" else range(0)
     refused = 0
-    for at in range(len(sound)):
+    for at in range(0, len(sound), step):
         if at in header and 160 < at < npy.DATA_BEGIN - 8:
             continue  # padding
         damaged = bytearray(sound)
@@ -307,7 +308,7 @@ def test_a_flipped_bit_is_noticed_or_does_not_matter(tmp_path: Path, kind: str, 
         assert torch.equal(*(one.dequantize() if one.is_quantized else one.to_dense() for one in (found, tensor)))
         if tensor.is_quantized:
             assert (found.q_scale(), found.q_zero_point()) == (tensor.q_scale(), tensor.q_zero_point())
-    assert refused >= ref.nbytes
+    assert refused >= ref.nbytes // step
 
 
 @pytest.mark.parametrize("tool", ["numpy", "torch"])
