@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from contenders import CONTENDERS, SAVING_ONLY, Contender, State, build_state, fio_seconds, model_names
-from measuring import describe_machine, peak_memory, preload, settle
+from measuring import describe_machine, drop_caches, peak_memory, preload, settle
 from report import judge, plot, table
 
 from fastensor.files import posix
@@ -103,11 +103,10 @@ def _load_in_child(name: str, path: Path, device: str, results: Any) -> None:
 
 def drop_from_page_cache(path: Path) -> None:
     """Make the next load cold: drop all caches as root, and have the kernel forget these files."""
-    os.sync()
-    if os.geteuid() == 0:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
+    drop_caches("all")
     for file in files_of(path):
         with file.open("rb") as opened:
+            os.fsync(opened.fileno())
             posix.evict(opened.fileno(), file.stat().st_size)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,9 @@ os.environ.setdefault("FASTENSOR_DICTIONARIES", _dictionaries.name)
 """What is measured is what a new user has: nothing was learned before. Processes that a benchmark starts share it."""
 
 SETTLE_SECONDS = 0.1
+IS_TEST = "FASTENSOR_BENCHMARK_IS_TEST" in os.environ
+"""Tests run benchmarks beside other tests: the figures mean nothing then, and the disks and the page cache of the whole
+machine are left alone."""
 
 
 def preload() -> None:
@@ -36,8 +40,18 @@ def preload() -> None:
 def settle() -> None:
     """Let the disk finish what earlier measurements left behind, freed space included."""
     wait_for_space()
+    if not IS_TEST:
+        os.sync()
+        time.sleep(SETTLE_SECONDS)
+
+
+def drop_caches(which: Literal["inodes", "all"]) -> None:
+    """As root, drop what the kernel keeps of all files that are on the disk: their inodes, or these and their pages."""
+    if IS_TEST:
+        return
     os.sync()
-    time.sleep(SETTLE_SECONDS)
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text({"inodes": "2", "all": "3"}[which])
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from contenders import CONTENDERS, MAPPED, OURS, OURS_SAFETENSORS, REFERENCE, SAFETENSORS, State, build_state
-from measuring import describe_machine
+from measuring import describe_machine, drop_caches
 
 import fastensor
 from fastensor.backends.fallback import available_names
@@ -122,14 +122,13 @@ def evict(path: Path) -> None:
     The pages of programs stay. A process that has just begun has read its libraries, and a load that reads them again,
     because they were dropped behind its back, measures how much code it needs.
     """
-    os.sync()
     nbytes = path.stat().st_size
     with path.open("rb") as file:
+        os.fsync(file.fileno())
         posix.evict(file.fileno(), nbytes)
         if resident := posix.resident_fraction(file.fileno(), nbytes):
             raise SystemExit(f"{path}: {resident:.0%} of it stays in the page cache")
-    if os.geteuid() == 0:
-        Path("/proc/sys/vm/drop_caches").write_text("2")
+    drop_caches("inodes")
 
 
 def in_fresh_process(model: str, operation: str, way: str, path: Path) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 
 # Two workers with two threads each on two cores: OpenMP's would take the time of the others by waiting actively.
@@ -17,9 +18,12 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fastensor.backends import registry
+from fastensor.backends.base import Backend
 from fastensor.backends.fallback import announce
 
 os.environ["FASTENSOR_EXPLORE"] = "0"  # backends are chosen by size, in every run alike
+os.environ["FASTENSOR_BENCHMARK_IS_TEST"] = "1"  # see benchmarks/measuring.py
 
 settings.register_profile(
     "default", max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -40,6 +44,20 @@ def folder_of_dictionaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def nothing_announced() -> None:
     """Fallbacks are logged once per process: here, once per test."""
     announce.cache_clear()
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], None]:
+    """Registers backends for the test. It begins with ours, and those of packages have not been looked for."""
+    monkeypatch.setattr(registry, "_backends", {backend.name: backend for backend in registry.BUILT_IN})
+    monkeypatch.setattr(registry, "_others_wanted", True)
+    return registry.register
+
+
+@pytest.fixture
+def plugin(register: Callable[[Backend], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that brings the backend ``elsewhere``."""
+    monkeypatch.syspath_prepend(Path(__file__).with_name("plugin"))
 
 
 @pytest.fixture
@@ -73,6 +91,12 @@ _WORKER_OUTPUT = "fastensor_tally"
 def tally(pytestconfig: pytest.Config) -> Counter[str]:
     """What tests count by name (``tally["faults injected"] += 1``); the sums stand at the end of pytest's output."""
     return pytestconfig.stash[_TALLY]
+
+
+def pytest_collection_finish() -> None:
+    """Many tests collect garbage: what was imported by now is none, and is not looked at again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ class Scaled(Tensor):
     """A subclass with an attribute."""
 
 
-def _random_bytes(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
+def random_bytes(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     numel = torch.Size(shape).numel()
     if dtype == torch.bool:
@@ -32,10 +32,10 @@ def _random_bytes(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
 
 def dense() -> st.SearchStrategy[Tensor]:
     shapes = st.lists(st.integers(0, 7), max_size=4) | st.just([3000]) | st.just([40, 41])
-    return st.builds(_random_bytes, st.sampled_from(DTYPES), shapes, st.integers(0, 99))
+    return st.builds(random_bytes, st.sampled_from(DTYPES), shapes, st.integers(0, 99))
 
 
-def _special(kind: str, seed: int) -> Any:
+def special_of(kind: str, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(6, 8, generator=generator)
     match kind:
@@ -77,7 +77,7 @@ SPECIAL = [
 
 
 def special() -> st.SearchStrategy[Any]:
-    return st.builds(_special, st.sampled_from(SPECIAL), st.integers(0, 5))
+    return st.builds(special_of, st.sampled_from(SPECIAL), st.integers(0, 5))
 
 
 def plain() -> st.SearchStrategy[Any]:
@@ -125,6 +125,15 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert_equal(one, other)
     else:
         assert found == expected
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal in names, in any order, and in dtypes, shapes and bytes."""
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
 def _assert_equal_tensors(found: Tensor, expected: Tensor) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import IO
 
 import pytest
 import torch
+from disks import assert_only
+from programs import Program
 
 import fastensor
 
 PROGRAM = Path(__file__).with_name("program.py")
-OLD, NEW = {"w": torch.zeros(3)}, 2.0
+OLD, NEW = {"w": torch.zeros(3)}, {"w": torch.full((3 << 20,), 2.0)}
 TIMEOUT_SECONDS = 60
 
 
@@ -25,14 +24,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
-def start(path: Path, way: str, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(path), way, *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(path: Path, way: str, *options: str) -> Program:
+    return Program(PROGRAM, path, way, *options)
 
 
 def run(path: Path, way: str) -> tuple[int, str]:
@@ -45,17 +38,6 @@ def run(path: Path, way: str) -> tuple[int, str]:
 def read_until(word: str, file: IO[str] | None) -> None:
     assert file is not None
     assert any(line.strip() == word for line in file), "the program has ended"
-
-
-def assert_new(path: Path) -> None:
-    assert fastensor.load(path, verify=True)["w"][-1] == NEW
-    assert os.listdir(path.parent) == [path.name]
-
-
-def assert_old(path: Path) -> None:
-    """Nothing is left of the save that did not end."""
-    assert torch.equal(fastensor.load(path, verify=True)["w"], OLD["w"])
-    assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +64,14 @@ def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: s
     found, errors = run(path, way)
     assert (found, message in errors) == (code, True), errors
     assert message or not errors
-    assert_new(path)
+    assert_only(path, NEW)
 
 
 def test_what_takes_too_long_is_given_up(path: Path) -> None:
     code, errors = run(path, "timeout")
     assert code == 0
     assert f"given up at exit, after 0.2 s: 1 checkpoints of which 0 MB are to be written ({path})" in errors
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_a_second_interrupt_gives_up(path: Path) -> None:
@@ -102,7 +84,7 @@ def test_a_second_interrupt_gives_up(path: Path) -> None:
         _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == -signal.SIGINT
     assert "given up at exit, interrupted" in errors
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_a_failure_that_nobody_was_told_of_is_in_the_log(path: Path) -> None:
@@ -117,9 +99,9 @@ def test_sigterm_kills_at_once_if_nothing_was_said(path: Path) -> None:
         read_until("blocked", process.stdout)
         process.terminate()
         assert process.wait(TIMEOUT_SECONDS) == -signal.SIGTERM
-    assert_old(path)
+    assert_only(path, OLD)
     fastensor.save(OLD, path)
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_preemption_waits(path: Path) -> None:
@@ -128,7 +110,7 @@ def test_preemption_waits(path: Path) -> None:
         process.terminate()
         process.communicate("go\n", timeout=TIMEOUT_SECONDS)
     assert process.returncode == -signal.SIGTERM
-    assert_new(path)
+    assert_only(path, NEW)
 
 
 def test_preemption_does_not_wait_for_ever(path: Path) -> None:
@@ -138,7 +120,7 @@ def test_preemption_does_not_wait_for_ever(path: Path) -> None:
         _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == -signal.SIGTERM
     assert "given up at exit, after" in errors
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_preemption_leaves_the_decision_to_the_handler_of_the_program(path: Path) -> None:
@@ -147,7 +129,7 @@ def test_preemption_leaves_the_decision_to_the_handler_of_the_program(path: Path
         process.terminate()
         process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 5
-    assert_new(path)
+    assert_only(path, NEW)
 
 
 def test_preemption_leaves_the_decision_to_a_handler_that_comes_meanwhile(path: Path) -> None:
@@ -157,7 +139,7 @@ def test_preemption_leaves_the_decision_to_a_handler_that_comes_meanwhile(path: 
         process.terminate()
         process.communicate("go\n", timeout=TIMEOUT_SECONDS)
     assert process.returncode == -signal.SIGTERM
-    assert_new(path)
+    assert_only(path, NEW)
 
 
 @pytest.mark.parametrize("way", ["survived", "ignored"])
@@ -165,4 +147,4 @@ def test_a_deadline_that_was_survived_does_not_shorten_the_exit(path: Path, way:
     code, errors = run(path, way)
     assert code == 0
     assert "given up" not in errors
-    assert_new(path)
+    assert_only(path, NEW)

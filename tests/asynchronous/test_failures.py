@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import os
 import sys
 import threading
 import weakref
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from disks import FullDisk, assert_only
 
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
@@ -27,21 +27,6 @@ from fastensor.files import afterwards, posix
 from fastensor.stitch import torch_zip
 
 OLD, NEW = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
-
-
-class FullDisk:
-    """Refuses to sync files while it is full."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.full = False
-        sync = posix.sync_file
-
-        def sync_if_possible(fd: int) -> None:
-            if self.full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            sync(fd)
-
-        monkeypatch.setattr(posix, "sync_file", sync_if_possible)
 
 
 @pytest.fixture
@@ -74,11 +59,6 @@ def assert_told(error: BaseException, path: Path) -> None:
     assert error.__notes__ == [f"in an asynchronous save to {path}, stage 'sync'"]
 
 
-def assert_old(path: Path) -> None:
-    assert torch.equal(fastensor.load(path)["w"], OLD["w"])
-    assert os.listdir(path.parent) == [path.name]
-
-
 CALLS = {
     "save": lambda writer, path: writer.save(NEW, path),
     "remove": lambda writer, path: writer.remove(path),
@@ -94,7 +74,7 @@ def test_the_next_call_raises_and_does_nothing(writer: AsyncWriter, path: Path, 
     with pytest.raises(CheckpointWriteError) as caught:
         CALLS[call](writer, path)
     assert_told(caught.value, path)
-    assert_old(path)
+    assert_only(path, OLD)
     writer.wait()
     writer.close()
     assert not ordering._pending
@@ -131,7 +111,7 @@ def test_what_a_handle_has_told_is_not_told_again(path: Path, disk: FullDisk) ->
         assert_told(caught.value, path)
         assert handle.exception() is caught.value
         disk.full = False
-        assert_old(path)
+        assert_only(path, OLD)
         writer.wait()
 
 
@@ -160,7 +140,7 @@ def test_a_failure_does_not_hide_an_exception(path: Path, disk: FullDisk, caplog
     with pytest.raises(ValueError, match="of the program"):
         program()
     assert "No space left" in caplog.text
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_a_writer_that_goes_away_leaves_what_nobody_was_told_in_the_log(
@@ -296,7 +276,7 @@ def test_the_thread_is_killed(path: Path, gate: Any) -> None:
         assert isinstance(caught.value.__cause__, SystemExit)
         assert other.result().durable
         assert writer.save(OLD, path).result().durable
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -334,7 +314,7 @@ def test_cancelling(path: Path, gate: Any) -> None:
             with pytest.raises(SaveDroppedError, match="cancelled; what was there before is kept"):
                 handle.result()
         writer.wait()
-        assert_old(path)
+        assert_only(path, OLD)
         done = writer.save(NEW, path)
         done.result()
         assert not done.cancel()
@@ -366,7 +346,7 @@ def test_cancelling_while_it_is_staged(path: Path, monkeypatch: pytest.MonkeyPat
         go.set()
         thread.join(60)
         assert handles[0].exception() is not None
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_waiting_takes_too_long(path: Path, gate: Any) -> None:
@@ -391,7 +371,7 @@ def test_closing_takes_too_long(path: Path, gate: Any, monkeypatch: pytest.Monke
     for handle in (running, queued):
         with pytest.raises(SaveDroppedError, match="after the writer was closed"):
             handle.result()
-    assert_old(path)
+    assert_only(path, OLD)
     with pytest.raises(RuntimeError, match="closed"):
         writer.save(NEW, path)
     writer.close()
@@ -451,7 +431,7 @@ def test_a_save_that_fails_while_the_old_file_is_to_be_removed(
         assert isinstance(handle.exception(), CheckpointWriteError)
         writer.wait()
     other.rmdir()
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 def test_a_callback_may_use_the_writer(path: Path) -> None:
@@ -470,7 +450,7 @@ def test_a_callback_may_use_the_writer(path: Path) -> None:
         handle.add_done_callback(use)
         assert used.wait(60)
     assert seen == [True, True, True]
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -490,7 +470,7 @@ def test_a_callback_that_kills_the_thread_turns_no_failure_into_success(path: Pa
         assert isinstance(handle.exception(), CheckpointWriteError)
         writer.wait()
     other.rmdir()
-    assert_old(path)
+    assert_only(path, OLD)
 
 
 @pytest.mark.parametrize("name", ["x", "x.safetensors"])
@@ -576,7 +556,7 @@ def test_an_interrupt_at_any_moment_of_a_save(path: Path, staging_bytes: int | N
             sys.setprofile(None)
         assert writer.save(OLD, path).result(60).durable
         writer.close(60)
-        assert_old(path)
+        assert_only(path, OLD)
         if not interrupted:
             break
     assert number > 50

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from disks import content
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
@@ -21,10 +22,6 @@ from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 
 def state(number: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((1000,), number)}
-
-
-def content(path: Any) -> int:
-    return int(fastensor.load(path)["w"][0])
 
 
 def has_to_wait(gate: Any, action: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from disks import content
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
@@ -21,10 +22,6 @@ ONE_BLOCK = BUFFER_NBYTES - 100_000
 
 def state(number: int, nbytes: int = ONE_BLOCK) -> dict[str, torch.Tensor]:
     return {"w": torch.full((nbytes,), number, dtype=torch.uint8)}
-
-
-def content(path: Path) -> int:
-    return int(fastensor.load(path)["w"][-1])
 
 
 @pytest.fixture

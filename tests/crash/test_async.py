@@ -8,8 +8,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from itertools import islice
@@ -19,22 +17,19 @@ from typing import Any
 import pytest
 import torch
 from crash.trainer import states
+from disks import content, leftovers
+from programs import Program, run
 
 import fastensor
 from fastensor import AsyncWriter, FastensorError
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.freeing import wait_for_space
-from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.testing import failing_call, short_call
 
 OLD = {"w": torch.full((1000,), 1)}
 NEW = {"w": torch.full(((2 << 20) + 5000,), 2, dtype=torch.uint8), "b": torch.ones(5)}
 MOST_CALLS = 300
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(TEMPORARY_SUFFIX)]
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
@@ -55,14 +50,14 @@ def test_the_nth_call_fails(tmp_path: Path, name: str, code: int, tally: Counter
             wait_for_space()
         tally["calls failed"] += 1
         writer.close()
-        content = int(fastensor.load(path)["w"][0])
+        found = content(path)
         if failure is None:
-            assert content == 2, fault
+            assert found == 2, fault
         else:
             raised += 1
             assert isinstance(failure, OSError)
             assert (failure.errno, str(path) in str(failure)) == (code, True), fault
-            assert content == (2 if "the new file is in place" in str(failure) else 1), fault
+            assert found == (2 if "the new file is in place" in str(failure) else 1), fault
         assert not leftovers(tmp_path), fault
         assert not ordering._pending
         if not fault.fired:
@@ -100,11 +95,7 @@ def kill_trainings(path: Path, times: int, seed: int, tally: Counter[str]) -> li
     """The steps that were found after each kill."""
     rng, trained, found, latest = random.Random(seed), Trained(), [0], 0.15
     script = Path(__file__).with_name("trainer.py")
-    with subprocess.Popen(
-        [sys.executable, str(script), str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin
-        assert process.stdout
+    with Program(script, path) as process:
         for number in range(times):
             print(seed * 1000 + number, file=process.stdin, flush=True)
             word, pid = process.stdout.readline().split()
@@ -210,8 +201,6 @@ print(resident() - before[0], descriptors() - before[1], writer.statistics().dur
 
 
 def test_memory_and_descriptors_stay_flat(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GROWTH, str(tmp_path), "500"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    grown, descriptors, durable = map(int, done.stdout.split())
+    grown, descriptors, durable = map(int, run("-c", GROWTH, tmp_path, 500).stdout.split())
     assert grown < 8 << 20
     assert (descriptors, durable) == (0, 500)

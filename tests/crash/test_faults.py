@@ -17,13 +17,14 @@ from unittest import mock
 
 import pytest
 import torch
+from disks import content, leftovers
+from states import assert_same_tensors
 
 import fastensor
 from fastensor import FastensorError
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import LayoutError
-from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import torch_zip
 from fastensor.testing import Fault, failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
@@ -34,33 +35,28 @@ NEW = {"w": torch.full(((2 << 20) + 5000,), 2, dtype=torch.uint8), "b": torch.on
 SHORT = 0
 """In place of an error: the call succeeds, but moves only a part."""
 WAYS = [*((backend, "x") for backend in available_names()), ("direct", "x.safetensors")]
-CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR, SHORT]
+CODES, RARE_CODES = (errno.EIO, errno.ENOSPC, SHORT), (errno.EDQUOT, errno.EINTR)
+"""The rare ones are tried in one way, and by ``make torture`` in every way."""
 MOST_CALLS = 300
-
-
-ways = pytest.mark.parametrize(("backend", "name"), WAYS, ids=["-".join(way) for way in WAYS])
 
 
 def name_of(code: int) -> str:
     return errno.errorcode.get(code, "SHORT")
 
 
+def every_way() -> Iterator[Any]:
+    for way in WAYS:
+        for code in (*CODES, *RARE_CODES):
+            marks = [pytest.mark.torture] if code in RARE_CODES and way != WAYS[0] else []
+            yield pytest.param(*way, code, id="-".join([*way, name_of(code)]), marks=marks)
+
+
+ways = pytest.mark.parametrize(("backend", "name", "code"), [*every_way()])
+
+
 def inject(number: int, code: int, tally: Counter[str]) -> AbstractContextManager[Fault]:
     tally["calls cut short" if code == SHORT else "calls failed"] += 1
     return short_call(number) if code == SHORT else failing_call(number, code)
-
-
-def content(path: Path) -> Any:
-    return int(fastensor.load(path, verify=True)["w"][0])
-
-
-def assert_equal(found: Any, expected: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(TEMPORARY_SUFFIX)]
 
 
 def prepare(path: Path, *, overwrite: bool) -> None:
@@ -73,7 +69,6 @@ def prepare(path: Path, *, overwrite: bool) -> None:
             os.chown(path, 12345, 12345)
 
 
-@pytest.mark.parametrize("code", CODES, ids=name_of)
 @ways
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.usefixtures("temporaries")
@@ -110,7 +105,6 @@ def test_a_save_whose_nth_call_fails(
     assert number > 8
 
 
-@pytest.mark.parametrize("code", CODES, ids=name_of)
 @ways
 def test_a_load_whose_nth_call_fails(tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]) -> None:
     path = tmp_path / name
@@ -124,7 +118,7 @@ def test_a_load_whose_nth_call_fails(tmp_path: Path, backend: str, name: str, co
                 raised += 1
                 assert error.errno == code, fault
             else:
-                assert_equal(loaded, NEW)
+                assert_same_tensors(loaded, NEW)
         if not fault.fired:
             break
     else:
@@ -156,7 +150,6 @@ def attempts(path: Path, code: int, tally: Counter[str], action: Callable[[], ob
     assert raised == 0 if code == SHORT else raised >= 5
 
 
-@pytest.mark.parametrize("code", CODES, ids=name_of)
 @ways
 def test_a_verification_whose_nth_call_fails(
     tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]
@@ -168,7 +161,6 @@ def test_a_verification_whose_nth_call_fails(
     assert fastensor.verify(path).complete
 
 
-@pytest.mark.parametrize("code", CODES, ids=name_of)
 @ways
 def test_lazy_reading_whose_nth_call_fails(
     tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]
@@ -178,14 +170,13 @@ def test_lazy_reading_whose_nth_call_fails(
 
     def read() -> None:
         with fastensor.open(path, backend=backend) as found:
-            assert_equal(dict(found), NEW)
+            assert_same_tensors(dict(found), NEW)
             assert (found["w", 5:9] == 2).all()
 
     for failure in attempts(path, code, tally, read):
         assert failure is None or isinstance(failure, fastensor.CheckpointReadError)
 
 
-@pytest.mark.parametrize("code", CODES, ids=name_of)
 @ways
 def test_a_conversion_whose_nth_call_fails(
     tmp_path: Path, backend: str, name: str, code: int, tally: Counter[str]
@@ -254,7 +245,7 @@ def test_a_load_that_cannot_close(tmp_path: Path) -> None:
     fastensor.save(NEW, tmp_path / "x")
     for number in closes_in(lambda: fastensor.load(tmp_path / "x", backend="direct")):
         with failing_call(number), suppress(fastensor.CheckpointReadError):
-            assert_equal(fastensor.load(tmp_path / "x", backend="direct"), NEW)
+            assert_same_tensors(fastensor.load(tmp_path / "x", backend="direct"), NEW)
 
 
 def test_freeing_a_replaced_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,8 +314,8 @@ def test_signals_arriving_all_the_time(tmp_path: Path, backend: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert 0 < while_saving < len(handled)
-    assert_equal(loaded, state)
-    assert_equal(torch.load(tmp_path / "x"), state)
+    assert_same_tensors(loaded, state)
+    assert_same_tensors(torch.load(tmp_path / "x"), state)
 
 
 @pytest.mark.parametrize("backend", available_names())
@@ -338,9 +329,9 @@ def test_every_write_and_read_is_short(tmp_path: Path, backend: str, monkeypatch
     )
     fastensor.save(NEW, tmp_path / "x", backend=backend)
     loaded = fastensor.load(tmp_path / "x", backend=backend)
-    assert_equal(loaded, NEW)
+    assert_same_tensors(loaded, NEW)
     monkeypatch.undo()
-    assert_equal(torch.load(tmp_path / "x"), NEW)
+    assert_same_tensors(torch.load(tmp_path / "x"), NEW)
 
 
 def test_a_direct_read_that_comes_back_at_an_odd_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +344,7 @@ def test_a_direct_read_that_comes_back_at_an_odd_place(tmp_path: Path, monkeypat
         return count - 1000 if direct and count > 4096 else count
 
     monkeypatch.setattr(os, "preadv", odd)
-    assert_equal(fastensor.load(tmp_path / "x", backend="direct"), NEW)
+    assert_same_tensors(fastensor.load(tmp_path / "x", backend="direct"), NEW)
 
 
 def test_an_interrupt_while_loading_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

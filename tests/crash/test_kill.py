@@ -6,8 +6,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +16,10 @@ from typing import IO
 
 import pytest
 import torch
+from disks import leftovers
+from programs import Program
 
 import fastensor
-from fastensor.files.posix import TEMPORARY_SUFFIX
 
 NUMEL, SMALL_NUMEL = 1 << 20, 700_000
 NEVER = 10**9
@@ -51,9 +50,9 @@ class Saver:
 
     def content(self) -> int | None:
         """Which state the path holds, whole; None if there is none. Nothing else was left but one temporary."""
-        left = [name for name in os.listdir(self.path.parent) if name != self.path.name]
+        left = leftovers(self.path.parent)
         assert len(left) <= 1
-        assert all(name.endswith(TEMPORARY_SUFFIX) for name in left)
+        assert {*os.listdir(self.path.parent)} <= {self.path.name, *left}
         if self._new and not self.path.exists():
             return None
         state = fastensor.load(self.path, verify=True)
@@ -64,10 +63,7 @@ class Saver:
 @contextmanager
 def saver(path: Path, *, numel: int, new: bool) -> Iterator[Saver]:
     script = Path(__file__).with_name("saver.py")
-    command = [sys.executable, str(script), str(path), str(numel), "new" if new else "overwrite"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin
-        assert process.stdout
+    with Program(script, path, numel, "new" if new else "overwrite") as process:
         yield Saver(path, process.stdin, process.stdout, numel=numel, new=new)
     assert process.returncode == 0
     fastensor.save({"done": True}, path)

@@ -60,10 +60,13 @@ def flip(
     return noticed
 
 
+@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.torture)], ids=["sample", "many"])
 @pytest.mark.parametrize("entry", [entry for entry in EVERY if entry != "load_mapped"])
 @every_kind
-def test_bits_flipped_anywhere_are_noticed_or_harmless(kind: str, entry: str, path: Path, tally: Counter[str]) -> None:
-    bits = random.Random(0).sample(telling_bits(archives.SOUND[kind]()), 300)
+def test_bits_flipped_anywhere_are_noticed_or_harmless(
+    kind: str, entry: str, count: int, path: Path, tally: Counter[str]
+) -> None:
+    bits = random.Random(0).sample(telling_bits(archives.SOUND[kind]()), count)
     assert flip(archives.SOUND[kind](), bits, entry, path, tally) > len(bits) / 5
 
 
@@ -73,17 +76,20 @@ def test_bits_flipped_anywhere_whatever_the_backend(entry: str, path: Path, tall
     assert flip(data, random.Random(1).sample(telling_bits(data), 200), entry, path, tally) > 40
 
 
+@pytest.mark.parametrize(
+    ("count", "step"), [(100, 31), pytest.param(400, 9, marks=pytest.mark.torture)], ids=["sample", "many"]
+)
 @pytest.mark.parametrize("entry", ["load", "load_keys", "verify"])
 @pytest.mark.parametrize("kind", archives.BY_TORCH)
 def test_bits_flipped_in_files_that_torch_reads_by_itself(
-    kind: str, entry: str, path: Path, tally: Counter[str]
+    kind: str, entry: str, count: int, step: int, path: Path, tally: Counter[str]
 ) -> None:
     data = archives.BY_TORCH[kind]()
     unchecked = kind == "before 1.6"
-    bits = random.Random(0).sample(telling_bits(data), 400)
+    bits = random.Random(0).sample(telling_bits(data), count)
     noticed = flip(data, bits, entry, path, tally, may_be_unverified=unchecked)
     assert noticed > len(bits) / 5 or unchecked
-    for length in range(1, len(data), 9):
+    for length in range(1, len(data), step):
         path.write_bytes(data[:length])
         refused = withstand(entry, path, {}, may_be_unverified=unchecked) is not None
         assert refused or (unchecked and entry == "verify"), length
@@ -143,12 +149,16 @@ def boundaries(data: bytes) -> list[int]:
     return sorted(place for place in near if 0 <= place < len(data))
 
 
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.torture)], ids=["one entry", "every entry"]
+)
 @every_kind
-def test_a_file_cut_off_at_any_boundary_is_refused(kind: str, path: Path, tally: Counter[str]) -> None:
+def test_a_file_cut_off_at_any_boundary_is_refused(kind: str, every: bool, path: Path, tally: Counter[str]) -> None:
+    """At each boundary by one entry point, which take turns, or by every one."""
     data = archives.SOUND[kind]()
-    for length in boundaries(data):
+    for number, length in enumerate(boundaries(data)):
         path.write_bytes(data[:length])
-        for entry in EVERY:
+        for entry in EVERY if every else [EVERY[number % len(EVERY)]]:
             assert withstand(entry, path, {}) is not None, (entry, length)
         tally["files cut off"] += 1
 
@@ -184,8 +194,9 @@ def test_a_file_that_is_cut_off_while_it_is_read(
     assert refused >= 3
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
 @pytest.mark.parametrize("entry", ["load", "open", "verify"])
-def test_a_save_over_an_older_one_that_stopped_anywhere(entry: str, path: Path, tally: Counter[str]) -> None:
+def test_a_save_over_an_older_one_that_stopped_anywhere(entry: str, step: int, path: Path, tally: Counter[str]) -> None:
     """As ``torch.save`` may leave it, with the beginning of the new file and the end of the old one."""
     state = copy.deepcopy(STATE)
     for tensor in state["plain"].values():
@@ -197,11 +208,12 @@ def test_a_save_over_an_older_one_that_stopped_anywhere(entry: str, path: Path, 
         path.write_bytes(data)
         readings.append(ENTRY_POINTS[entry](path))
     refused = 0
-    for length in boundaries(old):
+    lengths = boundaries(old)[len(entry) % step :: step]
+    for length in lengths:
         path.write_bytes(new[:length] + old[length:])
         refused += withstand_either(entry, path, readings)
         tally["files torn"] += 1
-    assert refused > len(boundaries(old)) / 3
+    assert refused > len(lengths) / 3
 
 
 def withstand_either(entry: str, path: Path, readings: list[Reading]) -> bool:

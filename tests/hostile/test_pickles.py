@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,14 @@ def test_what_is_only_large_when_looked_at(hostile: Hostile, attack: Attack) -> 
     attack(hostile)
 
 
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.torture)], ids=["one entry", "every entry"]
+)
 @each(BOMBS)
-def test_bombs(hostile: Hostile, attack: Attack) -> None:
-    attack(hostile)
+def test_bombs(hostile: Hostile, every: bool, attack: Attack) -> None:
+    """By one of the entry points that each is for, which take turns, or by every one."""
+    number = BOMBS.index(hostile)
+    attack(hostile if every else replace(hostile, entries=(hostile.entries[number % len(hostile.entries)],)))
 
 
 @pytest.mark.parametrize(

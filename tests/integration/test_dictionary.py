@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
+from programs import command_line
 
 from fastensor.cli import main
 from fastensor.cli.plot import lines
@@ -60,9 +61,7 @@ def other(folder: Path) -> DictionaryFile:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = main(["dictionary", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return status, out, err
+    return command_line(capsys, "dictionary", *arguments)
 
 
 def learned(changes: list[Change]) -> Dictionary:
@@ -183,9 +182,9 @@ def test_an_export_takes_the_place_of_a_file_at_once(capsys: Any, file: Dictiona
 
 def test_text_is_utf_8_whatever_the_locale_says(file: DictionaryFile) -> None:
     file.update([Change(WRITE, MIB, "müde", 1.0)])
-    command = [sys.executable, "-m", "fastensor", "dictionary", "export", "--csv", "WDic", "-o", "x.csv"]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    subprocess.run(command, env=environment, timeout=120, check=True)
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    program = ("-m", "fastensor", "dictionary", "export", "--csv", "WDic", "-o", "x.csv")
+    programs.run(*program, cold=True, **locale)
     assert "müde" in Path("x.csv").read_bytes().decode("utf-8")
 
 
@@ -325,8 +324,7 @@ def test_matplotlib_is_not_imported_before(file: DictionaryFile) -> None:
     code = (
         "import sys; from fastensor.cli import main; main(['dictionary', 'show']); print('matplotlib' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.splitlines()[-1] == "False"
+    assert programs.run("-c", code).stdout.splitlines()[-1] == "False"
 
 
 def test_what_replaces_is_what_there_was() -> None:

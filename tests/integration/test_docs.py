@@ -6,29 +6,25 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
+from programs import Program
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "core/FORMAT.md"]
 
 
-def run(*arguments: str, cwd: Path, timeout: int = 1200) -> str:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def run(*arguments: object, cwd: Path, lightning: bool = False) -> str:
+    return programs.run(*arguments, folder=cwd, timeout=1200, lightning=lightning).stdout
 
 
 def test_the_python_of_the_readme_runs_in_order(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
     (tmp_path / "tour.py").write_text("\n".join(blocks))
-    run("tour.py", cwd=tmp_path)
+    run("tour.py", cwd=tmp_path, lightning=True)
     commands = re.findall(r"^\$ fastensor (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(commands) >= 3
     for command in commands:
@@ -59,7 +55,7 @@ def test_links_lead_to_files(document: str) -> None:
 def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     demo = str(ROOT / "examples" / "resume_after_kill.py")
     options = ["--epochs", "4", "--kill-in-epoch", "2", "--compare-mib", "1", "--required-accuracy", "0"]
-    out = run(demo, *options, cwd=tmp_path)
+    out = run(demo, *options, cwd=tmp_path, lightning=True)
     assert "Killed by SIGKILL" in out
     assert "Resumed from it and trained to epoch 4" in out
     assert "load, in page cache" in out
@@ -67,7 +63,7 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
 
 
 def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:
-    out = run(str(ROOT / "examples" / "offload_lightning.py"), "--epochs", "1", cwd=tmp_path)
+    out = run(str(ROOT / "examples" / "offload_lightning.py"), "--epochs", "1", cwd=tmp_path, lightning=True)
     assert "equal to the last bit" in out
     assert re.search(r"[1-9][0-9.]* [MG]iB written", out)
 
@@ -129,9 +125,7 @@ def test_the_benchmark_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_of_a_gpu_shows_what_it_has_when_it_is_told_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, *gpu_benchmark(tmp_path, rounds=10_000)]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
+    with Program(*gpu_benchmark(tmp_path, rounds=10_000), folder=tmp_path) as process:
         next(line for line in process.stderr if "round 1" in line)
         process.terminate()
         out, err = process.communicate(timeout=120)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import command_line
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
@@ -53,9 +54,7 @@ def tmpfs() -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = main(["doctor", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return status, out, err
+    return command_line(capsys, "doctor", *arguments)
 
 
 def examine(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
@@ -312,13 +311,13 @@ class Other(NumpyBackend):
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> type[Other]:
+def other(register: Any) -> type[Other]:
     """Registered for the test."""
 
     class Registered(Other):
         pass
 
-    monkeypatch.setattr(registry, "_backends", {**registry._backends, "other": Registered()})
+    register(Registered())
     return Registered
 
 

@@ -109,7 +109,7 @@ def test_one_name_is_not_a_list_of_names(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", states.SPECIAL)
 def test_any_kind_of_tensor_chosen_or_not(tmp_path: Path, kind: str) -> None:
-    state = {"special": states._special(kind, 1), "plain": torch.arange(5)}
+    state = {"special": states.special_of(kind, 1), "plain": torch.arange(5)}
     fastensor.save(state, tmp_path / "x")
     expected = torch.load(tmp_path / "x", weights_only=False)
     for key in state:

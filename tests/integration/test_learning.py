@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run
 
 from fastensor.files import afterwards
 from fastensor.select import current, files
@@ -21,16 +20,13 @@ NBYTES = 1 << 20
 WRITE = Context("write")
 
 
-def run(folder: Path, program: str, *arguments: str) -> str:
+def printed_by(folder: Path, program: str, *arguments: str) -> str:
     """Run a program that learns about files in a folder, where its dictionaries are, too; returns what it prints."""
     (folder / "program.py").write_text(program)
-    environment = {**os.environ, "FASTENSOR_DICTIONARIES": str(folder), "FASTENSOR_EXPLORE": "1"}
-    process = subprocess.run(
-        [sys.executable, "program.py", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert process.stderr == ""
-    return process.stdout
+    variables = {"FASTENSOR_DICTIONARIES": str(folder), "FASTENSOR_EXPLORE": "1"}
+    done = run("program.py", *arguments, folder=folder, **variables)
+    assert done.stderr == ""
+    return done.stdout
 
 
 def learned(folder: Path) -> dict[str, int]:
@@ -61,7 +57,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_processes_of_multiprocessing(tmp_path: Path, method: str) -> None:
-    run(tmp_path, WITH_CHILDREN, method)
+    printed_by(tmp_path, WITH_CHILDREN, method)
     found = learned(tmp_path)
     imported = found.pop("__mp_main__", None)
     assert found == {"__main__": 1, "child": 1}
@@ -164,5 +160,5 @@ threading._register_atexit(ending.set)
 
 
 def test_the_end_of_a_process_waits_for_what_is_being_written(tmp_path: Path) -> None:
-    assert run(tmp_path, ENDING).splitlines()[0] == "written by fastensor-afterwards"
+    assert printed_by(tmp_path, ENDING).splitlines()[0] == "written by fastensor-afterwards"
     assert learned(tmp_path) == {"numpy": 1, "direct": 1}

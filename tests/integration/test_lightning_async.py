@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from disks import FullDisk, SlowDisk
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
+from programs import run, run_ranks
 
 import fastensor
 from fastensor.backends import snapshot
@@ -54,41 +53,9 @@ def nothing_is_left_pending() -> Iterator[None]:
     assert not drain_threads()
 
 
-class SlowDisk:
-    """Syncs wait until the Trainer has gone on: every file is behind what the Trainer does next."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        sync = posix.sync_file
-
-        def sync_later(fd: int) -> None:
-            threading.Event().wait(seconds)
-            sync(fd)
-
-        monkeypatch.setattr(posix, "sync_file", sync_later)
-
-
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     return SlowDisk(monkeypatch, 0.02)
-
-
-class FullDisk:
-    """Is full from one save on, for as long as it is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.full_after = 10**9
-        self._syncs = 0
-        sync = posix.sync_file
-
-        def sync_if_possible(fd: int) -> None:
-            if os.path.isdir(f"/proc/self/fd/{fd}"):
-                return sync(fd)
-            self._syncs += 1
-            if self._syncs > self.full_after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return sync(fd)
-
-        monkeypatch.setattr(posix, "sync_file", sync_if_possible)
 
 
 @pytest.fixture
@@ -552,13 +519,7 @@ SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0") | 
 def test_a_preempted_trainer_ends_in_good_order(pl: Any, tmp_path: Path, environment: dict[str, str]) -> None:
     """Its handler calls the writer's, which is to leave the end of the process to it."""
     program = Path(__file__).with_name("preempted_trainer.py")
-    done = subprocess.run(
-        [sys.executable, str(program), pl.__name__, str(tmp_path)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(program, pl.__name__, tmp_path, check=False, lightning=True, **environment)
     assert "SIGTERMException" in done.stdout, done.stderr
     assert done.returncode >= 0
     assert ("Bypassing SIGTERM" in done.stderr) == bool(environment)
@@ -727,13 +688,17 @@ def test_fabric(tmp_path: Path, slow_disk: SlowDisk, recwarn: pytest.WarningsRec
     plugin.teardown()
 
 
+def fabric_of_two_processes() -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    plugins = [FastensorCheckpointIO(asynchronous=True)]
+    return Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(start_method="forkserver"), plugins=plugins)
+
+
 def test_two_processes(tmp_path: Path) -> None:
     """Rank 0 saves, both load at once; and a Trainer does everything that it can do with checkpoints."""
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(
-        accelerator="cpu", devices=2, strategy="ddp_spawn", plugins=[FastensorCheckpointIO(asynchronous=True)]
-    )
+    fabric = fabric_of_two_processes()
     fabric.launch(_save_and_load_on_every_rank, str(tmp_path / "x.ckpt"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1", "x.ckpt"]
 
@@ -750,11 +715,7 @@ def _save_and_load_on_every_rank(fabric: Any, path: str) -> None:
 
 def test_two_processes_and_a_link(tmp_path: Path) -> None:
     """Rank 0 is still to replace the link when both load what it will lead to."""
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(
-        accelerator="cpu", devices=2, strategy="ddp_spawn", plugins=[FastensorCheckpointIO(asynchronous=True)]
-    )
+    fabric = fabric_of_two_processes()
     fabric.launch(_link_and_load_on_every_rank, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt", "2.ckpt", "last.ckpt", "rank0", "rank1"]
 
@@ -784,7 +745,8 @@ def test_a_trainer_of_two_processes(tmp_path: Path) -> None:
     options = options_of(
         pl, tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last="link"
     )
-    trainer = make_trainer(pl, tmp_path, plugin, devices=2, strategy="ddp_spawn", **options)
+    strategy = pl.strategies.DDPStrategy(start_method="forkserver")
+    trainer = make_trainer(pl, tmp_path, plugin, devices=2, strategy=strategy, **options)
     trainer.fit(make_module(pl), loader(), loader())
     assert files(tmp_path) == ["epoch=1-step=3.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"]
     assert step_of(tmp_path / "c" / "last.ckpt") == 4
@@ -795,7 +757,7 @@ def test_a_program_of_two_processes_fits_and_tests(tmp_path: Path) -> None:
     """Each of them looks for the last checkpoint by itself, which rank 0 is still writing when the run ends."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    torch.multiprocessing.spawn(_fit_and_test, (port, tmp_path), nprocs=2)
+    run_ranks(_fit_and_test, 2, port, tmp_path)
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
+from programs import run_ranks
 
 import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, checkpoint_monitor, shared_choice
@@ -42,7 +43,7 @@ def run(program: Callable[[Any, int, Path], Any], brand: str, folder: Path) -> l
     pytest.importorskip(brand)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    torch.multiprocessing.spawn(start, (program, brand, port, folder), nprocs=2)
+    run_ranks(start, 2, program, brand, port, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-import subprocess
-import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError, UnverifiedCheckpointWarning
@@ -113,8 +112,7 @@ def test_loads_and_saves_at_interpreter_exit(tmp_path: Path) -> None:
         "    print('done')\n"
         "atexit.register(late)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "x")]
-    assert "done" in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "done" in run("-c", code, tmp_path / "x").stdout
 
 
 def test_many_storages_take_no_quadratic_time(tmp_path: Path) -> None:
@@ -295,7 +293,7 @@ def test_forked_children_can_train_after_a_load(path: Path) -> None:
         "    w.requires_grad_(); (w * 2).sum().backward(); os._exit(0 if w.grad is not None else 1)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=60).returncode == 0
+    run("-c", code, path)
 
 
 def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:

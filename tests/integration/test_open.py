@@ -157,7 +157,7 @@ def test_views_ties_and_kinds_of_a_torch_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["sparse_coo", "quantized", "conjugate", "meta"])
 def test_what_is_more_than_its_bytes(tmp_path: Path, kind: str) -> None:
-    fastensor.save({"x": states._special(kind, 1), "w": torch.ones(1)}, tmp_path / "x")
+    fastensor.save({"x": states.special_of(kind, 1), "w": torch.ones(1)}, tmp_path / "x")
     with fastensor.open(tmp_path / "x") as found:
         assert found.info["x"].shape
         assert found["w"] == 1

@@ -31,7 +31,7 @@ BACKENDS = [name for name in available_names() if name != "torch"]
 
 texts = st.text(max_size=8)
 shapes = st.lists(st.integers(0, 5), max_size=4) | st.just([70_001])
-tensors = st.builds(states._random_bytes, st.sampled_from(DTYPES), shapes, st.integers(0, 99))
+tensors = st.builds(states.random_bytes, st.sampled_from(DTYPES), shapes, st.integers(0, 99))
 dicts = st.dictionaries(texts.filter(lambda name: name != "__metadata__"), tensors, max_size=6)
 
 
@@ -39,14 +39,6 @@ def header_of(data: bytes) -> dict[str, Any]:
     (length,) = struct.unpack("<Q", data[:8])
     header: dict[str, Any] = json.loads(data[8 : 8 + length])
     return header
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
 @given(state=dicts, metadata=st.none() | st.dictionaries(texts, texts, max_size=1))
@@ -65,12 +57,12 @@ def test_everyone_reads_the_same(state: dict[str, Tensor], metadata: Any, checks
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.safetensors")
         fastensor.save(state, path, metadata=metadata, checksums=checksums, durable=False)
-        assert_same(safetensors.torch.load_file(path), state)
+        states.assert_same_tensors(safetensors.torch.load_file(path), state)
         if checksums:
-            assert_same(fastensor.load(path), state)
+            states.assert_same_tensors(fastensor.load(path), state)
         else:
             with pytest.warns(UnverifiedCheckpointWarning):
-                assert_same(fastensor.load(path), state)
+                states.assert_same_tensors(fastensor.load(path), state)
         with safetensors.safe_open(path, "pt") as opened:
             found = dict(opened.metadata() or {})
         assert ("fastensor.crc32" in found) == checksums
@@ -84,7 +76,7 @@ def test_files_of_safetensors_are_loaded(state: dict[str, Tensor]) -> None:
         path = Path(folder, "x")
         safetensors.torch.save_file(state, path)
         with pytest.warns(UnverifiedCheckpointWarning):
-            assert_same(fastensor.load(path), state)
+            states.assert_same_tensors(fastensor.load(path), state)
 
 
 def test_packed_four_bit_floats(tmp_path: Path) -> None:
@@ -96,7 +88,7 @@ def test_packed_four_bit_floats(tmp_path: Path) -> None:
     safetensors.torch.save_file(state, tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     fastensor.save(state, tmp_path / "a.safetensors")
-    assert_same(fastensor.load(tmp_path / "a.safetensors"), state)
+    states.assert_same_tensors(fastensor.load(tmp_path / "a.safetensors"), state)
 
 
 @pytest.mark.parametrize("backend", available_names())
@@ -109,8 +101,8 @@ def test_large_tensors_by_every_backend(tmp_path: Path, backend: str) -> None:
     found, loaded = fastensor.load_with_report(tmp_path / "x.safetensors", backend=backend)
     assert loaded.verified
     assert list(found) == ["none", "small", "a", "b"]
-    assert_same(found, state)
-    assert_same(safetensors.torch.load_file(tmp_path / "x.safetensors"), state)
+    states.assert_same_tensors(found, state)
+    states.assert_same_tensors(safetensors.torch.load_file(tmp_path / "x.safetensors"), state)
     assert found["a"].untyped_storage().nbytes() == found["a"].nbytes
 
 
@@ -153,7 +145,7 @@ def test_refusals_say_what_to_do_and_leave_the_old_file(tmp_path: Path, name: st
     with pytest.raises(UnsupportedContentError, match=message) as caught:
         fastensor.save(state, tmp_path / "x.safetensors")
     assert isinstance(caught.value, ValueError)
-    assert_same(fastensor.load(tmp_path / "x.safetensors"), STATE)
+    states.assert_same_tensors(fastensor.load(tmp_path / "x.safetensors"), STATE)
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
 
@@ -168,7 +160,7 @@ def test_what_safetensors_refuses_is_refused(tmp_path: Path) -> None:
 def test_disjoint_views_of_one_storage_are_no_ties(tmp_path: Path) -> None:
     base = torch.arange(10.0)
     fastensor.save({"a": base[:4], "b": base[4:]}, tmp_path / "x.safetensors")
-    assert_same(fastensor.load(tmp_path / "x.safetensors"), {"a": base[:4], "b": base[4:]})
+    states.assert_same_tensors(fastensor.load(tmp_path / "x.safetensors"), {"a": base[:4], "b": base[4:]})
 
 
 @pytest.mark.parametrize("metadata", [{"a": 1}, {1: "a"}, {"a": "\ud800"}])
@@ -181,7 +173,7 @@ def test_names_that_look_like_the_entry_for_checksums(tmp_path: Path) -> None:
     metadata = {'x"fastensor.crc32': "00000000 00000000", "y": '"fastensor.crc32":"00000000'}
     state = {'"fastensor.crc32":"00000000': torch.ones(3)}
     fastensor.save(state, tmp_path / "x.safetensors", metadata=metadata)
-    assert_same(fastensor.load(tmp_path / "x.safetensors"), state)
+    states.assert_same_tensors(fastensor.load(tmp_path / "x.safetensors"), state)
 
 
 def test_a_new_file_follows_the_umask(tmp_path: Path) -> None:
@@ -205,7 +197,7 @@ def test_mapped_tensors_are_private(tmp_path: Path) -> None:
     fastensor.save(STATE, tmp_path / "x.safetensors")
     before = (tmp_path / "x.safetensors").read_bytes()
     found = fastensor.load(tmp_path / "x.safetensors", mmap=True)
-    assert_same(found, STATE)
+    states.assert_same_tensors(found, STATE)
     found["w"].zero_()
     assert (tmp_path / "x.safetensors").read_bytes() == before
 
@@ -245,7 +237,7 @@ def test_a_file_of_another_tool_that_has_copied_our_checksums(tmp_path: Path, ki
     safetensors.torch.save_file(OTHERS[kind], path, kept)
     why = r"another tool .* copied 'fastensor\.crc32'"
     with pytest.warns(UnverifiedCheckpointWarning, match=why):
-        assert_same(fastensor.load(path), OTHERS[kind])
+        states.assert_same_tensors(fastensor.load(path), OTHERS[kind])
     with pytest.warns(UnverifiedCheckpointWarning, match=why):
         fastensor.open(path).close()
     with pytest.warns(UnverifiedCheckpointWarning, match=why):
@@ -273,7 +265,7 @@ def test_files_of_before_are_verified(tmp_path: Path) -> None:
     path.write_bytes(of_before(path))
     found, report = fastensor.load_with_report(path)
     assert report.verified
-    assert_same(found, STATE)
+    states.assert_same_tensors(found, STATE)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

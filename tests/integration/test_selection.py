@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run
 
 import fastensor
 from fastensor import AsyncWriter, Context, Dictionary, Selector
-from fastensor.backends import registry
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.numpy import BufferedReader, NumpyBackend
 from fastensor.backends.torch import TorchBackend
@@ -274,9 +272,9 @@ class Broken(NumpyBackend):
 @pytest.mark.parametrize("error", [KeyError("of somebody else"), OSError(errno.EINVAL, "not so")])
 @pytest.mark.parametrize("raises_in", ["why_unavailable", "can_write", "write", "open_reader"])
 def test_a_backend_that_raises_loses_no_checkpoint(
-    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises_in: str, error: Exception
+    selector: Selector, tmp_path: Path, register: Any, raises_in: str, error: Exception
 ) -> None:
-    monkeypatch.setitem(registry._backends, "broken", Broken(raises_in, error))
+    register(Broken(raises_in, error))
     selector.paper = True  # so that it is tried
     writes = raises_in != "open_reader"
     for _ in range(15):
@@ -296,11 +294,11 @@ def test_a_backend_that_raises_loses_no_checkpoint(
 
 
 def test_a_backend_that_raises_while_it_reads_is_used_once(
-    selector: Selector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    selector: Selector, tmp_path: Path, register: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Broken("", KeyError())
     monkeypatch.setattr(broken, "open_reader", lambda fd, nbytes, order: BrokenReader(fd))
-    monkeypatch.setitem(registry._backends, "broken", broken)
+    register(broken)
     selector.paper = True  # so that it is tried
     fastensor.save(STATE, tmp_path / "x", backend="numpy")
     failures = []
@@ -361,18 +359,14 @@ print(statistics.explored, statistics.exploited)
 """
 
 
-def run(folder: Path, uses: int, what: str, **variables: str) -> list[int]:
-    environment = {**os.environ, "FASTENSOR_DICTIONARIES": str(folder / "dictionaries"), **variables}
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder / "x.ckpt"), str(uses), what],
-        env=environment, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    return [int(word) for word in process.stdout.split()]
+def uses_of(folder: Path, uses: int, what: str, *, explore: str) -> list[int]:
+    variables = {"FASTENSOR_DICTIONARIES": str(folder / "dictionaries"), "FASTENSOR_EXPLORE": explore}
+    return [int(word) for word in run("-c", PROGRAM, folder / "x.ckpt", uses, what, **variables).stdout.split()]
 
 
 @pytest.mark.parametrize("what", ["files", "tensors"])
 def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path, what: Kind) -> None:
-    explored, exploited = run(tmp_path, 40, what, FASTENSOR_EXPLORE="1")
+    explored, exploited = uses_of(tmp_path, 40, what, explore="1")
     assert explored >= 1
     assert explored + exploited == 80
     (file,) = (tmp_path / "dictionaries").glob("*.json")
@@ -380,11 +374,11 @@ def test_the_next_run_starts_with_what_the_last_one_has_learned(tmp_path: Path, 
     Dictionary.from_json(file.read_text())
     counts = [timing.count for _, entry in Dictionary.from_json(file.read_text()) for timing in entry.timings.values()]
     assert sum(counts) == 80
-    run(tmp_path, 2, what, FASTENSOR_EXPLORE="1")
+    uses_of(tmp_path, 2, what, explore="1")
     counts = [timing.count for _, entry in Dictionary.from_json(file.read_text()) for timing in entry.timings.values()]
     assert sum(counts) == 84
     before = file.read_bytes()
-    assert run(tmp_path, 3, what, FASTENSOR_EXPLORE="0")[0] == 0
+    assert uses_of(tmp_path, 3, what, explore="0")[0] == 0
     assert file.read_bytes() == before
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run_ranks
 
 from fastensor import Context, Selector
 from fastensor.select import share
@@ -43,7 +44,7 @@ def start(rank: int, program: str, world: int, folder: Path) -> None:
 
 def run(program: str, world: int, folder: Path) -> list[Any]:
     """What each rank has noted."""
-    torch.multiprocessing.spawn(start, (program, world, folder), nprocs=world)
+    run_ranks(start, world, program, world, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 

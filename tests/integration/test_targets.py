@@ -48,10 +48,6 @@ def names_in(folder: str) -> list[str]:
     return sorted(name.rpartition("/")[2] for name in filesystem.find(path))
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    states.assert_equal(found, expected)
-
-
 @pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
 def test_round_trips(folder: str, suffix: str) -> None:
     for name, state in (("small", {"w": STATE["w"]}), ("large", TENSORS), ("small", TENSORS)):
@@ -61,8 +57,8 @@ def test_round_trips(folder: str, suffix: str) -> None:
         found, loaded = fastensor.load_with_report(url)
         assert loaded.verified
         assert loaded.nbytes == report.nbytes
-        assert_same({key: found[key] for key in state}, state)
-        assert_same(fastensor.load(url, keys=["w"]), {"w": state["w"]})
+        states.assert_equal({key: found[key] for key in state}, state)
+        states.assert_equal(fastensor.load(url, keys=["w"]), {"w": state["w"]})
     assert names_in(folder) == [f"large.{suffix}", f"small.{suffix}"]
 
 
@@ -95,7 +91,7 @@ def test_a_failed_save_keeps_what_was_there(folder: str) -> None:
     if not folder.startswith("file"):
         with mock.patch.object(staging.HostStager, "finish", fail_late), pytest.raises(KeyboardInterrupt):
             fastensor.save(TENSORS, url)
-    assert_same(fastensor.load(url), STATE)
+    states.assert_equal(fastensor.load(url), STATE)
     assert names_in(folder) == ["x.ckpt"]
 
 
@@ -124,7 +120,7 @@ def test_an_upload_that_the_store_refuses(s3_url: str, monkeypatch: pytest.Monke
     assert failed
     assert caught.value.errno == errno.EIO
     assert fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads", []) == []
-    assert_same(fastensor.load(f"{url}"), {"w": torch.ones(1)})
+    states.assert_equal(fastensor.load(f"{url}"), {"w": torch.ones(1)})
 
 
 class ConnectionLost(Exception):
@@ -184,7 +180,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(s3_url: str, monkeypatch: py
 
 def test_a_wrapped_filesystem() -> None:
     fastensor.save(STATE, "memory://run/x.ckpt")
-    assert_same(fastensor.load("simplecache::memory://run/x.ckpt"), STATE)
+    states.assert_equal(fastensor.load("simplecache::memory://run/x.ckpt"), STATE)
     fsspec.filesystem("memory").store.clear()
 
 
@@ -200,13 +196,13 @@ def test_urls_that_nobody_knows(tmp_path: Path) -> None:
         fastensor.load("gs://bucket/x")
     weird = tmp_path / "a::b"
     fastensor.save(STATE, weird)
-    assert_same(fastensor.load(weird), STATE)
+    states.assert_equal(fastensor.load(weird), STATE)
 
 
 @pytest.mark.parametrize("kind", [pathlib.Path, pathlib.PurePosixPath, str])
 def test_every_kind_of_path(tmp_path: Path, kind: Any) -> None:
     fastensor.save(STATE, kind(tmp_path / "x y"))
-    assert_same(fastensor.load(kind(tmp_path / "x y")), STATE)
+    states.assert_equal(fastensor.load(kind(tmp_path / "x y")), STATE)
 
 
 @pytest.mark.parametrize("wrong", [b"bytes", 3, None])
@@ -236,20 +232,20 @@ def test_open_files_on_a_disk(tmp_path: Path) -> None:
     with open(tmp_path / "x", "wb") as file:
         report = fastensor.save(STATE, file)
     assert (report.durable, report.backend, report.path) == (False, "stream", str(tmp_path / "x"))
-    assert_same(torch.load(tmp_path / "x"), STATE)
+    states.assert_equal(torch.load(tmp_path / "x"), STATE)
     with open(tmp_path / "x", "rb") as file:
         found, loaded = fastensor.load_with_report(file)
         assert not file.closed
     assert loaded.backend == "numpy"
-    assert_same(found, STATE)
+    states.assert_equal(found, STATE)
     with open(tmp_path / "y.safetensors", "wb+") as both:
         fastensor.save({"w": STATE["w"]}, both)
         both.seek(0)
-        assert_same(fastensor.load(both), {"w": STATE["w"]})
+        states.assert_equal(fastensor.load(both), {"w": STATE["w"]})
     with tempfile.SpooledTemporaryFile() as spooled:
         fastensor.save(STATE, spooled)  # type: ignore[arg-type]
         spooled.seek(0)
-        assert_same(fastensor.load(spooled), STATE)  # type: ignore[arg-type]
+        states.assert_equal(fastensor.load(spooled), STATE)  # type: ignore[arg-type]
 
 
 def test_open_files_of_the_wrong_kind(tmp_path: Path) -> None:
@@ -286,14 +282,14 @@ def test_a_pipe_can_be_written(tmp_path: Path) -> None:
     with os.fdopen(reading, "rb") as source, os.fdopen(writing, "wb") as sink:
         fastensor.save({"w": STATE["w"]}, sink, container="safetensors")
         sink.close()
-        assert_same(fastensor.load(io.BytesIO(source.read())), {"w": STATE["w"]})
+        states.assert_equal(fastensor.load(io.BytesIO(source.read())), {"w": STATE["w"]})
 
 
 def test_the_plugin_with_urls(folder: str) -> None:
     plugin = FastensorCheckpointIO()
     url = f"{folder}/deep/er/x.ckpt"
     plugin.save_checkpoint(STATE, url)
-    assert_same(plugin.load_checkpoint(url), STATE)
+    states.assert_equal(plugin.load_checkpoint(url), STATE)
     assert plugin.last_save
     assert plugin.last_save.nbytes > 0
     plugin.remove_checkpoint(url)
@@ -323,7 +319,7 @@ def test_several_threads_read_one_file_in_memory() -> None:
     fastensor.save(TENSORS, "memory://run/x.safetensors")
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: fastensor.load("memory://run/x.safetensors"), range(8)):
-            assert_same({key: found[key] for key in TENSORS}, TENSORS)
+            states.assert_equal({key: found[key] for key in TENSORS}, TENSORS)
     fsspec.filesystem("memory").store.clear()
 
 
@@ -337,7 +333,7 @@ def test_names_that_look_like_patterns(folder: str, name: str) -> None:
     for url in [*others, f"{folder}/{name}"]:
         plugin.save_checkpoint(STATE, url)
     assert len(names_in(folder)) == 4
-    assert_same(plugin.load_checkpoint(f"{folder}/{name}"), STATE)
+    states.assert_equal(plugin.load_checkpoint(f"{folder}/{name}"), STATE)
     plugin.remove_checkpoint(f"{folder}/{name}")
     assert names_in(folder) == ["a1.ckpt", "ab.ckpt", "y.ckpt"]
     plugin.remove_checkpoint(f"{folder}/deep")
@@ -369,7 +365,7 @@ def test_an_interrupt_while_an_upload_is_opened(s3_url: str, monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):
             fastensor.save(STATE, f"{s3_url}/x.ckpt")
         gc.collect()
-    assert_same(fastensor.load(f"{s3_url}/x.ckpt"), STATE)
+    states.assert_equal(fastensor.load(f"{s3_url}/x.ckpt"), STATE)
 
 
 def test_uploads_are_forgotten(s3_url: str) -> None:
@@ -394,7 +390,7 @@ def test_a_part_of_a_remote_file(s3_url: str, monkeypatch: pytest.MonkeyPatch) -
         url = f"{s3_url}/x.{suffix}"
         fastensor.save(state, url)
         fetched.clear()
-        assert_same(fastensor.load(url, keys=["bias"]), {"bias": state["bias"]})
+        states.assert_equal(fastensor.load(url, keys=["bias"]), {"bias": state["bias"]})
         assert sum(fetched) < 20 << 20
         fetched.clear()
         assert fastensor.verify(url).complete
@@ -447,4 +443,4 @@ def test_file_objects_of_few_methods(tmp_path: Path) -> None:
     sink: Any = Sink()
     fastensor.save(STATE, sink)
     source: Any = Source(sink.data)
-    assert_same(fastensor.load(source), STATE)
+    states.assert_equal(fastensor.load(source), STATE)

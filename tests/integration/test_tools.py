@@ -15,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import safetensors.torch
 import states
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import command_line
 
 import fastensor
 from fastensor import CorruptCheckpointError, DamagedCheckpointError, UnsupportedContentError
@@ -124,8 +126,7 @@ def test_verifying_takes_bounded_memory(tmp_path: Path) -> None:
         f"fastensor.convert({str(tmp_path / 'x.ckpt')!r}, {str(tmp_path / 'x.safetensors')!r})\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert int(result.stdout) << 10 < 130 << 20
+    assert int(programs.run("-c", code).stdout) << 10 < 130 << 20
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -447,60 +448,56 @@ def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
 # the command line
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
 def test_verify_prints_and_exits(capsys: Any, ckpt: Path, tensors: Path, tmp_path: Path) -> None:
-    status, out, err = run(capsys, "verify", ckpt, tensors)
+    status, out, err = command_line(capsys, "verify", ckpt, tensors)
     assert (status, err, out.count("sound")) == (0, "", 2)
     plain = tmp_path / "plain.safetensors"
     safetensors.torch.save_file(WEIGHTS, plain)
-    status, out, _ = run(capsys, "verify", ckpt, plain)
+    status, out, _ = command_line(capsys, "verify", ckpt, plain)
     assert status == 3
     assert "no checksums" in out
-    assert run(capsys, "verify", "--allow-unchecked", ckpt, plain)[0] == 0
+    assert command_line(capsys, "verify", "--allow-unchecked", ckpt, plain)[0] == 0
     damage(tensors, WEIGHTS["w"])
     (tmp_path / "cut").write_bytes(ckpt.read_bytes()[:999])
-    status, out, _ = run(capsys, "verify", ckpt, tensors, tmp_path / "cut", plain, tmp_path / "nothing")
+    status, out, _ = command_line(capsys, "verify", ckpt, tensors, tmp_path / "cut", plain, tmp_path / "nothing")
     assert status == 1
     for text in ("damaged", "tensor 'w' (2400 bytes", "unreadable", "cut off", "No such file"):
         assert text in out
-    status, out, _ = run(capsys, "verify", "--json", ckpt, tensors)
+    status, out, _ = command_line(capsys, "verify", "--json", ckpt, tensors)
     first, second = json.loads(out)
     assert (first["result"], first["uncompared"], second["result"]) == ("sound", 0, "damaged")
     assert second["damage"][0]["nbytes"] == 2400
 
 
 def test_inspect_prints(capsys: Any, ckpt: Path) -> None:
-    status, out, _ = run(capsys, "inspect", ckpt)
+    status, out, _ = command_line(capsys, "inspect", ckpt)
     assert status == 0
     for text in ("state_dict.w", "float32", "20 × 30", "2.34 KiB", "scalar", "epoch", "with checksums"):
         assert text in out
-    status, out, _ = run(capsys, "inspect", ckpt, "--key", "*.w", "--json")
+    status, out, _ = command_line(capsys, "inspect", ckpt, "--key", "*.w", "--json")
     found = json.loads(out)
     assert [one["name"] for one in found["tensors"]] == ["state_dict.w"]
     assert found["tensors"][0]["dtype"] == "float32"
-    status, _, err = run(capsys, "inspect", ckpt, "--key", "x")
+    status, _, err = command_line(capsys, "inspect", ckpt, "--key", "x")
     assert (status, "nothing in it" in err) == (1, True)
-    status, out, _ = run(capsys, "inspect", ckpt, "--key", "state_dict", "--json")
+    status, out, _ = command_line(capsys, "inspect", ckpt, "--key", "state_dict", "--json")
     assert len(json.loads(out)["tensors"]) == 3
 
 
 def test_convert_writes(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
-    status, out, _ = run(capsys, "convert", ckpt, tmp_path / "y.safetensors", "--root", "state_dict", "--no-checksums")
+    status, out, _ = command_line(
+        capsys, "convert", ckpt, tmp_path / "y.safetensors", "--root", "state_dict", "--no-checksums"
+    )
     assert (status, "y.safetensors" in out) == (0, True)
     assert not fastensor.inspect(tmp_path / "y.safetensors").checked
-    status, _, err = run(capsys, "convert", ckpt, tmp_path / "z.safetensors")
+    status, _, err = command_line(capsys, "convert", ckpt, tmp_path / "z.safetensors")
     assert (status, "root: 'state_dict'" in err) == (1, True)
     assert not (tmp_path / "z.safetensors").exists()
 
 
 def test_convert_refuses_to_write_a_part_over_the_whole(capsys: Any, ckpt: Path) -> None:
     before = ckpt.read_bytes()
-    status, _, err = run(capsys, "convert", ckpt, ckpt, "--root", "state_dict")
+    status, _, err = command_line(capsys, "convert", ckpt, ckpt, "--root", "state_dict")
     assert (status, "the target is the source" in err) == (1, True)
     assert ckpt.read_bytes() == before
 
@@ -528,17 +525,17 @@ def test_a_progress_bar_on_long_work(ckpt: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(output, "_LONG_NBYTES", 1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    status, out, err = run(capsys, "verify", ckpt)
+    status, out, err = command_line(capsys, "verify", ckpt)
     assert (status, "sound" in out) == (0, True)
     assert "x.ckpt: " in err
     assert "B/s]" in err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    assert run(capsys, "verify", ckpt)[2] == "", "not where nobody looks"
+    assert command_line(capsys, "verify", ckpt)[2] == "", "not where nobody looks"
 
 
 def test_wrong_arguments(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
     for arguments in (["--no-checksums"], ["--metadata", "no equals sign"], ["--backend", "turbo"]):
-        status, _, err = run(capsys, "convert", ckpt, tmp_path / "y.pt", "--root", "state_dict", *arguments)
+        status, _, err = command_line(capsys, "convert", ckpt, tmp_path / "y.pt", "--root", "state_dict", *arguments)
         assert status == 1
         assert err.startswith("fastensor: ")
     assert os.listdir(tmp_path) == ["x.ckpt"]
@@ -548,7 +545,7 @@ def test_wrong_arguments(capsys: Any, ckpt: Path, tmp_path: Path) -> None:
 
 def test_names_that_would_move_the_cursor(capsys: Any, tmp_path: Path) -> None:
     fastensor.save({"\x1b[2J\nfoo × \ud800": torch.ones(1)}, tmp_path / "x.ckpt")
-    status, out, _ = run(capsys, "inspect", tmp_path / "x.ckpt")
+    status, out, _ = command_line(capsys, "inspect", tmp_path / "x.ckpt")
     assert status == 0
     assert r"\x1b[2J\nfoo × \ud800" in out
 

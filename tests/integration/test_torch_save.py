@@ -6,8 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from functools import wraps
@@ -18,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from programs import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastensor
@@ -188,8 +187,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
         pytest.skip("this kernel does not let a process begin to look for its peak")
     program = _PROGRAM.replace("NBYTES", str(_ARRAY_NBYTES))
     path = tmp_path_factory.mktemp("peaks") / "x"
-    run = subprocess.run([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, check=True)
-    return {name: nbytes / _ARRAY_NBYTES for name, nbytes in json.loads(run.stdout).items()}
+    found = json.loads(run("-c", program, path).stdout)
+    return {name: nbytes / _ARRAY_NBYTES for name, nbytes in found.items()}
 
 
 @pytest.mark.parametrize("save", ["first", "again", "later"])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
+from itertools import count
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -136,17 +137,16 @@ def test_a_flipped_bit_is_found(make: Any, ahead: int) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
 @pytest.mark.parametrize("fault", [failing_call, short_call])
 def test_each_call_fails_once(
-    make: Any, tally: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[[int], Any]
+    make: Any, tally: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[[int], Any], step: int
 ) -> None:
     """Whatever fails: the gradients are right, or it is raised, and the next step is right."""
     monkeypatch.setattr(slots, "_GROWTH_NBYTES", 1 << 20)  # disks are slow to give so many large files back
     net = CASES["perceptron"]
     expected = gradients(net, None)
-    number = 0
-    while True:
-        number += 1
+    for number in count(1, step):
         offload = make()
         with fault(number) as found:
             try:
@@ -474,9 +474,10 @@ def test_a_full_disk_leaves_it_to_the_others(make: Any, tmp_path: Any, case: Any
     assert is_clean(offload)
 
 
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_interrupts_wherever_they_may_come(
-    make: Any, tally: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str
+    make: Any, tally: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, step: int
 ) -> None:
     """Ctrl-C in the thread of the training, at each place of this package in turn where Python looks for it. The step
     is lost, or is right; the next one is right; nobody waits for what never comes; and nothing stays open."""
@@ -495,9 +496,7 @@ def test_interrupts_wherever_they_may_come(
     fds = len(os.listdir("/proc/self/fd"))
     offload = make(staging_bytes=16_000, prefetch_bytes=16_000)
     use()
-    number = 0
-    while True:
-        number += 1
+    for number in count(1, step):
         with interrupt(number) as seen, suppress(KeyboardInterrupt):
             assert torch.equal(use(), expected)
         if not seen.fired:
@@ -509,7 +508,7 @@ def test_interrupts_wherever_they_may_come(
     offload.settle()
     usage = offload.memory_usage()
     lost = sum(usage[what] for what in ("pending", "in_dram", "loaded", "on_ssd"))
-    assert lost <= number / 40 * inputs.nbytes, (
+    assert lost <= number / step / 40 * inputs.nbytes, (
         "what an interrupted finalizer has let go of may stay until it is closed"
     )
     offload.close()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import equal
+from programs import run
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadError
@@ -204,5 +204,5 @@ if child:
 
 def test_both_end_as_usual(tmp_path: Path) -> None:
     """The interpreters end by themselves, with threads that wait for work, and a graph that is never used."""
-    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=2 * SECONDS)
+    run("-c", PROGRAM, tmp_path, timeout=2 * SECONDS)
     assert not list(tmp_path.iterdir())

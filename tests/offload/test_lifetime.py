@@ -6,8 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from models import in_threads
+from programs import Program, run
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, copying
@@ -461,10 +460,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
 def test_nothing_is_left_on_the_disk(tmp_path: Path, end: signal.Signals | None) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
+    with Program("-c", PROGRAM, tmp_path) as process:
         assert int(process.stdout.readline()) >= 4 << 20
         assert list(tmp_path.iterdir()) == [], "not even while it runs"
         if end is not None:
@@ -547,8 +543,7 @@ def test_the_process_takes_less_memory(tmp_path: Path) -> None:
     """24 activations of 16 MiB; what stays is what is on its way, the work of a layer, and blocks to move by."""
 
     def peak(how: str) -> int:
-        command = [sys.executable, "-c", MEMORY, str(tmp_path), how]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return int(run("-c", MEMORY, tmp_path, how).stdout)
 
     usual, offloaded = peak("usual"), peak("offloaded")
     assert usual > 384 << 20

@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastensor.backends import direct, registry
+from fastensor.backends import direct
 from fastensor.errors import BackendUnavailableError
-
-PLUGIN = Path(__file__).parents[1] / "plugin"
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that brings the backend ``elsewhere``."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(registry, "_others_wanted", True)
-    monkeypatch.syspath_prepend(PLUGIN)
 
 
 @pytest.fixture

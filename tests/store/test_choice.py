@@ -224,8 +224,9 @@ class Absent(Refusing):
 
 
 @pytest.fixture
-def unable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_backends", {**registry._backends, "refusing": Refusing(), "absent": Absent()})
+def unable(register: Any) -> None:
+    register(Refusing())
+    register(Absent())
 
 
 def test_a_backend_that_cannot_gives_way(
@@ -288,9 +289,7 @@ def _as_dict(ref: TensorRef) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("answer", ["no", "an exception"])
-def test_a_backend_that_cannot_write_such_a_file_is_not_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_a_backend_that_cannot_write_such_a_file_is_not_asked_to(tmp_path: Path, register: Any, answer: str) -> None:
     class OnlyCheckpoints(NumpyBackend):
         name = "only-checkpoints"
 
@@ -301,7 +300,7 @@ def test_a_backend_that_cannot_write_such_a_file_is_not_asked_to(
         def write(self, source: Any, fd: int) -> Any:
             pytest.fail("it was asked")
 
-    monkeypatch.setattr(registry, "_backends", {**registry._backends, "only-checkpoints": OnlyCheckpoints()})
+    register(OnlyCheckpoints())
     store = TensorStore(tmp_path, selector=Selector(paper=True))
     cycle(store, 20)
     assert "only-checkpoints" in store.statistics().fallbacks

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from programs import Program
 
 from fastensor import TensorRef, TensorStore
 from fastensor.backends.fallback import available_names
@@ -72,23 +71,17 @@ with fastensor.TensorStore(sys.argv[1]) as store:
     refs = store.put_many(tensors * 3)
     assert all(torch.equal(found, tensor) for found, tensor in zip(store.get_many(refs), tensors * 3))
     store.delete_many(refs[16:])
-sys.stdout.buffer.write(pickle.dumps(refs[:16]))
+print(pickle.dumps(refs[:16]).hex())
 """
 
 
 def test_processes_share_a_directory(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(tmp_path), str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for number in range(2)
-    ]
+    processes = [Program("-c", PROCESS, tmp_path, number) for number in range(2)]
     for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-    found = [pickle.loads(process.communicate(timeout=120)[0]) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+        print(file=process.stdin, flush=True)
+    printed = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    found = [pickle.loads(bytes.fromhex(out)) for out, _ in printed]
     store = TensorStore(tmp_path)
     for number, refs in enumerate(found):
         assert all((tensor == number).all() for tensor in store.get_many(refs))

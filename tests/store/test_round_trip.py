@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ import states
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run
 from torch import Tensor
 
 import fastensor
@@ -259,7 +258,7 @@ def test_refs_go_to_other_processes(tmp_path: Path) -> None:
         "    torch.save(store.get_many(refs), sys.argv[1] + '/found')\n"
         "    store.delete_many(refs)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    run("-c", code, tmp_path)
     for found, tensor in zip(torch.load(tmp_path / "found"), tensors, strict=True):
         states.assert_equal(found, tensor)
     assert not list((tmp_path / "a" / "b").iterdir())

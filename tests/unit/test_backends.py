@@ -162,7 +162,7 @@ def test_direct_writes_leave_the_page_cache_alone(disk: Path) -> None:
         assert posix.resident_fraction(fd, 32 << 20) < 0.1
         while os.read(fd, 1 << 20):
             pass
-        assert posix.resident_fraction(fd, 32 << 20) == 1.0
+        assert posix.resident_fraction(fd, 32 << 20) > 0.9  # the kernel may take some back at once
     finally:
         os.close(fd)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -57,17 +55,14 @@ def test_lines_of_one_use(load: Callable[[str], ModuleType]) -> None:
 
 @pytest.mark.parametrize("operation", ["save", "cold load"])
 def test_ten_uses_in_a_process(tmp_path: Path, operation: str) -> None:
-    def run(what: str) -> list[object]:
-        process = subprocess.run(
-            [sys.executable, BENCHMARKS / "new_user.py", "--one", "tiny", what, "fastensor", tmp_path / "x"],
-            env={**os.environ, "FASTENSOR_DICTIONARIES": str(tmp_path / "d"), "FASTENSOR_EXPLORE": "1"},
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
-        found: list[object] = json.loads(process.stdout)
+    def measured(what: str) -> list[object]:
+        arguments = ("--one", "tiny", what, "fastensor", tmp_path / "x")
+        variables = {"FASTENSOR_DICTIONARIES": str(tmp_path / "d"), "FASTENSOR_EXPLORE": "1"}
+        found: list[object] = json.loads(run(BENCHMARKS / "new_user.py", *arguments, **variables).stdout)
         return found
 
-    run("save")
-    model, what, way, seconds, total, backends = run(operation)
+    measured("save")
+    model, what, way, seconds, total, backends = measured(operation)
     assert (model, what, way) == ("tiny", operation, "fastensor")
     assert isinstance(seconds, list)
     assert isinstance(total, float)

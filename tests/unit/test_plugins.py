@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run
 
 import fastensor
 from fastensor.backends import registry
@@ -23,18 +23,6 @@ from fastensor.testing import BackendTests
 BUILT_IN = tuple(backend.name for backend in registry.BUILT_IN)
 PLUGIN = Path(__file__).parents[1] / "plugin"
 """What a package that brings a backend leaves in ``site-packages``."""
-
-
-@pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends of other packages are still to be imported."""
-    monkeypatch.setattr(registry, "_backends", {backend.name: backend for backend in registry.BUILT_IN})
-    monkeypatch.setattr(registry, "_others_wanted", True)
-
-
-@pytest.fixture
-def plugin(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PLUGIN)
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, *points: str) -> None:
@@ -114,20 +102,14 @@ def test_one_that_cannot_open_slots_is_replaced(
     assert "elsewhere is not used: it raised KeyError('anything')" in caplog.text
 
 
-def test_it_is_imported_when_it_is_wanted(forgetful: None) -> None:
+def test_it_is_imported_when_it_is_wanted(register: Any) -> None:
     code = (
         "import sys, fastensor\nfrom fastensor.backends import registry\n"
         "assert registry.get('pt').name == 'torch' and 'elsewhere' not in sys.modules\n"
         "assert registry.get('elsewhere').name == 'elsewhere' and 'elsewhere' in sys.modules\n"
     )
     path = [*sys.path, str(PLUGIN)]
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    run("-c", f"import sys; sys.path[:] = {path!r}\n{code}")
 
 
 PRELUDE = "from fastensor.backends.numpy import NumpyBackend\nclass Mine(NumpyBackend):\n    name = 'mine'\n"
@@ -148,7 +130,7 @@ PRELUDE = "from fastensor.backends.numpy import NumpyBackend\nclass Mine(NumpyBa
     ],
 )
 def test_a_broken_one_is_left_out_with_a_warning(
-    forgetful: None,
+    register: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -165,7 +147,7 @@ def test_a_broken_one_is_left_out_with_a_warning(
 
 
 def test_a_broken_one_does_not_keep_others_away(
-    forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    register: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(tmp_path, monkeypatch, PRELUDE, "a = brought:Bad", "b = brought:Mine")
     assert registry.names() == (*BUILT_IN, "mine")
@@ -175,7 +157,7 @@ def test_a_broken_one_does_not_keep_others_away(
 
 
 def test_damaged_metadata_of_anybody_is_survived(
-    forgetful: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    register: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(group: str) -> None:
         raise ValueError("a line without a section")
@@ -186,7 +168,7 @@ def test_damaged_metadata_of_anybody_is_survived(
 
 
 def test_whoever_asks_meanwhile_waits_and_the_module_itself_does_not(
-    forgetful: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    register: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = PRELUDE + (
         "import threading\nfrom fastensor.backends import registry\nseen = []\nseen.append(registry.names())\n"

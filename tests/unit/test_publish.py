@@ -8,8 +8,6 @@ import os
 import signal
 import stat
 import struct
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
+from disks import leftovers
+from programs import Program, run
 
 import fastensor
 from fastensor.checkpoint import publish
@@ -34,10 +34,6 @@ STATE = {"w": torch.arange(10)}
 
 def hidden_name(path: Path) -> str:
     return next(atomic.hidden_names(str(path)))
-
-
-def leftovers(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder) if name.endswith(posix.TEMPORARY_SUFFIX)]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
@@ -213,8 +209,7 @@ def test_nothing_is_left_of_a_save_that_is_killed_in_mid_write(tmp_path: Path, o
     )
     if overwrite:
         fastensor.save(STATE, tmp_path / "x")
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], timeout=60)
-    assert run.returncode == -signal.SIGKILL
+    assert run("-c", code, tmp_path / "x", check=False).returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == (["x"] if overwrite else [])
 
 
@@ -223,17 +218,13 @@ def test_a_file_of_another_living_process_is_left_alone(tmp_path: Path) -> None:
         "import sys; from fastensor.files.atomic import announce_writer\n"
         "t = announce_writer(sys.argv[1]); print('announced', flush=True); sys.stdin.read()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "x")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout
-    assert process.stdout.readline() == "announced\n"
-    for _ in range(2):
-        fastensor.save(STATE, tmp_path / "x")
-    assert len(leftovers(tmp_path)) == 1
-    assert not atomic.wait_for_writers(str(tmp_path / "x"), seconds=0)
-    process.kill()
-    process.communicate()
+    with Program("-c", code, tmp_path / "x") as process:
+        assert process.stdout.readline() == "announced\n"
+        for _ in range(2):
+            fastensor.save(STATE, tmp_path / "x")
+        assert len(leftovers(tmp_path)) == 1
+        assert not atomic.wait_for_writers(str(tmp_path / "x"), seconds=0)
+        process.kill()
     assert atomic.wait_for_writers(str(tmp_path / "x"), seconds=0)
     fastensor.save(STATE, tmp_path / "x")
     assert not leftovers(tmp_path)
@@ -354,10 +345,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         "except fastensor.CheckpointWriteError as error: print(error.strerror)"
     )
     fastensor.save(STATE, tmp_path / "x")
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x")], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "File too large" in run.stdout
+    assert "File too large" in run("-c", code, tmp_path / "x").stdout
     assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
     assert not leftovers(tmp_path)
 

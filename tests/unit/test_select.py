@@ -6,12 +6,11 @@ import itertools
 import json
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import programs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -320,7 +319,7 @@ def test_there_have_to_be_candidates() -> None:
 def test_a_new_backend_is_tried_when_it_is_paid_for() -> None:
     first = Selector()
     run(first, PRIOR_WINS, 100, candidates=("numpy", "direct"))
-    selector = Selector(Dictionary.from_json(first._dictionary.to_json()))
+    selector = Selector(Dictionary.from_json(first.dictionary.to_json()))
     seconds = fixed(numpy=2.0, direct=1.0, mine=0.5)
     chosen = run(selector, seconds, 60, candidates=("numpy", "direct", "mine"))
     assert chosen[-1] == "mine"
@@ -379,7 +378,7 @@ def test_sizes_in_one_bucket_are_compared_by_speed() -> None:
     small, large = size_of(bucket_of(MIB) - 1) + 1, MIB
     for backend, nbytes, seconds in (("numpy", small, 0.8), ("direct", large, 1.0)):
         selector.record(nbytes, WRITE, backend, seconds)
-    assert selector._dictionary.of(WRITE, MIB).best == "direct"  # 0.8 s for 0.71 MiB is slower
+    assert selector.dictionary.of(WRITE, MIB).best == "direct"  # 0.8 s for 0.71 MiB is slower
 
 
 def test_contexts_are_kept_apart() -> None:
@@ -394,7 +393,7 @@ def test_without_exploration_choices_depend_on_the_dictionary_only() -> None:
     text = dictionary.to_json()
     selector = Selector(Dictionary.from_json(text), explore=False)
     assert run(selector, PRIOR_WINS, 10) == ["numpy"] * 10
-    assert selector._dictionary.to_json() == text
+    assert selector.dictionary.to_json() == text
     assert selector.choose(1 << 30, WRITE, ALL, default="direct").backend == "direct"
     assert selector.statistics().explored == 0
 
@@ -518,7 +517,7 @@ def test_the_papers_algorithm_does_not_wait_for_what_is_never_told() -> None:
 
 def test_a_lock_that_is_held_when_the_process_forks() -> None:
     """In a process of its own: in this one, tests before may have left behind what no fork survives."""
-    subprocess.run([sys.executable, "-c", FORK_WHILE_LOCKED], check=True, timeout=120)
+    programs.run("-c", FORK_WHILE_LOCKED)
 
 
 FORK_WHILE_LOCKED = """
@@ -604,12 +603,12 @@ def test_what_is_explained_is_what_is_chosen(data: st.DataObject) -> None:
 def test_explaining_changes_nothing() -> None:
     selector = Selector()
     run(selector, PRIOR_WINS, 19)
-    text = selector._dictionary.to_json()
+    text = selector.dictionary.to_json()
     for _ in range(5):
         assert selector.explain(MIB, WRITE, ALL, default=PRIOR).choice.exploring
         assert "direct: 1 s (± 0 ms), measured 19 times" in str(selector.explain(MIB, WRITE, ALL))
         selector.explain(MIB * 64, WRITE, ALL)
-    assert selector._dictionary.to_json() == text
+    assert selector.dictionary.to_json() == text
     assert selector.choose(MIB, WRITE, ALL, default=PRIOR).exploring
 
 
@@ -621,7 +620,7 @@ def test_everything_that_is_learned_is_told() -> None:
     copy = Dictionary()
     for change in changes:
         copy.apply(change)
-    assert copy.to_json() == selector._dictionary.to_json()
+    assert copy.to_json() == selector.dictionary.to_json()
     assert copy.extra_seconds > 0
 
 

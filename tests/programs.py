@@ -1,0 +1,181 @@
+"""Programs in processes of their own, and the command line in this one.
+
+The import of torch takes most of the time of a small program. So programs are forked from a process that has imported
+torch and fastensor (``warm_python.py``). In everything else they are as any process, from the arguments to the end of
+the interpreter. ``cold=True`` is for tests of what happens while an interpreter starts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+import torch
+
+from fastensor.cli import main
+
+TIMEOUT_SECONDS = 120
+IMPORTED = ("torch", "fastensor")
+LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+class Program:
+    """A running program of Python, with pipes to its standard input, output and error.
+
+    The arguments are those of ``python``: a script, ``-c`` and code, or ``-m`` and a module. ``variables`` are added to
+    the environment. With ``lightning``, the packages of Lightning are imported before, too. Attributes and methods are
+    those of ``subprocess.Popen``.
+    """
+
+    def __init__(
+        self, *arguments: object, folder: Path | None = None, lightning: bool = False, **variables: str
+    ) -> None:
+        self.returncode: int | None = None
+        message = {
+            "arguments": [str(argument) for argument in arguments],
+            "environment": {**os.environ, **variables},
+            "folder": str(folder or Path.cwd()),
+        }
+        (theirs_in, ours_in), (ours_out, theirs_out), (ours_err, theirs_err) = os.pipe(), os.pipe(), os.pipe()
+        report, theirs_report = os.pipe()
+        theirs = [theirs_in, theirs_out, theirs_err, theirs_report]
+        socket.send_fds(_warm(*IMPORTED, *LIGHTNING * lightning), [json.dumps(message).encode()], theirs)
+        for fd in theirs:
+            os.close(fd)
+        self.stdin = os.fdopen(ours_in, "w")
+        self.stdout, self.stderr, self._report = map(os.fdopen, (ours_out, ours_err, report))
+        self.pid = int(self._report.readline())
+
+    def poll(self) -> int | None:
+        return self._status(0)
+
+    def wait(self, timeout: float = TIMEOUT_SECONDS) -> int:
+        status = self._status(timeout)
+        if status is None:
+            raise TimeoutError(f"the program has not ended within {timeout} s")
+        return status
+
+    def _status(self, timeout: float) -> int | None:
+        if self.returncode is None and select.select([self._report], [], [], timeout)[0]:
+            self.returncode = int(self._report.read())
+        return self.returncode
+
+    def communicate(self, text: str = "", timeout: float = TIMEOUT_SECONDS) -> tuple[str, str]:
+        """What it prints to its output and error, until it ends."""
+        with ThreadPoolExecutor(3) as threads:
+            sent = threads.submit(self._send, text)
+            read = [threads.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except BaseException:
+                self.kill()
+                raise
+            sent.result()
+            out, err = (one.result() for one in read)
+        self._close()
+        return out, err
+
+    def _close(self) -> None:
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        for stream in (self.stdout, self.stderr, self._report):
+            stream.close()
+
+    def _send(self, text: str) -> None:
+        with suppress(BrokenPipeError), self.stdin:
+            self.stdin.write(text)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self.kill()
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        self.wait()
+        self._close()
+
+
+@cache
+def _warm(*modules: str) -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    script = Path(__file__).with_name("warm_python.py")
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(theirs.fileno()), *modules],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+
+    def end() -> None:
+        ours.close()
+        process.wait(TIMEOUT_SECONDS)
+
+    atexit.register(end)
+    return ours
+
+
+def run(
+    *arguments: object,
+    cold: bool = False,
+    lightning: bool = False,
+    check: bool = True,
+    folder: Path | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program (see ``Program``) to its end; ``check`` fails the test if its status is not 0."""
+    if cold:
+        command = [sys.executable, *map(str, arguments)]
+        environment = {**os.environ, **variables}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    else:
+        with Program(*arguments, folder=folder, lightning=lightning, **variables) as program:
+            out, err = program.communicate(timeout=timeout)
+        done = subprocess.CompletedProcess(arguments, program.wait(), out, err)
+    assert not check or done.returncode == 0, f"status {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+# Processes of "forkserver" come as fast as warm programs.
+multiprocessing.set_forkserver_preload([*IMPORTED, "pytest", *LIGHTNING])
+
+
+def run_ranks(function: Callable[..., object], world: int, *arguments: object) -> None:
+    """Calls ``function(rank, *arguments)`` in ``world`` new processes; it is pickled.
+
+    Their environment is that of the first call.
+    """
+    torch.multiprocessing.start_processes(function, arguments, nprocs=world, start_method="forkserver")
+
+
+def command_line(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """The status, output and error of ``fastensor`` with these arguments, in this process."""
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
