@@ -13,7 +13,7 @@ import pytest
 import states
 
 import fastensor
-from fastensor.backends import posix
+from fastensor.files import posix
 
 
 def content(path: Path) -> int:

@@ -67,6 +67,11 @@ def _tell(report: int, text: str) -> None:
 
 def prepared(arguments: list[str], environment: dict[str, str], folder: str) -> CodeType:
     """The code of a program, in a process that looks as if it was started for it."""
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        # Python remembers of those of the server whether they can seek.
+        stream = open(number, mode, buffering=1, errors=getattr(sys, name).errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import posix
 from fastensor.checkpoint.nested import is_nested
+from fastensor.files import posix
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
 TIMEOUT_SECONDS = 280

@@ -562,7 +562,7 @@ def test_inspect_summarizes_very_many_tensors(capsys: Any, tmp_path: Path) -> No
     shown = capsys.readouterr().out
     assert [line.split() for line in shown.splitlines()[3:7]] == [
         ["tensors", "dtype", "size"],
-        ["layers.*.experts.*.weight", "150", "float32", "1.8", "KiB"],
+        ["layers.*.experts.*.weight", "150", "float32", "1.76", "KiB"],
         ["layers.*.experts.*.scale", "150", "bfloat16", "900", "B"],
         ["embedding", "1", "float32", "16", "B"],
     ]

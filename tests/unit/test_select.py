@@ -606,7 +606,7 @@ def test_explaining_changes_nothing() -> None:
     text = selector.dictionary.to_json()
     for _ in range(5):
         assert selector.explain(MIB, WRITE, ALL, default=PRIOR).choice.exploring
-        assert "direct: 1 s (± 0 ms), measured 19 times" in str(selector.explain(MIB, WRITE, ALL))
+        assert "direct: 1 s (± 0 s), measured 19 times" in str(selector.explain(MIB, WRITE, ALL))
         selector.explain(MIB * 64, WRITE, ALL)
     assert selector.dictionary.to_json() == text
     assert selector.choose(MIB, WRITE, ALL, default=PRIOR).exploring

@@ -8,7 +8,7 @@ from typing import IO, cast
 
 from fastensor.checkpoint.opened import FileView, OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError, FastensorError
-from fastensor.files.os_errors import read_errors
+from fastensor.files.os_errors import read_error
 from fastensor.stitch import torch_records
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -32,12 +32,13 @@ def verify_compressed(file: OpenedFile) -> None:
         CorruptCheckpointError: a record is damaged.
     """
     try:
-        with read_errors(file.where), zipfile.ZipFile(cast(IO[bytes], FileView(file))) as opened:
+        with zipfile.ZipFile(cast(IO[bytes], FileView(file))) as opened:
             damaged = opened.testzip()
+    except FastensorError:
+        raise
     except Exception as error:
-        is_stream_error = isinstance(error, OSError) and error.errno is None  # how bz2 says that its data is damaged
-        if isinstance(error, FastensorError) and not is_stream_error:
-            raise
+        if isinstance(error, OSError) and error.errno is not None:  # without one it is bz2, whose data is damaged
+            raise read_error(error, file.where) from error
         raise CorruptCheckpointError(f"{file.where}: a compressed record is damaged ({error})") from error
     if damaged is not None:
         raise CorruptCheckpointError(f"{file.where}: record {damaged!r} does not match its CRC32")

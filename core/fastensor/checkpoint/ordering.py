@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,6 +22,8 @@ from fastensor.errors import SaveDroppedError
 
 _MOST_LINKS = 40
 _pending: list[PendingWork] = []
+_alive: weakref.WeakSet[PendingWork] = weakref.WeakSet()
+"""Work that is pending, or that a handle shows."""
 
 
 class PendingWork(ABC):
@@ -42,8 +45,10 @@ class PendingWork(ABC):
         self._keeps = keeps
         self.future: Future[Any] = Future()
         self._outcome: Any = None
+        self._ended = False
         self._reported = False
         self._claim = threading.Lock()
+        _alive.add(self)
 
     @abstractmethod
     def run(self) -> None:
@@ -73,6 +78,7 @@ class PendingWork(ABC):
     def end(self, outcome: Any) -> None:
         """The work is done: the outcome is its result, or an exception that it has failed with."""
         self._outcome = outcome
+        self._ended = True
         try:
             self._settle()
         finally:  # a callback may have raised an exit
@@ -104,7 +110,7 @@ class PendingWork(ABC):
         """In a forked child: no lock is held, and the parent does what is not done."""
         self.future = Future()
         self._keeps = None
-        if self._outcome is None:
+        if not self._ended:
             self._outcome = SaveDroppedError(f"{self.place}: the process that was forked does it")
         self._settle()
 
@@ -123,7 +129,7 @@ class PendingWork(ABC):
 
 
 def _forget_all() -> None:
-    for work in tuple(_pending):
+    for work in tuple(_alive):
         work.forget()
     _pending.clear()
 

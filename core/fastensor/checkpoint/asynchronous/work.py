@@ -168,7 +168,7 @@ class Save(PendingWork):
     def forget(self) -> None:
         self._lock = threading.RLock()
         self._transaction.forget()
-        if self._outcome is None:
+        if not self._ended:
             self._enter("cancelled")
         super().forget()
 
