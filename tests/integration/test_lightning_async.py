@@ -41,13 +41,19 @@ def asynchronous(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+_earlier: list[threading.Thread] = []
+"""Threads of writers that earlier tests have left open."""
+
+
 def drain_threads() -> list[threading.Thread]:
-    """Python never forgets a thread whose start was interrupted, as other tests do: those are none."""
-    return [one for one in threading.enumerate() if one.name.startswith("fastensor-drain") and one.is_alive()]
+    """Threads of this test's writers. One whose start was interrupted, which Python never forgets, is none."""
+    living = (one for one in threading.enumerate() if one.name.startswith("fastensor-drain") and one.is_alive())
+    return [one for one in living if one not in _earlier]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_pending() -> Iterator[None]:
+    _earlier[:] = [one for one in threading.enumerate() if one.name.startswith("fastensor-drain")]
     yield
     assert not ordering._pending
     assert not drain_threads()
