@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
@@ -268,13 +268,13 @@ class FastensorCheckpointIO(CheckpointIO):
         announcement = announce_writer(place)
 
         def replace_if_there() -> None:
-            with closing(announcement):
-                if os.path.exists(target):
-                    replace_link(target, link)
-                else:
-                    _logger.warning("%s is left as it is, because %s was not saved", link, target)
+            if os.path.exists(target):
+                replace_link(target, link)
+            else:
+                _logger.warning("%s is left as it is, because %s was not saved", link, target)
 
-        in_turn(self._open_writer(), replace_if_there, place, f"linking {link} to {target}")
+        what = f"linking {link} to {target}"
+        in_turn(self._open_writer(), replace_if_there, place, what, at_end=announcement.close)
 
     @property
     def _chooses(self) -> bool:

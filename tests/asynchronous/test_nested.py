@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import fastensor
+from fastensor.checkpoint import save_transaction
 from fastensor.checkpoint.nested import is_nested
 from fastensor.files import posix
 
@@ -86,3 +88,73 @@ def test_a_handler_that_interrupts_something_else_saves_as_usual(tmp_path: Path)
     signal.signal(signal.SIGUSR1, previous)
     assert nested == [False]
     assert fastensor.save(STATE, tmp_path / "x", backend="direct").backend != "stream"
+
+
+def test_an_interrupted_save_in_place_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interruption comes before the interrupted save has opened its file."""
+    wait = save_transaction.wait_to_replace
+
+    def interrupted(target: object) -> None:
+        monkeypatch.setattr(save_transaction, "wait_to_replace", wait)
+        fastensor.save({"of": "handler"}, path)
+        wait(target)
+
+    monkeypatch.setattr(save_transaction, "wait_to_replace", interrupted)
+    with (tmp_path / "x").open("w+b") as file:
+        path = f"/dev/fd/{file.fileno()}"
+        with pytest.raises(fastensor.SaveDroppedError):
+            fastensor.save(STATE, path)
+    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+
+
+def test_a_nested_save_that_fails_replaces_nothing(
+    tmp_path: Path, interrupted_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastensor.save({"before": "all"}, tmp_path / "x")
+    failures: list[Exception] = []
+
+    def save_and_fail(number: int, frame: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(posix, "sync_file", fail)
+            try:
+                fastensor.save({"of": "handler"}, tmp_path / "x")
+            except fastensor.CheckpointWriteError as error:
+                failures.append(error)
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    interrupted_sync(save_and_fail)
+    assert fastensor.save(STATE, tmp_path / "x").durable
+    assert len(failures) == 1
+    assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
+
+
+def test_a_writer_that_a_callback_closes_is_waited_for(tmp_path: Path, gate: Any) -> None:
+    gate.close()
+    with fastensor.AsyncWriter() as writer:
+        first, second = (writer.save(STATE, tmp_path / name) for name in ("x", "y"))
+        first.add_done_callback(lambda handle: writer.close())
+        gate.open()
+    assert first.done()
+    assert second.done()
+    assert second.result().durable
+
+
+def test_a_callback_cannot_wait_for_another_writer(tmp_path: Path, gate: Any) -> None:
+    refusals: list[str] = []
+
+    def wait(handle: Any) -> None:
+        try:
+            other.wait()
+        except RuntimeError as error:
+            refusals.append(str(error))
+
+    with fastensor.AsyncWriter() as writer, fastensor.AsyncWriter() as other:
+        gate.close()
+        first = writer.save(STATE, tmp_path / "x")
+        other.save(STATE, tmp_path / "y")
+        first.add_done_callback(wait)
+        gate.open()
+        writer.wait()
+    assert "nor can a callback for another writer" in refusals[0]

@@ -94,7 +94,9 @@ class PendingWork(ABC):
 
     def take_failure(self) -> BaseException | None:
         """The failure, for the one caller who shall raise it; None if there is none, or another call has it."""
-        return self.failure if self.failure is not None and self.leave() else None
+        if self._reported or self.failure is None:
+            return None
+        return self.failure if self.leave() else None
 
     def hurried(self) -> AbstractContextManager[None]:
         """In the block, a caller waits for the work."""
@@ -129,9 +131,9 @@ class PendingWork(ABC):
 
 
 def _forget_all() -> None:
+    _pending.clear()  # first: a writer that only its work keeps alive would log what is pending as failed
     for work in tuple(_alive):
         work.forget()
-    _pending.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -131,7 +131,7 @@ class SaveTransaction:
         with self:
             self._nested = is_nested()
             if self._nested:
-                self._withdraw_others()
+                self._withdraw_others(InPlace)  # those have locked the file
             else:
                 wait_to_replace(self.target)
             return self.move(planned)
@@ -153,17 +153,25 @@ class SaveTransaction:
         that has published its file by then has only been faster.
         """
         self._withdrawn = True
-        if self._output is not None:
-            self._output.withdraw()
+        output = self._output  # another thread may close it meanwhile
+        if output is not None:
+            output.withdraw()
 
-    def _withdraw_others(self) -> None:
-        if not isinstance(self.target, Target | RemotePath):
+    def _withdraw_others(self, kind: type[object] = object) -> None:
+        """Withdraw what a nested save replaces: as late as possible, because the nested save may fail.
+
+        Args:
+            kind: which outputs the saves have that are withdrawn. ``object`` means any, also none yet.
+        """
+        if not self._nested or not isinstance(self.target, Target | RemotePath):
             return
         place = place_of(self.target)
         for other in tuple(_under_way):
-            if other is not self and other._thread == self._thread and other._is_at(place):
+            is_interrupted = other is not self and other._thread == self._thread and other._is_at(place)
+            if is_interrupted and isinstance(other._output, kind):
                 other.withdraw()
-        withdraw_pending(place)
+        if kind is object:
+            withdraw_pending(place)
 
     def _is_at(self, place: str) -> bool:
         return isinstance(self.target, Target | RemotePath) and place_of(self.target) == place
@@ -266,6 +274,7 @@ class SaveTransaction:
 
     def _move(self, source: Source | None) -> _Written:
         self.open()
+        self._check_withdrawn()
         if isinstance(self._output, NewFile):
             return self._to_disk(source, self._output)
         if isinstance(self._output, InPlace):
@@ -305,6 +314,7 @@ class SaveTransaction:
                     posix.sync_file(new.fd)
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             self.before_publishing()
+            self._withdraw_others()
             self._check_withdrawn()
             with self._at("publish"):
                 self._freeing = publish(new, durable=self._durable, free_later=not self._nested)
@@ -321,6 +331,8 @@ class SaveTransaction:
         durable = False
         with _noting_what_is_left(existing), write_errors(existing.path, _FAILED, partial(_left, existing)):
             self.before_publishing()
+            self._withdraw_others()
+            self._check_withdrawn()
             with self._at("write"):
                 existing.begin(source.nbytes if source is not None else 0)
                 nbytes = self._to_stream(source, existing)
@@ -337,6 +349,7 @@ class SaveTransaction:
         with self._at("write"), write_errors(self.where, _FAILED, KEPT), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
+            self._withdraw_others()
             self._check_withdrawn()
         return _Written(target.url, nbytes, *_STREAMED[source is not None], False, True)
 

@@ -50,6 +50,11 @@ class Worker:
         return True
 
     @property
+    def is_current(self) -> bool:
+        """Whether the caller is one of the jobs."""
+        return self._thread is threading.current_thread()
+
+    @property
     def has_thread(self) -> bool:
         """Whether a job was given since the worker was made or stopped."""
         return self._thread is not None

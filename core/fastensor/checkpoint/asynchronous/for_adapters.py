@@ -23,13 +23,22 @@ def log_failures(writer: AsyncWriter) -> None:
         _logger.error("an asynchronous save had failed: %s", failure, exc_info=failure)
 
 
-def in_turn(writer: AsyncWriter, function: Callable[[], None], place: str, what: str) -> None:
+def in_turn(
+    writer: AsyncWriter, function: Callable[[], None], place: str, what: str, *, at_end: Callable[[], None]
+) -> None:
     """Have a file made at a place behind everything that the writer has accepted, whatever comes of that.
 
     Args:
         writer: its thread calls the function.
-        function: makes the file. What it raises is raised by the writer's next call.
+        function: makes the file. What it raises is raised by the writer's next call. Not called if a signal handler
+            saves to the place before.
         place: the place of the file, as :func:`fastensor.checkpoint.ordering.places_behind` says it.
         what: says what is done, for messages.
+        at_end: called once when the function has returned, or will not be called.
     """
-    writer._follow(place, function, what, leaves_file=True, after=None)
+    try:
+        step = writer._follow(place, function, what, leaves_file=True, after=None)
+    except BaseException:
+        at_end()
+        raise
+    step.future.add_done_callback(lambda future: at_end())

@@ -101,7 +101,7 @@ class AsyncWriter:
         self._settings = WriterSettings(
             staging_bytes, when_busy, max_bytes_per_second, exit_seconds, preemption_seconds
         )
-        self._closed = False
+        self._closed = self._released = False
         self._counters = Counters()
         self._begin_empty()
         exits.watch(self, preemption_seconds)
@@ -209,7 +209,8 @@ class AsyncWriter:
 
         Raises:
             TimeoutError: it takes longer. It goes on.
-            RuntimeError: a signal handler calls this, and has interrupted Fastensor.
+            RuntimeError: a signal handler calls this, and has interrupted Fastensor; or a callback of another writer's
+                save.
             Exception: what a save failed with, unless that was raised before; of several the first, with notes of the
                 others.
         """
@@ -225,6 +226,9 @@ class AsyncWriter:
     def close(self, timeout: float | None = None) -> None:
         """:meth:`wait`, and release the memory. Calling it again does nothing.
 
+        In a callback of one of its own saves this waits for nothing, and the writer only accepts no more saves: the
+        next call waits, or the exit of the interpreter.
+
         Args:
             timeout: seconds to wait at most, after which what is pending is given up; None means ``exit_seconds``.
 
@@ -232,11 +236,14 @@ class AsyncWriter:
             TimeoutError: it took longer. What was at the paths of the saves that were given up is kept.
             Exception: as :meth:`wait`.
         """
-        if self._closed:
+        if self._released:
             return
-        _check_interruption()
-        timeout = self._settings.exit_seconds if timeout is None else timeout
+        if not self._worker.is_current:
+            _check_may_wait()
         self._closed = True
+        if self._worker.is_current:  # a callback of a save: the next call of this method waits, or the exit
+            return
+        timeout = self._settings.exit_seconds if timeout is None else timeout
         drained = False
         try:
             drained = self._drain(timeout)
@@ -251,7 +258,8 @@ class AsyncWriter:
             self._abandon("it was interrupted")
             raise
         finally:
-            self._worker.stop(wait=drained and not is_nested())
+            self._released = True
+            self._worker.stop(wait=drained)
             self._pool.close()
         self._raise_failure(all_of_them=True)
 
@@ -421,10 +429,16 @@ class AsyncWriter:
 
     def _drain(self, timeout: float | None) -> bool:
         """Wait until nothing is pending, and say so if it takes long; False if it takes longer than the timeout. In a
-        callback nothing is waited for."""
-        _check_interruption()
+        callback of one of its own saves nothing is waited for.
+
+        Raises:
+            RuntimeError: a signal handler that interrupts Fastensor calls this, or a callback of another writer's save.
+        """
+        if self._worker.is_current:
+            return True
+        _check_may_wait()
         drained = threading.Event()
-        if is_nested() or not self._worker.has_thread or not self._worker.give(drained.set):
+        if not self._worker.has_thread or not self._worker.give(drained.set):
             return True
         started = time.monotonic()
         left_before = self._left_nbytes()
@@ -474,9 +488,11 @@ def _announce(reason: str) -> None:
     announce("saving asynchronously", reason)
 
 
-def _check_interruption() -> None:
-    if is_nested() and threading.current_thread() is threading.main_thread():
-        raise RuntimeError("a signal handler cannot wait for what it interrupts; let it return first")
+def _check_may_wait() -> None:
+    if is_nested():
+        raise RuntimeError(
+            "a signal handler cannot wait for what it interrupts, nor can a callback for another writer; let it return"
+        )
 
 
 def _let_go(worker: Worker) -> None:
