@@ -230,9 +230,11 @@ def test_what_follows_a_save_follows_it_at_exit_too(
                 writer.remove(tmp_path / "old")
             else:
                 new, old = tmp_path / "new", tmp_path / "old"
-                in_turn(writer, partial(os.replace, new, old), str(old), "moving")
+                in_turn(writer, partial(os.replace, new, old), str(old), "moving", at_end=lambda: ends.append(way))
 
+        ends: list[str] = []
         has_to_wait(gate, act)
+        assert ends == (["link"] if way == "link" else [])
         assert os.listdir(tmp_path) == (["new"] if way == "remove" else ["old"])
 
 
