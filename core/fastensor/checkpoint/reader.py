@@ -26,6 +26,7 @@ from fastensor.backends.to_device import Filler
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.request import LoadRequest
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import is_to_blame
@@ -323,3 +324,23 @@ class PartReader:
             crc32 = isal_zlib.crc32_combine(crc32, self.read_range(part, at, piece), piece.nbytes)
             progress(at + piece.nbytes)
         return crc32
+
+
+def open_reader(file: OpenedFile, parts: Sequence[Part], request: LoadRequest, *, keep: bool = False) -> PartReader:
+    """A reader for a load.
+
+    Args:
+        file: the checkpoint.
+        parts: what the load will read, in this order.
+        request: the load.
+        keep: as for :class:`PartReader`.
+    """
+    return PartReader(
+        file,
+        extents_of(parts),
+        request.options,
+        verify=request.checked,
+        fallbacks=request.fallbacks,
+        parts=[part for part in parts if not is_joined(part)],
+        keep=keep,
+    )

@@ -14,7 +14,7 @@ from fastensor.backends.to_device import storage_on
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
-from fastensor.checkpoint.reader import PartReader, extents_of, is_joined
+from fastensor.checkpoint.reader import PartReader, is_joined, open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.parts import Part
@@ -44,14 +44,7 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
     order = sorted(parts, key=attrgetter("begin"))
     read = _read_to_device if may_be_filled_at_once(request.map_location) else _read_by_way_of_host
     tensors = dict.fromkeys((part.name for part in parts), torch.empty(0))  # in the order of the header
-    with PartReader(
-        file,
-        extents_of(order),
-        request.options,
-        verify=request.checked,
-        fallbacks=request.fallbacks,
-        parts=[part for part in order if not is_joined(part)],
-    ) as reader:
+    with open_reader(file, order, request) as reader:
         for part in order:
             tensors[part.name] = _as_tensor(read(reader, part, request.map_location), part, file.where)
         verified = header.checked and request.checked

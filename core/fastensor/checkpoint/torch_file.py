@@ -18,11 +18,12 @@ from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile
 from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
-from fastensor.checkpoint.reader import PartReader, extents_of, is_joined
+from fastensor.checkpoint.reader import open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
 from fastensor.checkpoint.torch_errors import explain, is_refused_global
 from fastensor.errors import CorruptCheckpointError, FastensorError
+from fastensor.stitch.parts import Part
 from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.pickle_records import PickledStorage, all_in
 from fastensor.stitch.torch_pickle import read_program
@@ -140,7 +141,7 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
 
 def _load_together(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
     """Let torch's restricted unpickler rebuild the object from storages that are read together."""
-    with _open_reader(file, archive, request, _ALL, keep=True) as reader:
+    with open_reader(file, _wanted(archive, _ALL), request, keep=True) as reader:
         view = CheckedFile(file, reader, archive)
         with _failures_raised(view):
             result = rebuild(view, Storages(archive, reader, request.map_location))
@@ -155,7 +156,7 @@ def _load_through_torch(
     Args:
         fills_devices: whether storages that go to a device are read straight into its memory.
     """
-    with _open_reader(file, archive, request, selection) as reader:
+    with open_reader(file, _wanted(archive, selection), request) as reader:
         view = CheckedFile(file, reader, archive, selection.skipped, selection.pickle, postpones=fills_devices)
         placing: MapLocation = request.map_location
         if selection.skipped:
@@ -168,19 +169,9 @@ def _load_through_torch(
         return Loaded(result, reader.backend, reader.reason, request.checked and archive.checked)
 
 
-def _open_reader(
-    file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection, *, keep: bool = False
-) -> PartReader:
-    parts = [part for part in archive.storages.values() if part.nbytes and part.name not in selection.skipped]
-    return PartReader(
-        file,
-        extents_of(parts),
-        request.options,
-        verify=request.checked,
-        fallbacks=request.fallbacks,
-        parts=[part for part in parts if not is_joined(part)],
-        keep=keep,
-    )
+def _wanted(archive: TorchArchive, selection: _Selection) -> list[Part]:
+    """The records of storages that are read, in the order of the file's directory."""
+    return [part for part in archive.storages.values() if part.nbytes and part.name not in selection.skipped]
 
 
 def _place_skipped_on_meta(view: CheckedFile, map_location: MapLocation) -> MapLocation:
