@@ -22,6 +22,8 @@ from torch import Tensor
 import fastensor
 from fastensor import CorruptCheckpointError, UnsupportedContentError, UnverifiedCheckpointWarning
 from fastensor.backends.fallback import available_names
+from fastensor.errors import BackendUnavailableError
+from fastensor.stitch import safetensors as stitched
 
 DTYPES = [d for d in states.DTYPES if d != torch.complex128] + [
     dtype for name in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu") if (dtype := getattr(torch, name, None))
@@ -301,3 +303,12 @@ def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(header)) + header + b"abc")
     with pytest.raises(UnsupportedContentError, match="'w' is of dtype F6_E2M3"):
         fastensor.load(tmp_path / "x", verify=False)
+
+
+@pytest.mark.parametrize("checksums", [[], [1], [1, 2, 3]])
+def test_no_file_is_written_without_the_checksums_of_its_tensors(checksums: list[int]) -> None:
+    """A backend of another package may return none."""
+    planned = stitched.plan({"a": torch.ones(3), "b": torch.ones(2)}, metadata=None, checksums=True)
+    with pytest.raises(BackendUnavailableError, match=f"has returned {len(checksums)} CRC32s, expected one for each"):
+        planned.head(checksums)
+    assert len(planned.head([1, 2])) == len(planned.header)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import BackendUnavailableError, CorruptCheckpointError, UnsupportedContentError
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.parts import Part
 from fastensor.stitch.shape import MAX_SIZE, is_shape
@@ -93,6 +93,11 @@ class SafetensorsPlan(Plan):
         head = bytearray(self.header)
         own = self.blanks + len(_BLANK)
         tensors = "".join(f" {crc32:08x}" for crc32 in checksums).encode()
+        if head[own + len(tensors) : own + len(tensors) + 1] != b'"':  # the text ends elsewhere
+            raise BackendUnavailableError(
+                f"the backend has returned {len(checksums)} CRC32s, expected one for each tensor: it cannot write "
+                "files that keep CRC32s in their head; choose another backend, or checksums=False"
+            )
         head[own : own + len(tensors)] = tensors
         head[self.blanks : own] = b"%08x" % zlib.crc32(head)
         return bytes(head)
