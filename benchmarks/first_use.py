@@ -40,7 +40,7 @@ class Row(NamedTuple):
     ours: str
     theirs: str
     bound: float
-    """Of ours over theirs; of ours in seconds where there is nothing to compare with."""
+    """The most that our time may be: in times the other tool's time, or in seconds if there is no other tool."""
 
     @property
     def ways(self) -> list[str]:

@@ -76,7 +76,7 @@ class HostStager:
         self._resources = ExitStack()
         self._lent: list[Buffer] = []
         self._free: list[Buffer] = []
-        """Those of the lent buffers that no window uses."""
+        """Lent buffers that no window uses."""
         self.asynchronous = self._copier.asynchronous
 
     @property

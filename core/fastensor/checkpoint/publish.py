@@ -301,7 +301,7 @@ def publish(new: NewFile, *, durable: bool, free_later: bool = True) -> Freeing:
         free_later: whether a thread frees the space of the old file; else the filesystem does so at once.
 
     Returns:
-        The space of the old file, which another thread frees.
+        The space of the old file, which another thread frees; nothing if ``free_later`` is False.
 
     Raises:
         OSError: a call failed; ``new.published`` says whether the file has taken the target's place.

@@ -84,7 +84,8 @@ def save(
         CheckpointWriteError: the operating system or the remote filesystem refused an operation. The old file is still
             at ``path``, unless the message says that the new file is in place but may not survive a power failure. An
             open file, or a file that is written in place, holds a part of the new contents.
-        SaveDroppedError: a signal handler that has interrupted this save has saved to the same path.
+        SaveDroppedError: a signal handler that has interrupted this save has saved to the same path, and its file is
+            there. If the path is a URL, and the upload was about to end, this save's file may be there instead.
         StateChangedError: a storage was resized meanwhile. The old file is still at ``path``, unless it is written in
             place.
         UnsupportedContentError: a safetensors file cannot hold the object, or ``torch.serialization.skip_data`` is

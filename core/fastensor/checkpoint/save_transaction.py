@@ -122,7 +122,8 @@ class SaveTransaction:
         """Write a planned file in this thread, behind everything that this process has accepted for the target.
 
         A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing: what this thread and asynchronous
-        writers have still to do at the target is withdrawn instead.
+        writers have still to do at the target is withdrawn instead, when the nested save is about to publish its file.
+        The last step of an upload to a URL cannot be withdrawn: an interrupted save may then replace the nested one.
 
         Raises:
             CheckpointWriteError: the file could not be written; the message says what is there now.
@@ -131,7 +132,9 @@ class SaveTransaction:
         with self:
             self._nested = is_nested()
             if self._nested:
-                self._withdraw_others(InPlace)  # those have locked the file
+                for other in self._interrupted():
+                    if isinstance(other._output, InPlace):  # which has locked the file
+                        other.withdraw()
             else:
                 wait_to_replace(self.target)
             return self.move(planned)
@@ -157,21 +160,20 @@ class SaveTransaction:
         if output is not None:
             output.withdraw()
 
-    def _withdraw_others(self, kind: type[object] = object) -> None:
-        """Withdraw what a nested save replaces: as late as possible, because the nested save may fail.
-
-        Args:
-            kind: which outputs the saves have that are withdrawn. ``object`` means any, also none yet.
-        """
+    def _interrupted(self) -> list[SaveTransaction]:
+        """The saves to the same target that this nested save interrupts; none if it is not nested."""
         if not self._nested or not isinstance(self.target, Target | RemotePath):
-            return
+            return []
         place = place_of(self.target)
-        for other in tuple(_under_way):
-            is_interrupted = other is not self and other._thread == self._thread and other._is_at(place)
-            if is_interrupted and isinstance(other._output, kind):
+        others = (other for other in tuple(_under_way) if other is not self and other._thread == self._thread)
+        return [other for other in others if other._is_at(place)]
+
+    def _withdraw_others(self) -> None:
+        """Withdraw what a nested save replaces: as late as possible, because the nested save may fail."""
+        if self._nested and isinstance(self.target, Target | RemotePath):
+            for other in self._interrupted():
                 other.withdraw()
-        if kind is object:
-            withdraw_pending(place)
+            withdraw_pending(place_of(self.target))
 
     def _is_at(self, place: str) -> bool:
         return isinstance(self.target, Target | RemotePath) and place_of(self.target) == place
