@@ -42,3 +42,13 @@ def in_turn(
         at_end()
         raise
     step.future.add_done_callback(lambda future: at_end())
+
+
+def reserve(writer: AsyncWriter, nbytes: int) -> None:
+    """Map staging memory for several saves that follow one another, as much as the writer's budget allows.
+
+    Args:
+        writer: whose next saves these are.
+        nbytes: of all their files.
+    """
+    writer._reserve(nbytes)

@@ -1,0 +1,13 @@
+"""Fastensor for Accelerate: ``save_state`` and ``load_state`` at the speed of the disk, durable and verified."""
+
+from importlib.util import find_spec
+
+if find_spec("accelerate") is None:
+    raise ImportError(
+        "fastensor_accelerate needs Accelerate, which is not installed: pip install 'fastensor[accelerate]'"
+    )
+
+from fastensor_accelerate.config import ConfigError, FastensorConfig
+from fastensor_accelerate.enable import FastensorAccelerator, disable, enable, is_enabled
+
+__all__ = ["ConfigError", "FastensorAccelerator", "FastensorConfig", "disable", "enable", "is_enabled"]

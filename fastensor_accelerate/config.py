@@ -1,0 +1,185 @@
+"""The options of ``fastensor_accelerate``, and where they come from: flags, YAML, the environment, or code."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from fastensor.backends import registry
+from fastensor.checkpoint.asynchronous.settings import WriterSettings
+from fastensor.errors import FastensorError
+
+USE = "ACCELERATE_USE_FASTENSOR"
+"""The environment variable that switches Fastensor on."""
+_PREFIX = "ACCELERATE_FASTENSOR_"
+SECTION = "fastensor_config"
+"""The section of Accelerate's YAML file."""
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NEAR = 0.5
+"""How similar a known name must be to an unknown one to be suggested, from 0 to 1."""
+
+
+class ConfigError(FastensorError, ValueError):
+    """An option of ``fastensor_accelerate`` is unknown, or has a value that means nothing."""
+
+
+def _option(default: Any, flag: str, text: str) -> Any:
+    return field(default=default, metadata={"flag": flag, "help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastensorConfig:
+    """How the states of an Accelerator are saved and loaded.
+
+    Raises:
+        ConfigError: a value means nothing, or names a backend that does not exist.
+
+    >>> FastensorConfig(asynchronous=True).to_environment()["ACCELERATE_FASTENSOR_ASYNCHRONOUS"]
+    'true'
+    >>> FastensorConfig.from_mapping({"bakend": "direct"})
+    Traceback (most recent call last):
+    ...
+    fastensor_accelerate.config.ConfigError: fastensor_config has no option 'bakend'; did you mean 'backend'?
+    """
+
+    backend: str = _option(
+        "auto",
+        "--fastensor_backend",
+        "what moves bytes: auto, or the name of a backend that `fastensor doctor` lists",
+    )
+    durable: bool = _option(
+        True, "--fastensor_durable", "whether a saved state is on stable storage: true (default) or false"
+    )
+    verify: bool = _option(True, "--fastensor_verify", "whether loads compare CRC32s: true (default) or false")
+    asynchronous: bool = _option(
+        False, "--fastensor_async", "whether save_state returns when the state has been copied: true or false (default)"
+    )
+    staging_bytes: int | None = _option(
+        None,
+        "--fastensor_staging_bytes",
+        "most bytes of memory for copies of an asynchronous save; default: the size of the state, at most half of the "
+        "free memory",
+    )
+    max_bytes_per_second: float | None = _option(
+        None, "--fastensor_max_bytes_per_second", "how fast asynchronous saves may write; default: no limit"
+    )
+    exit_seconds: float = _option(
+        600.0, "--fastensor_exit_seconds", "how long the end of the process waits for a pending state; default: 600"
+    )
+    preemption_seconds: float | None = _option(
+        None,
+        "--fastensor_preemption_seconds",
+        "SIGTERM ends the process only when the pending state is durable, or after so many seconds; default: at once",
+    )
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            _check_type(option, getattr(self, option.name))
+        if self.backend != registry.AUTO and self.backend not in (known := registry.names()):
+            raise ConfigError(f"backend is {self.backend!r}, which is no backend{_nearest(self.backend, known)}")
+        try:
+            WriterSettings(**self.writer_options())
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def writer_options(self) -> dict[str, Any]:
+        """The keywords of :class:`fastensor.AsyncWriter`."""
+        names = ("staging_bytes", "max_bytes_per_second", "exit_seconds", "preemption_seconds")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any], where: str = SECTION) -> Self:
+        """The options of a mapping, and defaults for the others.
+
+        Args:
+            options: by name; texts are read as the types of the options, and None means the default.
+            where: what the mapping is, for messages.
+
+        Raises:
+            ConfigError: an option is unknown, or its value means nothing.
+        """
+        known = {option.name: option for option in dataclasses.fields(cls)}
+        values = {}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(f"{where} has no option {name!r}{_nearest(str(name), known)}")
+            if value is not None:
+                values[name] = _read(known[name], value)
+        return cls(**values)
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The options in ``ACCELERATE_FASTENSOR_*``, and defaults for the others.
+
+        Raises:
+            ConfigError: as :meth:`from_mapping`.
+        """
+        return cls.from_mapping(options_in_environment(), f"the environment ({_PREFIX}*)")
+
+    def to_environment(self) -> dict[str, str]:
+        """The environment variables by which a process that is launched gets the options."""
+        values = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
+        texts = {_PREFIX + name.upper(): _write(value) for name, value in values.items() if value is not None}
+        return {USE: "true", **texts}
+
+
+def options_in_environment() -> dict[str, str]:
+    """The options that the environment gives, as texts."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
+    return {name.removeprefix(_PREFIX).lower(): value for name, value in found.items()}
+
+
+def is_wanted_by_environment() -> bool | None:
+    """Whether ``ACCELERATE_USE_FASTENSOR`` switches Fastensor on or off; None if it is not set.
+
+    Raises:
+        ConfigError: the variable is neither true nor false.
+    """
+    value = os.environ.get(USE)
+    return None if value is None else _as_bool(USE, value)
+
+
+def _read(option: dataclasses.Field[Any], value: Any) -> Any:
+    """A value of an option's type from the text that a flag, the environment or YAML gives."""
+    if not isinstance(value, str):
+        return float(value) if type(value) is int and "float" in str(option.type) else value
+    kind = str(option.type)
+    if kind == "bool":
+        return _as_bool(option.name, value)
+    if kind == "str":
+        return value
+    number = int if kind.startswith("int") else float
+    try:
+        return number(value)
+    except ValueError:
+        raise ConfigError(f"{option.name} is a number ({kind}), found {value!r}") from None
+
+
+def _check_type(option: dataclasses.Field[Any], value: Any) -> None:
+    kinds = {"bool": bool, "str": str, "int": int, "float": (int, float), "None": type(None)}
+    expected = [kinds[name.strip()] for name in str(option.type).split("|")]
+    is_right = any(isinstance(value, kind) for kind in expected)
+    if not is_right or (isinstance(value, bool) and bool not in expected):
+        raise ConfigError(f"{option.name} is {option.type}, found {value!r}")
+
+
+def _as_bool(name: str, text: str) -> bool:
+    try:
+        return _WORDS[text.strip().lower()]
+    except KeyError:
+        raise ConfigError(f"{name} is true or false, found {text!r}") from None
+
+
+def _write(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1, _NEAR)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

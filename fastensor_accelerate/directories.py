@@ -1,0 +1,267 @@
+"""How the directory of a state is replaced: whole or not at all.
+
+All files of a state are written to a staging directory. One rename commits them. A state that Accelerate names
+(``checkpoints/checkpoint_3``) is staged in ``checkpoints.saving/checkpoint_3``, and the rename publishes it. A
+directory that the caller names may hold other files. So its state is staged in its hidden subdirectory
+``.fastensor-saving``, the rename to ``.fastensor-saved`` commits it, and then each file moves to its place. If the
+process is killed while files move, whoever loads or saves next moves the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastensor.files import posix
+
+CHECKPOINTS = "checkpoints"
+"""Accelerate's folder of states that it names itself, in the project's folder."""
+_SAVING = ".fastensor-saving"
+_SAVED = ".fastensor-saved"
+_NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")
+"""Accelerate's pattern of the number of a state."""
+_MODEL = re.compile(r"(?P<name>model|pytorch_model)(?P<number>_\d+)?\.(?:safetensors|bin)")
+_TWINS = {"model": "pytorch_model{}.bin", "pytorch_model": "model{}.safetensors"}
+
+
+@dataclass(frozen=True, slots=True)
+class StateDirectory:
+    """Where a state goes, and where its files are written first."""
+
+    path: str
+    """The directory that the state is to be found in."""
+    staging: str
+    """The directory that the files are written to. It has the same name as ``path``, and is on the same filesystem."""
+    is_named_by_accelerate: bool
+
+    @property
+    def exists(self) -> bool:
+        return os.path.lexists(self.path)
+
+    def prepare(self) -> None:
+        """Create an empty staging directory. What a killed process has left there is removed, or moved to its place.
+
+        Raises:
+            OSError: the filesystem refused.
+        """
+        parent = os.path.dirname(self.staging)
+        if self.is_named_by_accelerate:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            remove_leftovers(parent)
+        else:
+            os.makedirs(self.path, exist_ok=True)
+            finish(self.path)
+            if os.path.isdir(parent):
+                shutil.rmtree(parent)
+        os.makedirs(self.staging)
+
+    def publish(self, *, durable: bool) -> None:
+        """Give the state its place. What was written to ``path`` meanwhile stays, unless the state has such a file.
+
+        When several processes call this, one of them does it.
+
+        Raises:
+            OSError: the filesystem refused. Whoever loads or saves next goes on, if the state was committed.
+        """
+        if durable and os.path.isdir(self.staging):
+            _sync_tree(self.staging)
+        if self.is_named_by_accelerate:
+            if os.path.isdir(self.path) and os.path.isdir(self.staging):
+                move_into(self.path, self.staging)  # what a script has written there, which knew the name
+            self._commit(self.path, durable=durable)
+        else:
+            self._commit(os.path.join(self.path, _SAVED), durable=durable)
+            finish(self.path, durable=durable)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self.staging))
+
+    def link(self) -> None:
+        """Have the name of the staging directory lead to the published state: ``save_state`` has returned that name."""
+        target = os.path.relpath(self.path, os.path.dirname(self.staging))
+        with contextlib.suppress(FileExistsError):
+            os.symlink(target, self.staging)
+
+    def discard(self) -> None:
+        """Remove the staging directory."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+        if not self.is_named_by_accelerate:
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self.staging))
+
+    def _commit(self, committed: str, *, durable: bool) -> None:
+        try:
+            os.rename(self.staging, committed)
+        except FileNotFoundError:
+            if os.path.lexists(self.staging):
+                raise
+            return  # another process of this job did it
+        if durable:
+            posix.sync_directory(os.path.dirname(committed))
+            posix.sync_directory(os.path.dirname(self.staging))
+
+
+def named_state(project_dir: str, number: int) -> StateDirectory:
+    """The state that Accelerate gives a number.
+
+    >>> state = named_state("project", 3)
+    >>> state.path, state.staging
+    ('project/checkpoints/checkpoint_3', 'project/checkpoints.saving/checkpoint_3')
+    """
+    name = f"checkpoint_{number}"
+    folder = os.path.join(project_dir, CHECKPOINTS)
+    return StateDirectory(os.path.join(folder, name), os.path.join(f"{folder}.saving", name), True)
+
+
+def state_in(directory: str | os.PathLike[str]) -> StateDirectory:
+    """The state in a directory that the caller names.
+
+    >>> state_in("runs/step_5").staging
+    'runs/step_5/.fastensor-saving/step_5'
+    """
+    path = os.fspath(directory)
+    return StateDirectory(path, os.path.join(path, _SAVING, os.path.basename(os.path.abspath(path))), False)
+
+
+def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
+    """Move the files of a committed state to their places. Returns whether there were any.
+
+    Several processes may do this at a time.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    committed = os.path.join(directory, _SAVED)
+    if not os.path.isdir(committed):
+        return False
+    with contextlib.suppress(FileNotFoundError):  # another process has moved the rest
+        for name in os.listdir(committed):
+            if twin := _twin_of(name):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(directory, twin))
+    move_into(committed, os.fspath(directory))
+    if durable:
+        posix.sync_directory(os.fspath(directory))
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(committed)
+    return True
+
+
+def move_into(source: str, target: str) -> None:
+    """Move everything in a directory to another one, and replace files of the same names. Several processes may do this
+    at a time.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    for name in _names_in(source):
+        here, there = os.path.join(source, name), os.path.join(target, name)
+        if os.path.isdir(here) and not os.path.islink(here) and os.path.isdir(there):
+            move_into(here, there)
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(here)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(here, there)
+
+
+def is_incomplete(directory: str | os.PathLike[str]) -> bool:
+    """Whether a save to the directory has begun and was not committed."""
+    return os.path.isdir(os.path.join(directory, _SAVING))
+
+
+def states_in(checkpoints: str) -> list[str]:
+    """The states in Accelerate's folder, the oldest first. Names without a number are no states.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    numbered = [(int(found[0]), name) for name in os.listdir(checkpoints) if (found := _NUMBER.findall(name))]
+    return [os.path.join(checkpoints, name) for _, name in sorted(numbered)]
+
+
+def surplus(states: list[str], newest: str, total_limit: int | None) -> list[str]:
+    """The states to be removed, the oldest first, so that ``total_limit`` are left. The newest one is never removed.
+
+    >>> surplus(["c_0", "c_1", "c_2"], "c_2", 2)
+    ['c_0']
+    """
+    if total_limit is None:
+        return []
+    others = [state for state in states if os.path.basename(state) != os.path.basename(newest)]
+    return others[: max(len(others) + 1 - max(total_limit, 1), 0)]
+
+
+def remove_state(state: str) -> None:
+    """Remove a state that Accelerate has named. No part of it is left among the states, even if the process is killed.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    folder = f"{os.path.dirname(state)}.saving"
+    os.makedirs(folder, exist_ok=True)
+    aside = os.path.join(folder, f"{os.path.basename(state)}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(state, aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(saving: str) -> None:
+    """Remove what killed processes have left in the folder ``checkpoints.saving``, and links to removed states.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(os.scandir(saving)):
+            if entry.is_symlink():
+                if not os.path.exists(entry.path):
+                    os.unlink(entry.path)
+            elif entry.is_dir():
+                shutil.rmtree(entry.path)
+
+
+def published_path(path: str | os.PathLike[str]) -> Path:
+    """Where a state is found now, by the path that ``save_state`` has returned."""
+    found = Path(path)
+    folder = found.parent
+    if folder.name == f"{CHECKPOINTS}.saving" and not found.exists():
+        return folder.with_name(CHECKPOINTS) / found.name
+    return found
+
+
+def _twin_of(name: str) -> str | None:
+    """The file in which an older state may have had the same model, and which Accelerate would load first.
+
+    >>> _twin_of("pytorch_model_1.bin")
+    'model_1.safetensors'
+    """
+    match = _MODEL.fullmatch(name)
+    if match is None:
+        return None
+    return _TWINS[match["name"]].format(match["number"] or "")
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _sync_tree(directory: str) -> None:
+    """Sync every file and directory below a directory, and the directory."""
+    with contextlib.suppress(FileNotFoundError):  # another process has published it
+        for folder, _, names in os.walk(directory):
+            for name in names:
+                path = os.path.join(folder, name)
+                if not os.path.islink(path):
+                    fd = os.open(path, os.O_RDONLY)
+                    try:
+                        os.fsync(fd)
+                    finally:
+                        os.close(fd)
+            posix.sync_directory(folder)

@@ -1,0 +1,148 @@
+"""Switching Fastensor on and off: for all Accelerators of a process, or for one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from fastensor_accelerate.config import FastensorConfig
+from fastensor_accelerate.states import StateSaver
+
+_SAVER = "_fastensor_saver"
+"""The attribute of an Accelerator that holds its saver."""
+_own: dict[str, Callable[..., Any]] = {}
+"""Accelerate's own methods by name, while Fastensor is enabled."""
+_config: FastensorConfig | None = None
+_savers: weakref.WeakSet[StateSaver] = weakref.WeakSet()
+
+
+def enable(config: FastensorConfig | None = None) -> None:
+    """Have every Accelerator of this process save and load its states by Fastensor.
+
+    Call it at any time, in the main thread, on every process of a job. It is harmless if Fastensor is enabled already:
+    then Accelerators that have not saved or loaded yet get the new options.
+
+    Args:
+        config: the options; None takes them from the environment, as ``fastensor-accelerate launch`` sets it.
+
+    Raises:
+        ConfigError: the environment has an unknown option, or a value that means nothing.
+
+    >>> import fastensor_accelerate
+    >>> fastensor_accelerate.enable()
+    >>> fastensor_accelerate.disable()
+    """
+    global _config
+    _config = FastensorConfig.from_environment() if config is None else config
+    if not _own:
+        for name, method in _METHODS.items():
+            _own[name] = getattr(Accelerator, name)
+            setattr(Accelerator, name, functools.wraps(_own[name])(method))
+
+
+def disable() -> None:
+    """Have Accelerators save and load by themselves again, after pending states are published. Harmless if Fastensor
+    is not enabled.
+
+    Raises:
+        Exception: what the save of a pending state has failed with.
+    """
+    global _config
+    _config = None
+    while _own:
+        name, method = _own.popitem()
+        setattr(Accelerator, name, method)
+    for saver in tuple(_savers):
+        saver.close()
+
+
+def is_enabled() -> bool:
+    """Whether :func:`enable` is in effect."""
+    return _config is not None
+
+
+def _saver_of(accelerator: Accelerator) -> StateSaver:
+    saver: StateSaver | None = accelerator.__dict__.get(_SAVER)
+    if saver is None:
+        saver = StateSaver(accelerator, _config or FastensorConfig())
+        setattr(accelerator, _SAVER, saver)
+        _savers.add(saver)
+    return saver
+
+
+def _stock(name: str, accelerator: Accelerator) -> Callable[..., Any]:
+    """Accelerate's own method, bound."""
+    return partial(_own.get(name) or getattr(Accelerator, name), accelerator)
+
+
+def _save_state(
+    self: Accelerator, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+) -> Path:
+    return _saver_of(self).save_state(
+        _stock("save_state", self), output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
+    )
+
+
+def _load_state(
+    self: Accelerator, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+) -> None:
+    return _saver_of(self).load_state(_stock("load_state", self), input_dir, load_kwargs=load_kwargs, **options)
+
+
+def _save(self: Accelerator, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    return _saver_of(self).save(_stock("save", self), obj, f, safe_serialization=safe_serialization)
+
+
+def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+    if step is not None:
+        _saver_of(self).step = step
+    return _stock("log", self)(values, step, {} if log_kwargs is None else log_kwargs)
+
+
+def _end_training(self: Accelerator) -> None:
+    try:
+        summary = _saver_of(self).close()
+    finally:
+        _stock("end_training", self)()
+    if summary and self.is_main_process:
+        print(f"fastensor: {summary}", file=sys.stderr)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "save_state": _save_state,
+    "load_state": _load_state,
+    "save": _save,
+    "log": _log,
+    "end_training": _end_training,
+}
+
+
+class FastensorAccelerator(Accelerator):
+    """An Accelerator that saves and loads its states by Fastensor, without :func:`enable`.
+
+    Args:
+        args, kwargs: as for ``accelerate.Accelerator``.
+        fastensor_config: the options; None takes them from the environment.
+
+    Raises:
+        ConfigError: the environment has an unknown option, or a value that means nothing.
+    """
+
+    def __init__(self, *args: Any, fastensor_config: FastensorConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = FastensorConfig.from_environment() if fastensor_config is None else fastensor_config
+        setattr(self, _SAVER, saver := StateSaver(self, config))
+        _savers.add(saver)
+
+    save_state = functools.wraps(Accelerator.save_state)(_save_state)
+    load_state = functools.wraps(Accelerator.load_state)(_load_state)
+    save = functools.wraps(Accelerator.save)(_save)
+    log = functools.wraps(Accelerator.log)(_log)
+    end_training = functools.wraps(Accelerator.end_training)(_end_training)

@@ -1,0 +1,363 @@
+"""What ``save_state`` and ``load_state`` of an Accelerator do: stage, write, agree, publish, rotate."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+
+import fastensor
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve
+from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.save import SavedContainer
+from fastensor.errors import CheckpointWriteError
+from fastensor.files.words import human_size
+from fastensor_accelerate.agreement import Agreement
+from fastensor_accelerate.config import FastensorConfig
+from fastensor_accelerate.directories import (
+    StateDirectory,
+    finish,
+    is_incomplete,
+    named_state,
+    published_path,
+    remove_state,
+    state_in,
+    states_in,
+    surplus,
+)
+from fastensor_accelerate.metrics import StateMetrics, Totals
+from fastensor_accelerate.seam import Files, replaced
+
+_logger = logging.getLogger("fastensor")
+_OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """One state that is being saved by this process."""
+
+    directory: StateDirectory
+    started: float
+    metrics: StateMetrics = field(default_factory=StateMetrics)
+    handles: list[fastensor.SaveHandle] = field(default_factory=list)
+    failure: Exception | None = None
+    """What Accelerate's own part has failed with."""
+
+
+class StateSaver:
+    """Saves and loads the states of one Accelerator. Call it in the thread that trains, in all processes of a job.
+
+    Args:
+        accelerator: whose states they are. Its own methods collect and restore them; the files are written and read
+            here.
+        config: the options.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: FastensorConfig) -> None:
+        self._accelerator = accelerator
+        self._config = config
+        self._writer: fastensor.AsyncWriter | None = None
+        self._agreement: Agreement | None = None
+        self._to_log: deque[StateMetrics] = deque()
+        self._totals = Totals()
+        self._said_other_engine = False
+        self.step: int | None = None
+        """The step that was given to ``Accelerator.log`` last."""
+
+    def save_state(self, stock: Callable[..., Path], output_dir: str | None, **options: Any) -> Path:
+        """Save a state as ``Accelerator.save_state`` does, whole or not at all.
+
+        Args:
+            stock: Accelerate's own method, bound.
+            output_dir: as for Accelerate.
+            options: as for Accelerate.
+
+        Returns:
+            The directory of the state. An asynchronous save of a state that Accelerate names returns the directory
+            where its files are staged. What is written there is published with the state, and then a link of that
+            name leads to the state.
+
+        Raises:
+            Exception: what Accelerate or a hook raises, or what the pending state has failed with. The states that
+                were there before are kept.
+            CheckpointWriteError: the state cannot be written, or another process has failed.
+        """
+        naming = self._accelerator.project_configuration.automatic_checkpoint_naming
+        if self._is_other_engines() or (output_dir is None and not naming):  # Accelerate says what is wrong
+            return stock(output_dir, **options)
+        self.wait()
+        saving = _Saving(self._directory(output_dir), time.perf_counter())
+        nbytes = self._state_nbytes()
+        self._together(saving, lambda: self._prepare(saving.directory, nbytes))
+        if self._config.asynchronous:
+            reserve(self._open_writer(), nbytes)
+        self._write(saving, stock, options)
+        saving.metrics.stall_seconds = time.perf_counter() - saving.started
+        returned = Path(saving.directory.path if output_dir is None or naming else output_dir)
+        if not self._config.asynchronous:
+            self._commit(saving)
+            saving.metrics.stall_seconds = saving.metrics.seconds
+            self._log()
+            return returned
+        in_turn(
+            self._open_writer(),
+            partial(self._commit, saving),
+            saving.directory.path,
+            f"publishing {saving.directory.path}",
+            at_end=lambda: None,
+        )
+        if saving.failure is not None:
+            raise saving.failure
+        return Path(saving.directory.staging) if naming else returned
+
+    def load_state(self, stock: Callable[..., None], input_dir: str | None, **options: Any) -> None:
+        """Load a state as ``Accelerator.load_state`` does, after the pending one is published.
+
+        Args:
+            stock: Accelerate's own method, bound.
+            input_dir: as for Accelerate, or what ``save_state`` has returned.
+            options: as for Accelerate.
+
+        Raises:
+            Exception: what Accelerate raises, or what the pending state has failed with.
+            CorruptCheckpointError: a file is damaged.
+        """
+        if self._is_other_engines():
+            return stock(input_dir, **options)
+        self.wait()
+        directory = None
+        if input_dir is not None:
+            directory = published_path(os.path.expanduser(input_dir))
+            if directory.is_dir():
+                finish(directory, durable=self._config.durable)
+        try:
+            with replaced(Files(self._config, self._write_now, self._totals.add_load)):
+                stock(None if directory is None else str(directory), **options)
+        except FileNotFoundError as error:
+            if directory is not None and is_incomplete(directory):
+                error.add_note(f"a save to {directory} has begun and was never finished; load another state")
+            raise
+
+    def save(self, stock: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Save as ``Accelerator.save`` and ``save_model`` do: every file on its own, whole or not at all.
+
+        Raises:
+            CheckpointWriteError: a file cannot be written.
+        """
+        with replaced(Files(self._config, self._write_now, self._totals.add_load)):
+            stock(*args, **options)
+
+    def wait(self) -> None:
+        """Return when the pending state is published.
+
+        Raises:
+            Exception: what its save has failed with.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+        self._log()
+
+    def close(self) -> str | None:
+        """:meth:`wait`, and give memory and process group back. The saver can be used again.
+
+        Returns:
+            What the saves and loads have cost, in one line; None if there were none.
+
+        Raises:
+            Exception: as :meth:`wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._agreement = None
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+        return self._totals.summary()
+
+    # --- the steps of a save
+
+    def _directory(self, output_dir: str | None) -> StateDirectory:
+        project = self._accelerator.project_configuration
+        if not project.automatic_checkpoint_naming:
+            assert output_dir is not None
+            return state_in(os.path.abspath(output_dir))
+        return named_state(os.path.abspath(self._accelerator.project_dir), self._accelerator.save_iteration)
+
+    def _prepare(self, directory: StateDirectory, nbytes: int) -> None:
+        """
+        Raises:
+            ValueError: Accelerate has given the same name before.
+            CheckpointWriteError: there is no room for the state beside the older ones.
+        """
+        if directory.is_named_by_accelerate and directory.exists:
+            number = self._accelerator.save_iteration
+            raise ValueError(  # in Accelerate's words
+                f"Checkpoint directory {directory.path} ({number}) already exists. Please manually override "
+                "`self.save_iteration` with what iteration to start with."
+            )
+        if not self._accelerator.is_local_main_process:
+            return
+        directory.prepare()
+        free = shutil.disk_usage(directory.staging).free
+        if nbytes > free:
+            directory.discard()
+            raise CheckpointWriteError(
+                errno.ENOSPC,
+                f"the state takes about {human_size(nbytes)}, and {human_size(free)} are free; older states are only "
+                "removed when a new one is durable",
+                directory.path,
+            )
+
+    def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
+        """Have Accelerate write the state to the staging directory."""
+        project = self._accelerator.project_configuration
+        write = self._write_later if self._config.asynchronous else self._write_now
+        naming = project.automatic_checkpoint_naming
+        project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
+        try:
+            with replaced(Files(self._config, partial(write, saving=saving), self._totals.add_load)):
+                stock(saving.directory.staging, **options)
+        except Exception as error:
+            saving.failure = error
+        finally:
+            project.automatic_checkpoint_naming = naming
+
+    def _write_now(
+        self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any
+    ) -> None:
+        report = fastensor.save(
+            obj, path, container=container, backend=self._config.backend, durable=self._config.durable, **options
+        )
+        if saving is not None:
+            saving.metrics.nbytes += report.nbytes
+
+    def _write_later(
+        self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving, **options: Any
+    ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            self._write_now(obj, path, container=container, saving=saving, **options)
+            return
+        handle = self._open_writer().save(
+            obj, path, container=container, backend=self._config.backend, durable=self._config.durable, **options
+        )
+        saving.handles.append(handle)
+
+    def _commit(self, saving: _Saving) -> None:
+        """Publish a state if all processes have written their files, and remove those that are too old.
+
+        Raises:
+            Exception: the state was not published.
+        """
+        directory = saving.directory
+        main = self._accelerator.is_local_main_process
+        try:
+            self._together(saving, partial(_check_written, saving))
+        except BaseException:
+            if main:
+                directory.discard()
+            raise
+        self._together(saving, lambda: directory.publish(durable=self._config.durable) if main else None)
+        saving.metrics.nbytes += sum(handle.result().nbytes for handle in saving.handles)
+        saving.metrics.seconds = time.perf_counter() - saving.started
+        self._totals.add_state(saving.metrics)
+        self._to_log.append(saving.metrics)
+        if main and directory.is_named_by_accelerate:
+            if self._config.asynchronous:
+                directory.link()
+            self._remove_surplus(directory)
+
+    def _remove_surplus(self, newest: StateDirectory) -> None:
+        limit = self._accelerator.project_configuration.total_limit
+        old = surplus(states_in(os.path.dirname(newest.path)), newest.path, limit)
+        if old:
+            _logger.warning("Deleting %d checkpoints to make room for new checkpoint.", len(old))
+        for state in old:
+            with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
+                remove_state(state)
+
+    def _together(self, saving: _Saving, do: Callable[[], None]) -> None:
+        """Do something in all processes.
+
+        Raises:
+            Exception: what this process has failed with; or another one, as a CheckpointWriteError.
+        """
+        failure = None
+        try:
+            do()
+        except Exception as error:
+            failure = error
+        if self._agreement is None:
+            self._agreement = Agreement()
+        self._agreement.exchange(failure, f"{saving.directory.path} was not saved")
+
+    # --- what they need
+
+    def _is_other_engines(self) -> bool:
+        kind = self._accelerator.distributed_type
+        if kind not in _OTHER_ENGINES:
+            return False
+        if self._accelerator.is_main_process and not self._said_other_engine:
+            self._said_other_engine = True
+            _logger.warning("states of %s are saved and loaded by its own engine, not by Fastensor", kind.value)
+        return True
+
+    def _open_writer(self) -> fastensor.AsyncWriter:
+        if self._writer is None:
+            self._writer = fastensor.AsyncWriter(**self._config.writer_options())
+        return self._writer
+
+    def _state_nbytes(self) -> int:
+        """About how many bytes this process writes: the tensors of models and optimizers, shared ones once."""
+        if not self._accelerator.is_main_process or self._accelerator.distributed_type == DistributedType.FSDP:
+            return 0
+        models = (tensor for model in self._accelerator._models for tensor in model.state_dict().values())
+        optimizers = (
+            value
+            for optimizer in self._accelerator._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+        )
+        return _nbytes_of(models) + _nbytes_of(optimizers)
+
+    def _log(self) -> None:
+        """Give trackers what was not logged. They are not made for several threads."""
+        while self._to_log:
+            metrics = self._to_log.popleft()
+            for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
+                tracker.log(metrics.as_metrics(), step=self.step)
+
+
+def _check_written(saving: _Saving) -> None:
+    """
+    Raises:
+        Exception: what Accelerate has failed with.
+        CheckpointWriteError: a file was not written.
+    """
+    if saving.failure is not None:
+        raise saving.failure
+    for handle in saving.handles:
+        error = handle.exception()
+        if error is not None:
+            raise CheckpointWriteError(f"{saving.directory.path} was not saved: {error}") from error
+
+
+def _nbytes_of(values: Iterable[object]) -> int:
+    storages = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+    return sum(storages.values())
