@@ -160,10 +160,9 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _check_type(option: dataclasses.Field[Any], value: Any) -> None:
-    kinds = {"bool": bool, "str": str, "int": int, "float": (int, float), "None": type(None)}
-    expected = [kinds[name.strip()] for name in str(option.type).split("|")]
-    is_right = any(isinstance(value, kind) for kind in expected)
-    if not is_right or (isinstance(value, bool) and bool not in expected):
+    expected = str(option.type).split(" | ")
+    found = "None" if value is None else type(value).__name__
+    if found not in expected and not (found == "int" and "float" in expected):
         raise ConfigError(f"{option.name} is {option.type}, found {value!r}")
 
 

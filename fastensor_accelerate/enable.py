@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from fastensor_accelerate import transformers_trainer
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.states import StateSaver
 
@@ -45,6 +45,7 @@ def enable(config: FastensorConfig | None = None) -> None:
         for name, method in _METHODS.items():
             _own[name] = getattr(Accelerator, name)
             setattr(Accelerator, name, functools.wraps(_own[name])(method))
+    transformers_trainer.intercept(_saver_of)
 
 
 def disable() -> None:
@@ -59,6 +60,7 @@ def disable() -> None:
     while _own:
         name, method = _own.popitem()
         setattr(Accelerator, name, method)
+    transformers_trainer.restore()
     for saver in tuple(_savers):
         saver.close()
 
@@ -97,25 +99,32 @@ def _load_state(
 
 
 def _save(self: Accelerator, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    return _saver_of(self).save(_stock("save", self), obj, f, safe_serialization=safe_serialization)
+    with _saver_of(self).saving():
+        _stock("save", self)(obj, f, safe_serialization=safe_serialization)
 
 
-def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any) -> None:
     if step is not None:
         _saver_of(self).step = step
-    return _stock("log", self)(values, step, {} if log_kwargs is None else log_kwargs)
+    _stock("log", self)(values, step, *args, **options)
 
 
 def _end_training(self: Accelerator) -> None:
+    saver = _saver_of(self)
     try:
-        summary = _saver_of(self).close()
+        saver.close()
     finally:
         _stock("end_training", self)()
-    if summary and self.is_main_process:
-        print(f"fastensor: {summary}", file=sys.stderr)
+    saver.print_summary()
+
+
+def _init(self: Accelerator, *args: Any, **options: Any) -> None:
+    _stock("__init__", self)(*args, **options)
+    transformers_trainer.intercept(_saver_of)  # a Trainer makes its Accelerator before the first step
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
+    "__init__": _init,
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
@@ -124,7 +133,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-class FastensorAccelerator(Accelerator):
+class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
     """An Accelerator that saves and loads its states by Fastensor, without :func:`enable`.
 
     Args:

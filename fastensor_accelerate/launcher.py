@@ -69,7 +69,7 @@ def _launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     for option in dataclasses.fields(FastensorConfig):
         flag, default = option.metadata["flag"], option.default
-        optional = {"nargs": "?", "const": "true"} if option.type == "bool" and not default else {}
+        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if default is False else {}
         group.add_argument(flag, dest=_dest(option.name), default=None, help=option.metadata["help"], **optional)
     parser.set_defaults(func=_launch)
     return parser

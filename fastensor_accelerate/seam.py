@@ -1,23 +1,20 @@
-"""Which names of Accelerate's modules are replaced while a state is saved or loaded, and by what.
+"""Which names of Accelerate and transformers are replaced while they save or load, and by what.
 
-Everything that Accelerate writes and reads goes through four functions: ``torch.save``, ``torch.load``, and
-``save_file`` and ``load_file`` of safetensors. Accelerate's modules see other ones while :func:`replaced` is active.
-What decides which rank writes, how tied weights are cleaned, and which globals are safe to load stays Accelerate's own
-code.
+Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
+``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. What decides which rank
+writes, how tied weights are cleaned, and which globals are safe to load stays their own code.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
-import accelerate.accelerator
-import accelerate.checkpointing
-import accelerate.utils.fsdp_utils
-import accelerate.utils.other
+import safetensors.torch
 import torch
 
 import fastensor
@@ -80,57 +77,67 @@ class Files:
         return found
 
 
-class _Torch(ModuleType):
-    """The module ``torch`` with another ``save`` and ``load``."""
+class _Module(ModuleType):
+    """A module in which some names have other values."""
 
-    def __init__(self, files: Files) -> None:
-        super().__init__("torch")
-        self.save = files.torch_save
-        self.load = files.torch_load
+    def __init__(self, module: ModuleType, **names: object) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(names)
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(self._module, name)
 
 
 @contextmanager
 def replaced(files: Files) -> Iterator[None]:
-    """Accelerate's modules save and load by ``files`` in the block."""
-    own_torch = _Torch(files)
+    """Accelerate, and transformers if it is imported, save and load by ``files`` in the block."""
     with ExitStack() as undo:
-        for module in _MODULES_WITH_TORCH:
-            undo.enter_context(_replaced_name(module, "torch", own_torch))
-        undo.enter_context(_replaced_name(accelerate.utils.other, "safe_save_file", files.save_file))
-        load_model = _with_globals(accelerate.checkpointing.load_model, load_file=files.load_file)
-        undo.enter_context(_replaced_name(accelerate.checkpointing, "load_model", load_model))
+        for name in _SEAMS:
+            module_name, _, attribute = name.rpartition(".")
+            module = sys.modules.get(module_name)
+            if module is not None and hasattr(module, attribute):
+                undo.callback(setattr, module, attribute, getattr(module, attribute))
+                setattr(module, attribute, _substitute(attribute, files))
         yield
 
 
-_MODULES_WITH_TORCH: tuple[ModuleType, ...] = (
-    accelerate.accelerator,
-    accelerate.checkpointing,
-    accelerate.utils.fsdp_utils,
-    accelerate.utils.other,
+def missing_seams(package: str) -> list[str]:
+    """The names that this version of a package does not have, so that what it saves or loads there is not seen."""
+    names = [name for name in _SEAMS if name.startswith(f"{package}.")]
+    return [name for name in names if not hasattr(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])]
+
+
+_SEAMS = (
+    "accelerate.accelerator.torch",
+    "accelerate.checkpointing.torch",
+    "accelerate.checkpointing.load_model",
+    "accelerate.utils.fsdp_utils.torch",
+    "accelerate.utils.other.torch",
+    "accelerate.utils.other.safe_save_file",
+    "transformers.modeling_utils.safe_save_file",
+    "transformers.trainer.safetensors",
+    "transformers.trainer.torch",
+    "transformers.trainer_utils.safe_load_file",
+    "transformers.trainer_utils.torch",
 )
 
 
-@contextmanager
-def _replaced_name(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+def _substitute(name: str, files: Files) -> object:
+    if name == "torch":
+        return _Module(torch, save=files.torch_save, load=files.torch_load)
+    if name == "safetensors":
+        return _Module(
+            safetensors, torch=_Module(safetensors.torch, save_file=files.save_file, load_file=files.load_file)
+        )
+    if name == "load_model":
+        return _with_globals(safetensors.torch.load_model, load_file=files.load_file)
+    return files.save_file if name == "safe_save_file" else files.load_file
 
 
-def _with_globals(function: Any, **names: Any) -> Any:
-    """A function with the same code that sees other objects under some global names."""
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+def _with_globals(function: Any, **names: object) -> FunctionType:
+    """A function of Python with the same code that sees other objects under some global names."""
+    seen = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

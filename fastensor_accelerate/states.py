@@ -7,9 +7,11 @@ import errno
 import logging
 import os
 import shutil
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,6 +75,7 @@ class StateSaver:
         self._to_log: deque[StateMetrics] = deque()
         self._totals = Totals()
         self._said_other_engine = False
+        self._saving_in_turn = False
         self.step: int | None = None
         """The step that was given to ``Accelerator.log`` last."""
 
@@ -108,16 +111,9 @@ class StateSaver:
         returned = Path(saving.directory.path if output_dir is None or naming else output_dir)
         if not self._config.asynchronous:
             self._commit(saving)
-            saving.metrics.stall_seconds = saving.metrics.seconds
             self._log()
             return returned
-        in_turn(
-            self._open_writer(),
-            partial(self._commit, saving),
-            saving.directory.path,
-            f"publishing {saving.directory.path}",
-            at_end=lambda: None,
-        )
+        self._in_turn(saving, partial(self._commit, saving))
         if saving.failure is not None:
             raise saving.failure
         return Path(saving.directory.staging) if naming else returned
@@ -143,21 +139,70 @@ class StateSaver:
             if directory.is_dir():
                 finish(directory, durable=self._config.durable)
         try:
-            with replaced(Files(self._config, self._write_now, self._totals.add_load)):
+            with self.loading():
                 stock(None if directory is None else str(directory), **options)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
                 error.add_note(f"a save to {directory} has begun and was never finished; load another state")
             raise
 
-    def save(self, stock: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Save as ``Accelerator.save`` and ``save_model`` do: every file on its own, whole or not at all.
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is loaded in the block is read by Fastensor, after the pending state is published.
 
         Raises:
-            CheckpointWriteError: a file cannot be written.
+            Exception: what the save of the pending state has failed with.
         """
+        self.wait()
+        with self.saving():
+            yield
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What is saved in the block is written by Fastensor. Each file is whole, and durable when its save returns,
+        unless the block is inside of :meth:`saving_in_turn`."""
+        if self._saving_in_turn:
+            yield
+            return
         with replaced(Files(self._config, self._write_now, self._totals.add_load)):
-            stock(*args, **options)
+            yield
+
+    @contextmanager
+    def saving_in_turn(self, directory: str) -> Iterator[list[Callable[[], None]]]:
+        """What is saved in the block is written by Fastensor: file by file, or asynchronously if the options say so.
+
+        Args:
+            directory: where the files go, for messages.
+
+        Yields:
+            A list. The functions that are put into it are called when the files are durable, and not at all if one is
+            not.
+
+        Raises:
+            Exception: what an earlier save has failed with.
+        """
+        self.wait()
+        saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter())
+        afterwards: list[Callable[[], None]] = []
+
+        def finish_saving() -> None:
+            _check_written(saving)
+            for do in afterwards:
+                do()
+            self._account(saving)
+
+        self._saving_in_turn = True
+        try:
+            with self._writing(saving):
+                yield afterwards
+        finally:
+            self._saving_in_turn = False
+        saving.metrics.stall_seconds = time.perf_counter() - saving.started
+        if self._config.asynchronous:
+            self._in_turn(saving, finish_saving)
+        else:
+            finish_saving()
+            self._log()
 
     def wait(self) -> None:
         """Return when the pending state is published.
@@ -169,11 +214,14 @@ class StateSaver:
             self._writer.wait()
         self._log()
 
-    def close(self) -> str | None:
-        """:meth:`wait`, and give memory and process group back. The saver can be used again.
+    def print_summary(self) -> None:
+        """Say in one line on ``stderr`` what the saves and loads have cost, in the main process."""
+        summary = self._totals.summary()
+        if summary and self._accelerator.is_main_process:
+            print(f"fastensor: {summary}", file=sys.stderr)
 
-        Returns:
-            What the saves and loads have cost, in one line; None if there were none.
+    def close(self) -> None:
+        """:meth:`wait`, and give memory and process group back. The saver can be used again.
 
         Raises:
             Exception: as :meth:`wait`.
@@ -185,7 +233,6 @@ class StateSaver:
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
-        return self._totals.summary()
 
     # --- the steps of a save
 
@@ -224,16 +271,19 @@ class StateSaver:
     def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
         """Have Accelerate write the state to the staging directory."""
         project = self._accelerator.project_configuration
-        write = self._write_later if self._config.asynchronous else self._write_now
         naming = project.automatic_checkpoint_naming
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
         try:
-            with replaced(Files(self._config, partial(write, saving=saving), self._totals.add_load)):
+            with self._writing(saving):
                 stock(saving.directory.staging, **options)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = error
         finally:
             project.automatic_checkpoint_naming = naming
+
+    def _writing(self, saving: _Saving) -> AbstractContextManager[None]:
+        write = self._write_later if self._config.asynchronous else self._write_now
+        return replaced(Files(self._config, partial(write, saving=saving), self._totals.add_load))
 
     def _write_now(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any
@@ -270,14 +320,25 @@ class StateSaver:
                 directory.discard()
             raise
         self._together(saving, lambda: directory.publish(durable=self._config.durable) if main else None)
-        saving.metrics.nbytes += sum(handle.result().nbytes for handle in saving.handles)
-        saving.metrics.seconds = time.perf_counter() - saving.started
-        self._totals.add_state(saving.metrics)
-        self._to_log.append(saving.metrics)
+        self._account(saving)
         if main and directory.is_named_by_accelerate:
             if self._config.asynchronous:
                 directory.link()
             self._remove_surplus(directory)
+
+    def _in_turn(self, saving: _Saving, do: Callable[[], None]) -> None:
+        """Have the writer's thread do something behind the files of a state."""
+        path = saving.directory.path
+        in_turn(self._open_writer(), do, path, f"publishing {path}", at_end=lambda: None)
+
+    def _account(self, saving: _Saving) -> None:
+        metrics = saving.metrics
+        metrics.nbytes += sum(handle.result().nbytes for handle in saving.handles)
+        metrics.seconds = time.perf_counter() - saving.started
+        if not self._config.asynchronous:
+            metrics.stall_seconds = metrics.seconds
+        self._totals.add_state(metrics)
+        self._to_log.append(metrics)
 
     def _remove_surplus(self, newest: StateDirectory) -> None:
         limit = self._accelerator.project_configuration.total_limit
@@ -297,7 +358,7 @@ class StateSaver:
         failure = None
         try:
             do()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # raised when the other processes know
             failure = error
         if self._agreement is None:
             self._agreement = Agreement()

@@ -1,0 +1,95 @@
+"""The seam of ``transformers.Trainer``, which does not call ``save_state``. TRL's trainers inherit it.
+
+A Trainer's files keep their names and formats. Each is replaced whole. The Trainer removes old checkpoints when the new
+one is written; with asynchronous saves that waits until the new one is durable.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastensor_accelerate.seam import missing_seams
+from fastensor_accelerate.states import StateSaver
+
+_MODULE = "transformers.trainer"
+_LOADS = (
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+)
+_SAVES = ("_save_checkpoint", "save_model")
+_own: dict[str, Callable[..., Any]] = {}
+"""The Trainer's own methods by name, while they are intercepted."""
+
+
+def intercept(saver_of: Callable[[Any], StateSaver]) -> None:
+    """Have every ``transformers.Trainer`` save and load by Fastensor, if transformers is imported.
+
+    Args:
+        saver_of: gives the saver of an Accelerator.
+
+    Warns:
+        UserWarning: this version of transformers has no such seam, and nothing is intercepted.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None or _own or not hasattr(module, "Trainer"):
+        return
+    names = (*_LOADS, *_SAVES, "train")
+    missing = missing_seams("transformers") + [f"Trainer.{name}" for name in names if not hasattr(module.Trainer, name)]
+    if missing or not hasattr(module, "rotate_checkpoints"):
+        warnings.warn(
+            "checkpoints of transformers.Trainer are NOT saved or loaded by Fastensor: this version of transformers "
+            f"has no {', '.join(missing or ['rotate_checkpoints'])}. The documentation names the versions that work",
+            stacklevel=4,
+        )
+        return
+    for name in names:
+        _own[name] = getattr(module.Trainer, name)
+        method = functools.wraps(_own[name])(_method(name, saver_of))
+        setattr(module.Trainer, name, method)
+
+
+def restore() -> None:
+    """Have Trainers save and load by themselves again."""
+    while _own:
+        name, method = _own.popitem()
+        setattr(sys.modules[_MODULE].Trainer, name, method)
+
+
+def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., Any]:
+    """What a method of the Trainer is replaced by."""
+
+    def load(trainer: Any, *args: Any, **options: Any) -> Any:
+        with saver_of(trainer.accelerator).loading():
+            return _own[name](trainer, *args, **options)
+
+    def save_model(trainer: Any, *args: Any, **options: Any) -> Any:
+        with saver_of(trainer.accelerator).saving():
+            return _own[name](trainer, *args, **options)
+
+    def save_checkpoint(trainer: Any, *args: Any, **options: Any) -> Any:
+        module: Any = sys.modules[_MODULE]
+        rotate = module.rotate_checkpoints
+        with saver_of(trainer.accelerator).saving_in_turn(trainer.args.output_dir) as afterwards:
+            module.rotate_checkpoints = lambda *args, **options: afterwards.append(partial(rotate, *args, **options))
+            try:
+                return _own[name](trainer, *args, **options)
+            finally:
+                module.rotate_checkpoints = rotate
+
+    def train(trainer: Any, *args: Any, **options: Any) -> Any:
+        result = _own[name](trainer, *args, **options)
+        saver = saver_of(trainer.accelerator)
+        saver.wait()
+        saver.print_summary()
+        return result
+
+    named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train}
+    return named.get(name, load)
