@@ -19,7 +19,7 @@ from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.swapper import SavedHandle, Swapper
+from fastensor.offload.swapper import Swapper
 
 _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
@@ -44,6 +44,18 @@ class KeptTensor:
         """
         if not self.tensor.is_inference():
             _check_version(self.tensor, self.version, self.tensor)
+
+
+class SavedHandle:
+    """The graphs' handle of a range of bytes. When the handle goes, the bytes are released."""
+
+    __slots__ = ("__weakref__", "saved", "swapper")
+
+    def __init__(self, saved: SavedBytes, swapper: Swapper) -> None:
+        self.saved = saved
+        self.swapper = swapper
+        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
+        weakref.finalize(self, swapper.release, saved).atexit = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,6 @@ class ByteBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self.peak_nbytes = 0
         self._held: dict[SavedBytes, int] = {}
 
     def __contains__(self, saved: SavedBytes) -> bool:
@@ -130,7 +129,6 @@ class ByteBudget:
         assert beyond or self.fits(nbytes), f"{total} bytes are held, and {self.limit} allowed"
         self._held[saved] = nbytes
         self.nbytes = total
-        self.peak_nbytes = max(self.peak_nbytes, total)
 
     def use(self, saved: SavedBytes) -> None:
         """Make a range the newest."""
