@@ -38,10 +38,7 @@ class KeptTensor:
         return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
 
     def check_version(self) -> None:
-        """
-        Raises:
-            RuntimeError: the tensor was modified in place.
-        """
+        """Raise RuntimeError if the tensor was modified in place."""
         if not self.tensor.is_inference():
             _check_version(self.tensor, self.version, self.tensor)
 
@@ -76,10 +73,7 @@ class OffloadedTensor:
         return cls(handle, forward, position, View.of(tensor), _without_memory(tensor), tensor._version)
 
     def check_version(self) -> None:
-        """
-        Raises:
-            RuntimeError: the tensor was modified in place.
-        """
+        """Raise RuntimeError if the tensor was modified in place."""
         _check_version(self.versioned, self.version, self.view)
 
     def bring(self) -> torch.Tensor:
@@ -264,10 +258,7 @@ def _with_version_counter(versioned: torch.Tensor, tensor: torch.Tensor) -> torc
 
 
 def _check_version(versioned: torch.Tensor, version: int, shown: torch.Tensor | View) -> None:
-    """
-    Raises:
-        RuntimeError: the saved tensor was modified in place; with the words of eager autograd.
-    """
+    """Raise RuntimeError, with the words of eager autograd, if the saved tensor was modified in place."""
     if versioned._version == version:
         return
     nested = isinstance(shown, torch.Tensor) and shown.is_nested  # whose shape may not be available

@@ -26,7 +26,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.tiers import StorageTiers, cost, device_backends
+from fastensor.offload.tiers import StorageTiers, cost
 
 THREADS = 4
 """Threads that write, and as many that read."""
@@ -150,7 +150,7 @@ class Jobs:
         with self._lock:
             slots = self._tiers.slots
         staged = copying.is_staged_first(saved.device) and not saved.blocks
-        direct = device_backends(slots, saved.device) if staged else ()
+        direct = slots.direct_backends(saved.device) if staged else ()
         transfer = self._tiers.transfer("write", saved, (*direct, *slots.backends))
         if staged and transfer.used not in direct:
             self._stage(saved)

@@ -96,25 +96,22 @@ def unstage(reading: Reading) -> None:
 def write(
     saved: SavedBytes, slot: Slot, slots: Slots, bounce: Buffer | None, todo: Iterable[Piece], *, checksum: bool
 ) -> int:
-    """Write a range to a slot.
+    """Write a range to a slot, from ``blocks`` or else from ``source``.
 
     Args:
-        saved: a range whose bytes are in ``blocks``, or else in ``source``.
+        saved: the range.
         slot: a place for ``saved.lead + saved.nbytes`` bytes.
         slots: the slot's file, opened by the backend that writes.
         bounce: a staging block, if :func:`is_copied_to_write`.
         todo: the :func:`pieces`, in order.
-        checksum: whether the CRC32 is wanted.
-
-    Returns:
-        The CRC32 of the bytes, or 0.
+        checksum: whether to return the CRC32 of the bytes, and not 0.
 
     Raises:
         OSError: the disk does not take the bytes.
         OffloadError: the storage was resized.
         BackendUnavailableError: this backend cannot write to the slot.
     """
-    if not saved.blocks and moves_device_memory(slots, saved.device):
+    if not saved.blocks and _moves_device_memory(slots, saved.device):
         return _write_from_device(saved, slot, slots, todo, checksum=checksum)
     crc32 = 0
     for position, nbytes in todo:
@@ -136,7 +133,7 @@ def read(
     """Read pieces of a range from its slot. Several threads may do so at once.
 
     Args:
-        reading: what is read; gets the CRC32 of each piece that is read to host memory.
+        reading: the read, whose ``crc32s`` get those of the pieces.
         stored: the range's copy on the SSD.
         slots: the slot's file, opened by the backend that reads.
         bounce: a staging block, if :func:`is_copied_to_read`.
@@ -149,17 +146,17 @@ def read(
     """
     saved, begin = reading.saved, stored.slot.extent.begin
     for position, nbytes in todo:
-        if moves_device_memory(slots, saved.device):
+        if _moves_device_memory(slots, saved.device):
             assert isinstance(slots, DeviceSlots)
             _wait_for(reading.free)
             slots.read_to_device(bytes_of(reading.target, position, nbytes), begin + position)
             continue
         if reading.memory is not None:
-            data = reading.memory[position : position + _whole(nbytes, ALIGNMENT)]
+            data = reading.memory[position : position + _whole(nbytes)]
         else:
             assert bounce is not None
             prepare(bounce, saved.device)
-            data = bounce.view[: _whole(nbytes, ALIGNMENT)]
+            data = bounce.view[: _whole(nbytes)]
         slots.read(data, begin + position)
         if verify:
             reading.crc32s[position] = isal_zlib.crc32(data[0 if position else saved.lead : nbytes])
@@ -190,15 +187,15 @@ def check(reading: Reading, stored: StoredBytes) -> None:
 
 def is_copied_to_write(saved: SavedBytes, slots: Slots) -> bool:
     """Whether pieces are copied to a staging block before they are written."""
-    return not saved.blocks and saved.page_offset is None and not moves_device_memory(slots, saved.device)
+    return not saved.blocks and saved.page_offset is None and not _moves_device_memory(slots, saved.device)
 
 
 def is_copied_to_read(reading: Reading, slots: Slots) -> bool:
     """Whether pieces are read to a staging block, and copied from there."""
-    return reading.memory is None and not moves_device_memory(slots, reading.saved.device)
+    return reading.memory is None and not _moves_device_memory(slots, reading.saved.device)
 
 
-def moves_device_memory(slots: Slots, device: torch.device) -> bool:
+def _moves_device_memory(slots: Slots, device: torch.device) -> bool:
     """Whether open slots move bytes of the device without host memory between."""
     return isinstance(slots, DeviceSlots) and device.type in slots.device_types
 
@@ -217,18 +214,18 @@ def _in_host_memory(saved: SavedBytes, position: int, nbytes: int, bounce: Buffe
     """A piece in host memory, in multiples of ``ALIGNMENT``: arbitrary bytes may follow it."""
     if saved.blocks:
         begin = position % BUFFER_NBYTES
-        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + _whole(nbytes, ALIGNMENT)]
+        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + _whole(nbytes)]
     assert saved.source is not None
     if saved.page_offset is not None:
         return pages_of(saved.source, saved.origin - saved.lead + position, nbytes)
     assert bounce is not None
     prepare(bounce, saved.device)
     copy_out(saved.source, saved.origin + position, nbytes, bounce, saved.ready)
-    return bounce.view[: _whole(nbytes, ALIGNMENT)]
+    return bounce.view[: _whole(nbytes)]
 
 
-def _whole(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:

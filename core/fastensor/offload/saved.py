@@ -107,9 +107,6 @@ class ByteBudget:
     def __contains__(self, saved: SavedBytes) -> bool:
         return saved in self._held
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def oldest_first(self) -> list[SavedBytes]:
         """The ranges, the one that was added or used longest ago first."""
         return list(self._held)

@@ -92,10 +92,7 @@ class Swapper:
             saved.unread += 1
 
     def raise_failure(self) -> None:
-        """
-        Raises:
-            OffloadError: a write has failed, and ``when_full="raise"``. Each failure is raised once.
-        """
+        """Raise OffloadError, once, if a write has failed and ``when_full="raise"``."""
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -116,27 +113,22 @@ class Swapper:
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
         """
-        needed = True
-        while True:
+        with self._lock:
+            self._let_go_released()
+            if saved.unread:
+                saved.unread -= 1
+                self._count_hit(saved)
+            found = self._find(saved)
+            self._drop(unexpected)
+            self._prefetch(saved, upcoming)
+        while isinstance(found, Future):
+            self._wait_for(found, "wait_to_read")
+            if not found.cancelled() and (storage := found.result()) is not None:
+                return storage, saved.origin - saved.lead
             with self._lock:
                 self._let_go_released()
-                if needed and saved.unread:
-                    saved.unread -= 1
-                    self._count_hit(saved)
-                found = self._at_hand(saved)
-                if found is None:
-                    read = saved.read or self._begin_read(saved, urgent=True)
-                    saved.prefetched = False
-                if needed:
-                    self._drop(unexpected)
-                    self._prefetch(saved, upcoming)
-                    needed = False
-            if found is None:
-                self._wait_for(read, "wait_to_read")
-                if not read.cancelled() and (storage := read.result()) is not None:
-                    found = storage, saved.origin - saved.lead
-            if found is not None:
-                return found
+                found = self._find(saved)
+        return found
 
     def _wait_for(self, job: Future[Any], what: str) -> None:
         started = time.perf_counter()
@@ -145,10 +137,7 @@ class Swapper:
             self._counters.seconds[what] += time.perf_counter() - started
 
     def check_process(self) -> None:
-        """
-        Raises:
-            OffloadError: this is a forked child, whose locks and threads are not there.
-        """
+        """Raise OffloadError in a forked child, which has no locks and threads of the parent."""
         if os.getpid() != self._process:
             raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
 
@@ -187,28 +176,25 @@ class Swapper:
         """In a forked child: threads, pinned memory and files are the parent's."""
         self._tiers.forget()
 
-    # Numbers. ---------------------------------------------------------------------------------------------------------
-
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now."""
         with self._lock:
             self._let_go_released()
             held = {"pending": self._pending, "in_dram": self._in_dram, "loaded": self._loaded}
-            used = {name: budget.nbytes for name, budget in held.items()}
-            return used | {"idle": self._host.idle_nbytes} | self._tiers.sizes()
+            return (
+                {name: budget.nbytes for name, budget in held.items()}
+                | {"idle": self._host.idle_nbytes}
+                | self._tiers.sizes()
+            )
 
-    # Below: with the lock held. Admission and writing. ----------------------------------------------------------------
+    # Below: with the lock held. Out. ----------------------------------------------------------------------------------
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:
         """Let a range stay, or have it written. Returns a job to wait for if there is no room yet."""
         nbytes, staged = cost(saved), copying.is_staged_first(saved.device)
         in_dram = nbytes <= self._in_dram.limit
-        only_dram = self._config.target == "dram"
-        if (
-            self._jobs.closed
-            or self._tiers.broken
-            or (only_dram and not (staged and in_dram and self._in_dram.fits(nbytes)))
-        ):
+        no_room = self._config.target == "dram" and not (staged and in_dram and self._in_dram.fits(nbytes))
+        if self._jobs.closed or self._tiers.broken or no_room:
             self._counters.counts["kept_bytes"] += saved.nbytes
             return None
         if in_dram and (blocking := self._make_room_in_dram(nbytes)) is not None:
@@ -294,10 +280,10 @@ class Swapper:
         if self._config.when_full == "raise" and self._failure is None:
             self._failure = failure
 
-    # Reading. ---------------------------------------------------------------------------------------------------------
+    # In. --------------------------------------------------------------------------------------------------------------
 
-    def _at_hand(self, saved: SavedBytes) -> tuple[torch.UntypedStorage, int] | None:
-        """See :meth:`bring`; None if the bytes have to be read."""
+    def _find(self, saved: SavedBytes) -> tuple[torch.UntypedStorage, int] | Future[torch.UntypedStorage | None]:
+        """What :meth:`bring` returns, or the job that reads it."""
         if saved.failure is not None:
             raise type(saved.failure)(*saved.failure.args) from saved.failure.__cause__
         if saved.source is not None:
@@ -312,7 +298,9 @@ class Swapper:
             return original, 0
         if self._jobs.closed:
             raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
-        return None
+        read = saved.read or self._begin_read(saved, urgent=True)
+        saved.prefetched = False
+        return read
 
     def _take_back(self, saved: SavedBytes) -> None:
         """Leave a range where it was saved, if its write has not begun."""
@@ -364,11 +352,8 @@ class Swapper:
         return self._loaded.fits(nbytes)
 
     def _begin_read(self, saved: SavedBytes, *, urgent: bool) -> Future[torch.UntypedStorage | None]:
-        """Have a range read, from its staging blocks or else from its slot.
-
-        Args:
-            urgent: whether a thread waits for the range, which is then read before others, and beyond the budget if
-                need be.
+        """Have a range read. An urgent one, for which a thread waits, is read before others, and beyond the budget if
+        need be.
 
         Raises:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
@@ -422,7 +407,7 @@ class Swapper:
                 self._evict(saved)
             saved.prefetched = False
 
-    # Releasing, and counting. -----------------------------------------------------------------------------------------
+    # Ends, and numbers. -----------------------------------------------------------------------------------------------
 
     def _let_go_released(self) -> None:
         """Give back what ranges take that no graph needs any more."""

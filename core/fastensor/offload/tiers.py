@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.errors import OffloadError
@@ -49,17 +47,18 @@ class StorageTiers:
         self._staged = BufferPool(
             lambda: in_blocks(self.dram_nbytes) + config.staging_bytes // BUFFER_NBYTES * BUFFER_NBYTES
         )
-        self._bounce = BufferPool(lambda: threads * BUFFER_NBYTES)
         self._bounce_nbytes = threads * BUFFER_NBYTES
+        self._bounce = BufferPool(lambda: self._bounce_nbytes)
         self.broken = ""
         """Why nothing is written any more; empty if ranges are written."""
         self._closed = False
 
     @property
     def slots(self) -> SlotFiles:
-        """
+        """The files for slots, made when they are first needed.
+
         Raises:
-            OffloadError: no file can be made for slots, or the tiers are closed.
+            OffloadError: no file can be made, or the tiers are closed.
         """
         if self._slots is None:
             if self._closed:
@@ -90,15 +89,9 @@ class StorageTiers:
     def transfer(self, operation: Operation, saved: SavedBytes, backends: tuple[str, ...]) -> Transfer:
         """The choice of a backend for one transfer, which learns how long the transfer takes. Only writes choose:
         reads use the first of ``backends`` that works."""
-        choose = operation == "write"
+        context, chooses = Context(operation, saved.device.type), operation == "write"
         return Transfer(
-            backends,
-            saved.nbytes,
-            Context(operation, saved.device.type),
-            self._selector,
-            choose=choose,
-            mode="write_read",
-            default=backends[0],
+            backends, saved.nbytes, context, self._selector, choose=chooses, mode="write_read", default=backends[0]
         )
 
     def allocate(self, saved: SavedBytes) -> Slot:
@@ -169,11 +162,6 @@ def in_blocks(nbytes: int) -> int:
 def cost(saved: SavedBytes) -> int:
     """The bytes that a range takes of budgets of host memory: whole blocks if it is copied to blocks."""
     return in_blocks(saved.nbytes) if copying.is_staged_first(saved.device) else saved.nbytes
-
-
-def device_backends(slots: SlotFiles, device: torch.device) -> tuple[str, ...]:
-    """The backends that move the device's bytes by themselves."""
-    return tuple(name for name in slots.backends if slots.moves(name, device))
 
 
 def _dram_budget(config: OffloadConfig) -> int:
