@@ -25,7 +25,7 @@ from fastensor.backends import direct, numpy
 from fastensor.backends.threads import NoThreadsError, open_pool, shut_down
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
-from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, slots, swapper
+from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, jobs, slots, swapper
 from fastensor.testing.calls import Call, intercepted
 from fastensor.testing.faults import failing_call, short_call
 
@@ -196,7 +196,7 @@ def test_threads_that_cannot_be_started(
     make: Any, expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     offload = make(staging_bytes=1)
-    with mock.patch.object(swapper, "open_pool", mock.Mock(side_effect=NoThreadsError("there are too many"))):
+    with mock.patch.object(jobs, "open_pool", mock.Mock(side_effect=NoThreadsError("there are too many"))):
         assert equal(gradients(TRANSFORMER, offload), expected)
     assert offload.statistics().written_bytes == 0
     assert "no activations are offloaded any more: there are too many" in caplog.text
@@ -325,7 +325,7 @@ def test_what_is_closed_while_it_is_written_is_no_failure(
     with offload.step():
         loss = x.exp().sum()
     assert held_writes.begun.wait(60)
-    with mock.patch.object(swapper, "shut_down", lambda pool: (held_writes.go.set(), shut_down(pool))):
+    with mock.patch.object(jobs, "shut_down", lambda pool: (held_writes.go.set(), shut_down(pool))):
         offload.close()
     loss.backward()
     assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]

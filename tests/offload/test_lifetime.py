@@ -19,7 +19,8 @@ from programs import Program, run
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, copying
-from fastensor.offload.swapper import THREADS, Swapper
+from fastensor.offload.jobs import THREADS
+from fastensor.offload.swapper import Swapper
 
 
 def empty(offload: ActivationOffload) -> bool:

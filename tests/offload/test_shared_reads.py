@@ -14,7 +14,7 @@ import torch
 
 from fastensor.backends import direct, numpy
 from fastensor.errors import BackendUnavailableError
-from fastensor.offload import ActivationOffload, OffloadError, moving, swapper
+from fastensor.offload import ActivationOffload, OffloadError, jobs, moving
 
 PIECE_NBYTES = 8192
 
@@ -28,7 +28,7 @@ class Saved:
     """A graph that needs one range, of a piece for each reader, which is on the disk."""
 
     def __init__(self, offload: ActivationOffload) -> None:
-        self.x = torch.randn(swapper.THREADS * PIECE_NBYTES // 4, requires_grad=True)
+        self.x = torch.randn(jobs.THREADS * PIECE_NBYTES // 4, requires_grad=True)
         with offload.step():
             self.loss = self.x.exp().sum()
         offload.settle()
@@ -52,17 +52,17 @@ def reading(slots: type, before: Callable[[], None]) -> Any:
 def test_all_threads_read_one_range_at_the_same_time(make: Any) -> None:
     offload = make(backend="numpy")
     saved = Saved(offload)
-    all_there = threading.Barrier(swapper.THREADS)
+    all_there = threading.Barrier(jobs.THREADS)
     with reading(numpy.BufferedSlots, lambda: all_there.wait(30)):
         saved.check_backward()
     assert offload.statistics().read_bytes == 4 * len(saved.x)
 
 
-@pytest.mark.parametrize("number", range(1, swapper.THREADS + 1))
+@pytest.mark.parametrize("number", range(1, jobs.THREADS + 1))
 def test_one_of_the_threads_fails(make: Any, number: int) -> None:
     offload = make(backend="numpy")
     saved = Saved(offload)
-    all_there = threading.Barrier(swapper.THREADS)
+    all_there = threading.Barrier(jobs.THREADS)
 
     def fail_once() -> None:
         if all_there.wait(30) + 1 == number:

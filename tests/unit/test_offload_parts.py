@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastensor.backends.base import Extent
 from fastensor.files import budgets
-from fastensor.offload import OffloadConfig, slots, swapper
+from fastensor.offload import OffloadConfig, slots, tiers
 from fastensor.offload.extents import Extents
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory
@@ -224,12 +224,12 @@ def test_folders_on_one_filesystem_share_its_space(tmp_path: Path) -> None:
 
 
 def test_the_budget_of_host_memory_is_what_a_container_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapper, "available_memory", lambda: 8 << 30)
+    monkeypatch.setattr(tiers, "available_memory", lambda: 8 << 30)
     for name in budgets._LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
-    assert swapper._dram_budget(OffloadConfig(target="dram")) == 4 << 30
+    assert tiers._dram_budget(OffloadConfig(target="dram")) == 4 << 30
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    assert swapper._dram_budget(OffloadConfig(target="dram")) == 1 << 30
+    assert tiers._dram_budget(OffloadConfig(target="dram")) == 1 << 30
 
 
 def test_processes_of_any_launcher_share_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,10 +119,7 @@ def copy_in(
 
 
 def check_bounds(storage: torch.UntypedStorage, end: int) -> None:
-    """
-    Raises:
-        OffloadError: the storage has fewer than ``end`` bytes.
-    """
+    """Raise OffloadError if the storage has fewer than ``end`` bytes."""
     if storage.nbytes() < end:
         raise resized(storage, end)
 

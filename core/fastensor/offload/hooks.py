@@ -19,7 +19,7 @@ from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.swapper import SavedHandle, Swapper
+from fastensor.offload.swapper import Swapper
 
 _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
@@ -38,12 +38,21 @@ class KeptTensor:
         return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
 
     def check_version(self) -> None:
-        """
-        Raises:
-            RuntimeError: the tensor was modified in place.
-        """
+        """Raise RuntimeError if the tensor was modified in place."""
         if not self.tensor.is_inference():
             _check_version(self.tensor, self.version, self.tensor)
+
+
+class SavedHandle:
+    """The graphs' handle of a range of bytes. When the handle goes, the bytes are released."""
+
+    __slots__ = ("__weakref__", "saved", "swapper")
+
+    def __init__(self, saved: SavedBytes, swapper: Swapper) -> None:
+        self.saved = saved
+        self.swapper = swapper
+        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
+        weakref.finalize(self, swapper.release, saved).atexit = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +73,7 @@ class OffloadedTensor:
         return cls(handle, forward, position, View.of(tensor), _without_memory(tensor), tensor._version)
 
     def check_version(self) -> None:
-        """
-        Raises:
-            RuntimeError: the tensor was modified in place.
-        """
+        """Raise RuntimeError if the tensor was modified in place."""
         _check_version(self.versioned, self.version, self.view)
 
     def bring(self) -> torch.Tensor:
@@ -252,10 +258,7 @@ def _with_version_counter(versioned: torch.Tensor, tensor: torch.Tensor) -> torc
 
 
 def _check_version(versioned: torch.Tensor, version: int, shown: torch.Tensor | View) -> None:
-    """
-    Raises:
-        RuntimeError: the saved tensor was modified in place; with the words of eager autograd.
-    """
+    """Raise RuntimeError, with the words of eager autograd, if the saved tensor was modified in place."""
     if versioned._version == version:
         return
     nested = isinstance(shown, torch.Tensor) and shown.is_nested  # whose shape may not be available

@@ -20,8 +20,6 @@ import torch
 from fastensor.offload.copying import PAGE_NBYTES
 
 _HUGE_PAGES_FROM = 4 << 20
-
-
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED_FROM = 1 << 20
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19

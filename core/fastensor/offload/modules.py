@@ -125,10 +125,7 @@ class AttachedModel:
 
 
 def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
-    """
-    Raises:
-        OffloadError: a module calls no hooks.
-    """
+    """Raise OffloadError if a module calls no hooks."""
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise OffloadError(
@@ -138,10 +135,7 @@ def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _refuse(model: nn.Module) -> None:
-    """
-    Raises:
-        OffloadError: the model's strategy frees memory that autograd has saved.
-    """
+    """Raise OffloadError if the model's strategy frees memory that autograd has saved."""
     reason = ""
     for name, module in model.named_modules():
         if kinds := _RESHARDED & {kind.__name__ for kind in type(module).__mro__}:

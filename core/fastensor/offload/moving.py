@@ -9,77 +9,112 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import DeviceSlots, Slots
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
-from fastensor.errors import CorruptActivationError, OffloadError
+from fastensor.backends.to_device import storage_on
+from fastensor.errors import CorruptActivationError
+from fastensor.offload import copying
 from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, prepare, resized
+from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.saved import SavedBytes, StoredBytes
 from fastensor.offload.slots import ALIGNMENT, Slot
 
 PIECE_NBYTES = BUFFER_NBYTES
 """The most bytes of a piece, which fits into a staging block."""
+Piece: TypeAlias = tuple[int, int]
+"""Offset in the slot, and number of bytes."""
 
 
-class StoppedError(OffloadError):
-    """The bytes are not needed any more, so the rest of them was not moved."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """One read of a range to new memory. Several threads may share it."""
+
+    saved: SavedBytes
+    stored: StoredBytes | None
+    """The copy to read. None if the range is copied from its staging blocks."""
+    target: torch.UntypedStorage
+    """The new memory, on the range's device."""
+    memory: memoryview | None
+    """The memory of ``target`` if that is in host memory, in whole pages; the range begins at ``saved.lead``."""
+    free: torch.cuda.Event | None
+    """Reached when the memory of ``target`` is free."""
+    todo: deque[Piece]
+    """Pieces that no thread has taken."""
+    crc32s: dict[int, int] = field(default_factory=dict)
+    """CRC32s of pieces that were read to host memory, by offset in the slot."""
+    helpers: list[Future[None]] = field(default_factory=list)
+    """Jobs that read pieces, too, with the backend that has written the range. Complete once the lock was held."""
+
+    @classmethod
+    def of(cls, saved: SavedBytes, host: HostMemory) -> Reading:
+        """The read of a range that is in staging blocks or in a slot. Call it with the lock of ``host`` held.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
+        """
+        memory: memoryview | None = None
+        if copying.is_read_in_place(saved.device):
+            target, memory = host.storage(saved.lead + saved.nbytes)
+        else:
+            target = storage_on(saved.device, saved.nbytes)
+        stored, todo = (None, deque[Piece]()) if saved.blocks else (saved.stored, deque(pieces(saved)))
+        return cls(saved, stored, target, memory, copying.event_now(saved.device), todo)
 
 
-def stage(saved: SavedBytes, blocks: list[Buffer]) -> None:
-    """Copy the range from its device to staging blocks."""
+def pieces(saved: SavedBytes) -> Iterator[Piece]:
+    """The pieces in which a range is written and read, in order."""
+    total = saved.lead + saved.nbytes
+    for position in range(0, total, PIECE_NBYTES):
+        yield position, min(PIECE_NBYTES, total - position)
+
+
+def stage(saved: SavedBytes) -> None:
+    """Copy a range from its device to its staging blocks."""
     assert saved.source is not None
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(saved.blocks):
         prepare(block, saved.device)
         begin = number * BUFFER_NBYTES
         copy_out(saved.source, saved.origin + begin, min(BUFFER_NBYTES, saved.nbytes - begin), block, saved.ready)
 
 
-def unstage(saved: SavedBytes, target: torch.UntypedStorage, free: torch.cuda.Event | None) -> None:
-    """Copy the range from its staging blocks to a storage on its device, whose memory is free once ``free`` is
-    reached."""
+def unstage(reading: Reading) -> None:
+    """Copy a range from its staging blocks to a storage on its device."""
+    saved = reading.saved
     for number, block in enumerate(saved.blocks):
         begin = number * BUFFER_NBYTES
-        copy_in(target, begin, min(BUFFER_NBYTES, saved.nbytes - begin), block, free)
+        copy_in(reading.target, begin, min(BUFFER_NBYTES, saved.nbytes - begin), block, reading.free)
 
 
 def write(
-    saved: SavedBytes,
-    slot: Slot,
-    backend: str,
-    bounce: Buffer | None,
-    *,
-    checksum: bool,
-    is_stopped: Callable[[], bool],
+    saved: SavedBytes, slot: Slot, slots: Slots, bounce: Buffer | None, todo: Iterable[Piece], *, checksum: bool
 ) -> int:
-    """Write the range to a slot.
+    """Write a range to a slot, from ``blocks`` or else from ``source``.
 
     Args:
-        saved: a range whose bytes are in ``blocks``, or else in ``source``.
+        saved: the range.
         slot: a place for ``saved.lead + saved.nbytes`` bytes.
-        backend: the backend that writes.
+        slots: the slot's file, opened by the backend that writes.
         bounce: a staging block, if :func:`is_copied_to_write`.
-        checksum: whether the CRC32 is wanted.
-        is_stopped: asked before each piece.
-
-    Returns:
-        The CRC32 of the bytes, or 0.
+        todo: the :func:`pieces`, in order.
+        checksum: whether to return the CRC32 of the bytes, and not 0.
 
     Raises:
         OSError: the disk does not take the bytes.
         OffloadError: the storage was resized.
         BackendUnavailableError: this backend cannot write to the slot.
-        StoppedError: ``is_stopped`` says so.
     """
-    slots = slot.file.opened[backend]
-    if not saved.blocks and moves_device_memory(slots, saved.device):
-        return _write_from_device(saved, slot, slots, checksum=checksum, is_stopped=is_stopped)
+    if not saved.blocks and _moves_device_memory(slots, saved.device):
+        return _write_from_device(saved, slot, slots, todo, checksum=checksum)
     crc32 = 0
-    for position, nbytes in pieces(saved):
-        _check(is_stopped)
+    for position, nbytes in todo:
         data = _in_host_memory(saved, position, nbytes, bounce)
         own = data[0 if position else saved.lead : nbytes]
         crc32 = isal_zlib.crc32(own, crc32) if checksum else 0
@@ -92,87 +127,55 @@ def write(
     return int(crc32)
 
 
-def read_pieces(
-    saved: SavedBytes,
-    stored: StoredBytes,
-    backend: str,
-    target: torch.UntypedStorage,
-    memory: memoryview | None,
-    bounce: Buffer | None,
-    free: torch.cuda.Event | None,
-    todo: deque[tuple[int, int]],
-    *,
-    verify: bool,
-    is_stopped: Callable[[], bool],
-) -> dict[int, int]:
-    """Read pieces of the range from its slot until none is left to do. Several threads may share the pieces.
+def read(
+    reading: Reading, stored: StoredBytes, slots: Slots, bounce: Buffer | None, todo: Iterable[Piece], *, verify: bool
+) -> None:
+    """Read pieces of a range from its slot. Several threads may do so at once.
 
     Args:
-        saved: the range.
-        stored: its copy on the SSD.
-        backend: the backend that reads.
-        target: a storage on the range's device.
-        memory: the memory of ``target`` if that is in host memory, in whole pages; the range begins at ``saved.lead``.
+        reading: the read, whose ``crc32s`` get those of the pieces.
+        stored: the range's copy on the SSD.
+        slots: the slot's file, opened by the backend that reads.
         bounce: a staging block, if :func:`is_copied_to_read`.
-        free: reached when the memory of ``target`` is free.
-        todo: the :func:`pieces` that no thread has taken.
+        todo: the pieces.
         verify: whether CRC32s are wanted.
-        is_stopped: asked before each piece.
-
-    Returns:
-        The CRC32 of each piece that was read to host memory, by its offset in the slot.
 
     Raises:
         OSError: the disk does not give the bytes.
         BackendUnavailableError: this backend cannot read from the slot.
-        StoppedError: ``is_stopped`` says so.
     """
-    slots, begin = stored.slot.file.opened[backend], stored.slot.extent.begin
-    crc32s: dict[int, int] = {}
-    while todo:
-        try:
-            position, nbytes = todo.popleft()
-        except IndexError:  # another thread has taken the last piece
-            break
-        _check(is_stopped)
-        if moves_device_memory(slots, saved.device):
+    saved, begin = reading.saved, stored.slot.extent.begin
+    for position, nbytes in todo:
+        if _moves_device_memory(slots, saved.device):
             assert isinstance(slots, DeviceSlots)
-            _wait_for(free)
-            slots.read_to_device(bytes_of(target, position, nbytes), begin + position)
+            _wait_for(reading.free)
+            slots.read_to_device(bytes_of(reading.target, position, nbytes), begin + position)
             continue
-        if memory is not None:
-            data = memory[position : position + _whole(nbytes, ALIGNMENT)]
+        if reading.memory is not None:
+            data = reading.memory[position : position + _whole(nbytes)]
         else:
             assert bounce is not None
             prepare(bounce, saved.device)
-            data = bounce.view[: _whole(nbytes, ALIGNMENT)]
+            data = bounce.view[: _whole(nbytes)]
         slots.read(data, begin + position)
         if verify:
-            crc32s[position] = isal_zlib.crc32(data[0 if position else saved.lead : nbytes])
+            reading.crc32s[position] = isal_zlib.crc32(data[0 if position else saved.lead : nbytes])
         if bounce is not None:
-            copy_in(target, position, nbytes, bounce, free)
-    return crc32s
+            copy_in(reading.target, position, nbytes, bounce, reading.free)
 
 
-def check(saved: SavedBytes, stored: StoredBytes, target: torch.UntypedStorage, crc32s: Mapping[int, int]) -> None:
-    """Compare the CRC32 of a range that was read with that of the bytes that were written.
-
-    Args:
-        saved: the range.
-        stored: its copy on the SSD.
-        target: the storage that the range was read to.
-        crc32s: CRC32s of all pieces, by offset in the slot; empty if the pieces were read to a device without host
-            memory between.
+def check(reading: Reading, stored: StoredBytes) -> None:
+    """Compare the CRC32 of a range that was read completely with that of the bytes that were written.
 
     Raises:
         CorruptActivationError: the bytes are not what was written.
     """
-    crc32 = 0
-    if not crc32s:
-        crc32 = crc32_of(bytes_of(target, 0, saved.nbytes))
-    for position, nbytes in pieces(saved) if crc32s else ():
+    saved, crc32 = reading.saved, 0
+    if not reading.crc32s:  # read to a device, without host memory between
+        crc32 = crc32_of(bytes_of(reading.target, 0, saved.nbytes))
+    for position, nbytes in pieces(saved) if reading.crc32s else ():
         own = nbytes if position else nbytes - saved.lead
-        crc32 = isal_zlib.crc32_combine(crc32, crc32s[position], own)
+        crc32 = isal_zlib.crc32_combine(crc32, reading.crc32s[position], own)
     if crc32 != stored.crc32:
         raise CorruptActivationError(
             f"an activation of {saved.nbytes} bytes has changed on the disk of {stored.slot.file.folder}: its bytes at "
@@ -182,63 +185,47 @@ def check(saved: SavedBytes, stored: StoredBytes, target: torch.UntypedStorage, 
         )
 
 
-def is_copied_to_write(saved: SavedBytes, slot: Slot, backend: str) -> bool:
+def is_copied_to_write(saved: SavedBytes, slots: Slots) -> bool:
     """Whether pieces are copied to a staging block before they are written."""
-    zero_copy = moves_device_memory(slot.file.opened[backend], saved.device) or saved.page_offset is not None
-    return not saved.blocks and not zero_copy
+    return not saved.blocks and saved.page_offset is None and not _moves_device_memory(slots, saved.device)
 
 
-def is_copied_to_read(saved: SavedBytes, stored: StoredBytes, backend: str, memory: memoryview | None) -> bool:
+def is_copied_to_read(reading: Reading, slots: Slots) -> bool:
     """Whether pieces are read to a staging block, and copied from there."""
-    return memory is None and not moves_device_memory(stored.slot.file.opened[backend], saved.device)
+    return reading.memory is None and not _moves_device_memory(slots, reading.saved.device)
 
 
-def moves_device_memory(slots: Slots, device: torch.device) -> bool:
+def _moves_device_memory(slots: Slots, device: torch.device) -> bool:
     """Whether open slots move bytes of the device without host memory between."""
     return isinstance(slots, DeviceSlots) and device.type in slots.device_types
 
 
-def _write_from_device(
-    saved: SavedBytes, slot: Slot, slots: Slots, *, checksum: bool, is_stopped: Callable[[], bool]
-) -> int:
+def _write_from_device(saved: SavedBytes, slot: Slot, slots: Slots, todo: Iterable[Piece], *, checksum: bool) -> int:
     assert isinstance(slots, DeviceSlots)
     assert saved.source is not None
     _wait_for(saved.ready)
     crc32 = crc32_of(bytes_of(saved.source, saved.origin, saved.nbytes)) if checksum else 0
-    for position, nbytes in pieces(saved):
-        _check(is_stopped)
+    for position, nbytes in todo:
         slots.write_from_device(bytes_of(saved.source, saved.origin + position, nbytes), slot.extent.begin + position)
     return crc32
-
-
-def pieces(saved: SavedBytes) -> Iterator[tuple[int, int]]:
-    """Offset in the slot and number of bytes of each piece."""
-    total = saved.lead + saved.nbytes
-    for position in range(0, total, PIECE_NBYTES):
-        yield position, min(PIECE_NBYTES, total - position)
 
 
 def _in_host_memory(saved: SavedBytes, position: int, nbytes: int, bounce: Buffer | None) -> memoryview:
     """A piece in host memory, in multiples of ``ALIGNMENT``: arbitrary bytes may follow it."""
     if saved.blocks:
         begin = position % BUFFER_NBYTES
-        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + _whole(nbytes, ALIGNMENT)]
+        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + _whole(nbytes)]
     assert saved.source is not None
     if saved.page_offset is not None:
         return pages_of(saved.source, saved.origin - saved.lead + position, nbytes)
     assert bounce is not None
     prepare(bounce, saved.device)
     copy_out(saved.source, saved.origin + position, nbytes, bounce, saved.ready)
-    return bounce.view[: _whole(nbytes, ALIGNMENT)]
+    return bounce.view[: _whole(nbytes)]
 
 
-def _whole(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
-
-
-def _check(is_stopped: Callable[[], bool]) -> None:
-    if is_stopped():
-        raise StoppedError
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _wait_for(event: torch.cuda.Event | None) -> None:

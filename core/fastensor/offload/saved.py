@@ -102,14 +102,10 @@ class ByteBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self.peak_nbytes = 0
         self._held: dict[SavedBytes, int] = {}
 
     def __contains__(self, saved: SavedBytes) -> bool:
         return saved in self._held
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def oldest_first(self) -> list[SavedBytes]:
         """The ranges, the one that was added or used longest ago first."""
@@ -130,7 +126,6 @@ class ByteBudget:
         assert beyond or self.fits(nbytes), f"{total} bytes are held, and {self.limit} allowed"
         self._held[saved] = nbytes
         self.nbytes = total
-        self.peak_nbytes = max(self.peak_nbytes, total)
 
     def use(self, saved: SavedBytes) -> None:
         """Make a range the newest."""

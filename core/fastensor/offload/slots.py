@@ -33,8 +33,6 @@ _GROWTH_NBYTES = 64 << 20
 """Bytes by which a file grows."""
 _SHARE_OF_FREE_SPACE = 0.9
 _logger = logging.getLogger("fastensor")
-
-
 _of_parents: list[ExitStack] = []
 """In forked children: files of the parent, which must not be closed, not even by the garbage collector."""
 
@@ -120,9 +118,9 @@ class SlotFiles:
         """Give a place back. Nothing reads or writes it any more."""
         slot.file.extents.free(slot.extent)
 
-    def moves(self, backend: str, device: torch.device) -> bool:
-        """Whether a backend moves bytes between the device and the files by itself."""
-        return device.type in self._device_types[backend]
+    def direct_backends(self, device: torch.device) -> tuple[str, ...]:
+        """The names of the backends that move bytes between the device and every file by themselves."""
+        return tuple(name for name in self.backends if device.type in self._device_types[name])
 
     def record_fallback(self, backend: str, reason: str) -> None:
         """Stop using a backend that has turned out not to work here."""

@@ -14,8 +14,6 @@ _SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
 """What a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron paper
 (section 3.4) takes nearly one."""
-
-
 WRITTEN_BY = "written by "
 """Prefix of the counts of bytes by backend."""
 

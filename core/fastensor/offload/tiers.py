@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.errors import OffloadError
+from fastensor.files.budgets import available_memory, local_processes
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.slots import Slot, SlotFiles
+from fastensor.offload.statistics import Counters
 from fastensor.select.context import Context, Operation
 from fastensor.select.current import current_selector
 from fastensor.select.selector import Selector
 from fastensor.select.transfer import Transfer
+
+_SHARE_OF_FREE_MEMORY = 0.5
+_logger = logging.getLogger("fastensor")
 
 
 class StorageTiers:
@@ -28,29 +32,33 @@ class StorageTiers:
 
     Args:
         config: where the slots are, and how many bytes may be where.
-        dram_nbytes: bytes of host memory for ranges that stay there.
+        counters: gets the most bytes that were in slots.
         threads: how many threads may need a bounce block at once.
     """
 
-    def __init__(self, config: OffloadConfig, dram_nbytes: int, threads: int) -> None:
+    def __init__(self, config: OffloadConfig, counters: Counters, threads: int) -> None:
         self._config = config
+        self._counters = counters
+        self.dram_nbytes = _dram_budget(config)
+        """Bytes of host memory for ranges that stay there."""
         self._slots: SlotFiles | None = None
         self._selector: Selector | None = None
         """None if the user has named a backend."""
         self._staged = BufferPool(
-            lambda: in_blocks(dram_nbytes) + config.staging_bytes // BUFFER_NBYTES * BUFFER_NBYTES
+            lambda: in_blocks(self.dram_nbytes) + config.staging_bytes // BUFFER_NBYTES * BUFFER_NBYTES
         )
-        self._bounce = BufferPool(lambda: threads * BUFFER_NBYTES)
         self._bounce_nbytes = threads * BUFFER_NBYTES
+        self._bounce = BufferPool(lambda: self._bounce_nbytes)
         self.broken = ""
         """Why nothing is written any more; empty if ranges are written."""
         self._closed = False
 
     @property
     def slots(self) -> SlotFiles:
-        """
+        """The files for slots, made when they are first needed.
+
         Raises:
-            OffloadError: no file can be made for slots, or the tiers are closed.
+            OffloadError: no file can be made, or the tiers are closed.
         """
         if self._slots is None:
             if self._closed:
@@ -64,6 +72,12 @@ class StorageTiers:
                 self._selector = current_selector(self._slots.files[0].folder, of="activations")
         return self._slots
 
+    def stop(self, reason: str) -> None:
+        """Have nothing written any more, and report that once."""
+        if not self.broken:
+            _logger.error("no activations are offloaded any more: %s", reason)
+        self.broken = reason
+
     def sizes(self) -> dict[str, int]:
         """Bytes of memory, of slots in use, and of space that the files take."""
         return {
@@ -75,15 +89,9 @@ class StorageTiers:
     def transfer(self, operation: Operation, saved: SavedBytes, backends: tuple[str, ...]) -> Transfer:
         """The choice of a backend for one transfer, which learns how long the transfer takes. Only writes choose:
         reads use the first of ``backends`` that works."""
-        choose = operation == "write"
+        context, chooses = Context(operation, saved.device.type), operation == "write"
         return Transfer(
-            backends,
-            saved.nbytes,
-            Context(operation, saved.device.type),
-            self._selector,
-            choose=choose,
-            mode="write_read",
-            default=backends[0],
+            backends, saved.nbytes, context, self._selector, choose=chooses, mode="write_read", default=backends[0]
         )
 
     def allocate(self, saved: SavedBytes) -> Slot:
@@ -96,6 +104,7 @@ class StorageTiers:
         slot = self.slots.allocate(saved.lead + saved.nbytes)
         if slot is None:
             raise OffloadError(f"ssd_bytes leave no room for {saved.nbytes} bytes more")
+        self._counters.note_peak("peak_ssd_bytes", self.slots.used_nbytes)
         return slot
 
     def free(self, slot: Slot) -> None:
@@ -155,6 +164,9 @@ def cost(saved: SavedBytes) -> int:
     return in_blocks(saved.nbytes) if copying.is_staged_first(saved.device) else saved.nbytes
 
 
-def device_backends(slots: SlotFiles, device: torch.device) -> tuple[str, ...]:
-    """The backends that move the device's bytes by themselves."""
-    return tuple(name for name in slots.backends if slots.moves(name, device))
+def _dram_budget(config: OffloadConfig) -> int:
+    if config.dram_bytes is not None:
+        return config.dram_bytes
+    if config.target != "dram":
+        return 0
+    return int(available_memory() * _SHARE_OF_FREE_MEMORY) // local_processes()

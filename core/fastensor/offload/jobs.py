@@ -1,0 +1,243 @@
+"""The jobs of an offload: threads that move whole ranges out and in, without the lock.
+
+:class:`~fastensor.offload.swapper.Swapper` decides which range moves when. Here the range moves: a backend is chosen,
+other threads help, and a slot, staging blocks or a bounce block are taken and given back. A job takes the lock only for
+that. It changes no budget; what came of it, a result or an exception, goes to the swapper, which notes it.
+
+The reader threads take jobs in the order in which ranges are needed. A range of several pieces has a job for each
+thread: the first job leads, the others help, so that the range that is needed first has the whole disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import Any, Literal, TypeVar
+
+from fastensor.backends.buffers import Buffer
+from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
+from fastensor.errors import OffloadError
+from fastensor.offload import copying, moving
+from fastensor.offload.config import OffloadConfig
+from fastensor.offload.host_memory import keep_on_fork
+from fastensor.offload.moving import Piece, Reading
+from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
+from fastensor.offload.tiers import StorageTiers, cost
+
+THREADS = 4
+"""Threads that write, and as many that read."""
+T = TypeVar("T")
+
+
+class StoppedError(OffloadError):
+    """The bytes are not needed any more, so the rest of them was not moved."""
+
+
+class Jobs:
+    """The threads, and what they do.
+
+    Args:
+        config: how bytes are moved.
+        tiers: where to.
+        in_dram: the ranges that stay in host memory.
+        lock: the lock of the tiers, and of the budget.
+    """
+
+    def __init__(self, config: OffloadConfig, tiers: StorageTiers, in_dram: ByteBudget, lock: threading.Lock) -> None:
+        self._config = config
+        self._tiers = tiers
+        self._in_dram = in_dram
+        self._lock = lock
+        self._pools: dict[str, Pool] = {}
+        self.closed = False
+        """Whether nothing is moved any more: running jobs end before their next piece."""
+
+    # With the lock held. ----------------------------------------------------------------------------------------------
+
+    def submit(self, pool: Literal["write", "read"], job: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Have a writer thread or a reader thread run a job, after those that were submitted before.
+
+        Raises:
+            NoThreadsError: threads cannot be started, or accept no work any more.
+        """
+        if not self._pools:  # both: what is written must be readable
+            with ExitStack() as opened:
+                pools = {}
+                for name in ("write", "read"):
+                    pools[name] = open_pool(THREADS, f"fastensor-offload-{name}")
+                    opened.callback(shut_down, pools[name])
+                self._pools = pools
+                opened.pop_all()
+        return submit(self._pools[pool], job, *arguments)
+
+    def submit_read(self, job: Callable[[Reading], T], reading: Reading) -> Future[T]:
+        """Have a reader thread run a job that reads a range, and others help it.
+
+        Raises:
+            NoThreadsError: threads cannot be started, or accept no work any more.
+        """
+        todo = reading.todo
+        read = self.submit("read", job, reading)
+        read.add_done_callback(lambda _: todo.clear())  # helpers of a cancelled read have nothing to do
+        with suppress(NoThreadsError):  # then the first job reads all pieces
+            for _ in range(min(THREADS, len(todo)) - 1):
+                reading.helpers.append(self.submit("read", self._read_pieces, reading))
+        return read
+
+    # Without the lock. ------------------------------------------------------------------------------------------------
+
+    def shut_down(self) -> None:
+        """Drop jobs that have not begun, and return when none runs any more. Call it after ``closed`` is set, when
+        nothing more is submitted."""
+        for pool in self._pools.values():
+            shut_down(pool)
+
+    def write(self, saved: SavedBytes) -> StoredBytes | Exception | None:
+        """Write a range to a slot, or have it in staging blocks, if it stays in host memory.
+
+        Returns:
+            The copy in the slot; None if there is none, and the range may have to be written again; or why the range
+            stays where it is, without frames: see :func:`fastensor.offload.moving.write`, and :class:`StoppedError`.
+        """
+        try:
+            if saved in self._in_dram:
+                self._stage(saved)
+                return None
+            return self._store(saved)
+        except BaseException as error:  # noqa: BLE001  # returned
+            return _without_frames(error)
+
+    def read(self, reading: Reading) -> OffloadError | None:
+        """Read a range back, from its staging blocks or from its slot, and compare the CRC32.
+
+        Returns:
+            None; or why the bytes are not there, without frames: whoever needs them raises a copy.
+        """
+        try:
+            if reading.stored is None:
+                moving.unstage(reading)
+            else:
+                self._read_slot(reading, reading.stored)
+        except BaseException as error:  # noqa: BLE001  # returned
+            failure = _without_frames(error)
+            if isinstance(error, OffloadError):
+                return error
+            failed = OffloadError(f"an activation of {reading.saved.nbytes} bytes cannot be read: {failure}")
+            failed.__cause__ = failure
+            return failed
+        finally:
+            if reading.memory is not None:
+                keep_on_fork(reading.memory)
+        return None
+
+    def _stage(self, saved: SavedBytes) -> None:
+        """Copy a range to staging blocks, and free its memory on the device. Ranges larger than ``staging_bytes`` are
+        written piece by piece instead."""
+        with self._lock:
+            if saved not in self._in_dram and cost(saved) > self._config.staging_bytes:
+                return
+            saved.blocks = self._tiers.take_blocks(saved.nbytes)
+        moving.stage(saved)
+        with self._lock:
+            saved.source = None
+
+    def _store(self, saved: SavedBytes) -> StoredBytes:
+        """Write a range with the backend that the selector chooses."""
+        with self._lock:
+            slots = self._tiers.slots
+        staged = copying.is_staged_first(saved.device) and not saved.blocks
+        direct = slots.direct_backends(saved.device) if staged else ()
+        transfer = self._tiers.transfer("write", saved, (*direct, *slots.backends))
+        if staged and transfer.used not in direct:
+            self._stage(saved)
+        stored = transfer.run(lambda backend: self._write_slot(saved, backend.name), slots.record_fallback)
+        transfer.done(time.perf_counter() - transfer.started)
+        return stored
+
+    def _write_slot(self, saved: SavedBytes, backend: str) -> StoredBytes:
+        """Write a range to a new slot with one backend."""
+        with self._lock:
+            slot = self._tiers.allocate(saved)
+        try:
+            slots = slot.file.opened[backend]
+            todo = self._wanted(saved, deque(moving.pieces(saved)))
+            with self._bounce_block(moving.is_copied_to_write(saved, slots)) as bounce:
+                crc32 = moving.write(saved, slot, slots, bounce, todo, checksum=self._config.verify)
+        except BaseException:
+            with self._lock:
+                self._tiers.free(slot)
+            raise
+        return StoredBytes(slot, backend, crc32)
+
+    def _read_slot(self, reading: Reading, stored: StoredBytes) -> None:
+        """Read a range with the backend that has written it, or else with ``numpy``."""
+        backends = tuple(dict.fromkeys((stored.backend, "numpy")))
+        transfer = self._tiers.transfer("read", reading.saved, backends)
+        transfer.run(lambda backend: self._lead(reading, stored, backend.name), self._tiers.slots.record_fallback)
+        if self._config.verify:
+            moving.check(reading, stored)
+        transfer.done(time.perf_counter() - transfer.started)
+
+    def _lead(self, reading: Reading, stored: StoredBytes, backend: str) -> None:
+        """Read a range with one backend, together with the helpers."""
+        if backend != stored.backend:  # the helpers' backend does not work any more: begin again, alone
+            reading.todo.clear()
+            self._join(reading)
+            reading.crc32s.clear()
+            reading.todo.extend(moving.pieces(reading.saved))
+        try:
+            self._read_pieces(reading, backend)
+        finally:
+            reading.todo.clear()
+            begun = self._join(reading)
+        while begun:
+            begun.pop().result()
+
+    def _join(self, reading: Reading) -> list[Future[None]]:
+        """Cancel the helpers that have not begun, and wait for the others, which are returned."""
+        with self._lock:
+            begun = [helper for helper in reading.helpers if not helper.cancel()]
+            reading.helpers.clear()
+        finish(begun)
+        return begun
+
+    def _read_pieces(self, reading: Reading, backend: str = "") -> None:
+        """Read pieces until none is left. A helper does so with the backend that has written the range."""
+        stored = reading.stored
+        assert stored is not None
+        slots = stored.slot.file.opened[backend or stored.backend]
+        todo = self._wanted(reading.saved, reading.todo)
+        with self._bounce_block(moving.is_copied_to_read(reading, slots)) as bounce:
+            moving.read(reading, stored, slots, bounce, todo, verify=self._config.verify)
+
+    def _wanted(self, saved: SavedBytes, todo: deque[Piece]) -> Iterator[Piece]:
+        """Take pieces of a range, one after the other, until no thread has left one.
+
+        Raises:
+            StoppedError: the range is not needed any more.
+        """
+        while todo:
+            try:
+                piece = todo.popleft()
+            except IndexError:  # another thread has taken the last piece
+                return
+            if saved.released or self.closed:
+                raise StoppedError
+            yield piece
+
+    def _bounce_block(self, is_wanted: bool) -> AbstractContextManager[Buffer | None]:
+        return self._tiers.bounce_block() if is_wanted else nullcontext()
+
+
+def _without_frames(failure: BaseException) -> Exception:
+    """The same exception without its frames, which would hold graphs that hold what notes the exception: a cycle
+    through autograd, which no garbage collector sees."""
+    seen: BaseException | None = failure
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return failure if isinstance(failure, Exception) else OffloadError(f"a thread was stopped by {failure!r}")
