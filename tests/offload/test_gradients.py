@@ -306,7 +306,7 @@ def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | No
     del mask
     offload.settle()
     assert offload.statistics().written_bytes == nbytes
-    pages[:] = 1  # nobody reads it any more
+    pages[:] = 1  # it is not read any more
     loss.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, expected)
@@ -352,7 +352,7 @@ def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, options: 
 
 
 def test_a_part_of_which_the_rest_is_changed_meanwhile(make: Any, held_writes: Any) -> None:
-    """Such parts may have version counters of their own: nobody notices, and nobody has to."""
+    """Such parts may have version counters of their own, so the change is not noticed, and need not be."""
     offload = make()
     x = torch.randn(700_000, requires_grad=True)
     part, rest = torch.randn(1 << 20).unsafe_split_with_sizes([700_000, (1 << 20) - 700_000])

@@ -1,4 +1,4 @@
-"""Cutting out of a pickle what nobody asked for."""
+"""Cutting out of a pickle what was not asked for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastensor.stitch.torch_pickle import read_program
 
 
 class Pair:
-    """Tells what it was rebuilt from."""
+    """Records what it was rebuilt from."""
 
     built: ClassVar[list[Any]] = []
 

@@ -102,7 +102,7 @@ def convert(
             _check_nothing_is_lost(catalog, root, tensors, texts or {}, file.where)
 
         def plan(fallbacks: list[Fallback]) -> Plan:
-            # Their memory is never touched: only sizes count.
+            # The memory of the stand-ins is never touched: only their sizes count.
             stand_ins = {name: _stand_in(name, one, file.where) for name, one in tensors.items()}
             if kind == "safetensors":
                 planned: Plan = safetensors.plan(stand_ins, metadata=texts, checksums=checksums)
@@ -157,11 +157,11 @@ def _check_nothing_is_lost(
         UnsupportedContentError: the source holds more than the new file will.
     """
     losses = {
-        f"what is in it beside {root!r}": root is not None,
+        f"everything beside {root!r}": root is not None,
         "which tensors share memory": bool(overlapping(tensors)),
         "metadata": not catalog.metadata.keys() <= texts.keys(),
         "which tensors are parameters": any(one.info.kind != "Tensor" for one in tensors.values()),
-        "what hangs on the dict": bool(getattr(catalog.structure, "__dict__", {})),
+        "attributes of the dict": bool(getattr(catalog.structure, "__dict__", {})),
     }
     if lost := [what for what, is_lost in losses.items() if is_lost]:
         raise UnsupportedContentError(

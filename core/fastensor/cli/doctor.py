@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "doctor",
-        help="look at what there is here, how fast it is, and what is wrong with it",
+        help="show the software, devices and backends here, how fast they are, and what is wrong",
         description="Look at the software, GPUs and GPUDirect Storage, at a folder and its filesystem, and at the "
         "backends; measure each of them with files in that folder, which are removed; and say what is wrong. "
         "Nothing is learned from that: the dictionary stays as it is.",

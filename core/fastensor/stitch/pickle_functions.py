@@ -63,7 +63,7 @@ def rebuild_from_type(call: Callable[[Any, Any], Any], function: Any, kind: Any,
         call: calls a function of the pickle.
         function: makes the tensor of the base class.
         kind: the subclass.
-        arguments: of the function.
+        arguments: the arguments of the function.
         state: the attributes.
     """
     base = call(function, arguments)
@@ -147,14 +147,14 @@ def _set(elements: Iterable[Any] = ()) -> set[Any]:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How protocol 2 writes bytes."""
+    """``_codecs.encode``, by which protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes that are not in the encoding latin1")
     return text.encode(encoding)
 
 
 def _bytes(*arguments: Any) -> Any:
-    """How protocol 2 writes bytes without contents."""
+    """``bytes``, by which protocol 2 writes bytes without contents."""
     return UnknownObject("builtins.bytes", list(arguments)) if arguments else b""
 
 

@@ -32,10 +32,10 @@ class Save(PendingWork):
 
     Args:
         transaction: the save. Its target is no open file.
-        place: of the target.
+        place: the place of the target.
         queue, keeps: as for :class:`~fastensor.checkpoint.ordering.PendingWork`.
-        pace: the writer's.
-        counters: the writer's.
+        pace: the pace of the writer.
+        counters: the counts of the writer.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Save(PendingWork):
         self.nbytes = snapshot.nbytes
 
     def staged(self, seconds: float) -> None:
-        """Everything has been copied, and the caller goes on after so many seconds."""
+        """Note that everything has been copied, and that ``save`` returns after ``seconds``."""
         self._stall_seconds = seconds
         with self._lock:
             if self.stage == "staging":
@@ -196,7 +196,7 @@ class Save(PendingWork):
 
 
 def _for_other_threads(error: BaseException, transaction: SaveTransaction) -> BaseException:
-    """What another thread raises than the one that has failed."""
+    """The error that other threads raise for a save that has failed."""
     if isinstance(error, Exception):
         error.add_note(f"in an asynchronous save to {transaction.where}, stage {transaction.stage!r}")
         return error
@@ -210,12 +210,12 @@ def _for_other_threads(error: BaseException, transaction: SaveTransaction) -> Ba
 
 
 class Step(PendingWork):
-    """Something to be done in the turn of a place, such as the removal of a file.
+    """A step that is done after earlier work at its place, such as the removal of a file.
 
     Args:
         place: what the step changes.
         function: does it; may raise ``OSError``.
-        what: says what, for messages.
+        what: a description of the step, for messages.
         leaves_file: whether a file is at the place afterwards.
         after: a save of the same writer; the step is not done unless that has succeeded.
         queue, keeps: as for :class:`~fastensor.checkpoint.ordering.PendingWork`.

@@ -383,7 +383,7 @@ class AsyncWriter:
                 _logger.warning("replaced by the save to %s: %s", save.path, old.path)
 
     def _accept(self, work: PendingWork) -> bool:
-        """Have the thread do it in its turn; False if there is no thread, and it is not accepted."""
+        """Accept work, which the thread does in its turn. False if there is no thread; then nothing is accepted."""
         work.accept()
         if self._worker.give(partial(_run_next, self._worker)):
             return True

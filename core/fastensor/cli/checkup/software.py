@@ -26,7 +26,7 @@ Mode: TypeAlias = Literal["native", "compat", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions of what Fastensor stands on."""
+    """Versions of the software that Fastensor runs on."""
 
     fastensor: str
     python: str
@@ -82,7 +82,7 @@ class Gds:
 
 
 def find_software() -> Software:
-    """The versions that run this command."""
+    """The versions of the software in this process."""
     return Software(__version__, platform.python_version(), str(torch.__version__), platform.release())
 
 
@@ -101,7 +101,7 @@ def find_cuda() -> Cuda:
 
 
 def find_kvikio() -> tuple[Kvikio, Gds]:
-    """What kvikio says. Another process asks kvikio, because importing it may crash."""
+    """The state of kvikio, and its mode. Another process asks kvikio, because importing it may crash."""
     driver = nvidia_fs(ROOT)
     if not _is_installed("kvikio"):
         return Kvikio("", False, "it is not installed", ""), Gds(driver, "none", "kvikio is not installed")
