@@ -17,7 +17,7 @@ from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.folder import Folder
 from fastensor.cli.checkup.measurement import BackendState, Chosen, Speed
 from fastensor.cli.checkup.printing import leaving_on_sigterm, parse_sizes, print_choices, print_speeds
-from fastensor.cli.checkup.software import Cuda, Gds, Kvikio, Software
+from fastensor.cli.checkup.software import Cuda, Gds, KvikioState, Software
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import DictionaryError
@@ -50,7 +50,7 @@ class Checkup:
     """Version of these names."""
     software: Software
     cuda: Cuda
-    kvikio: Kvikio
+    kvikio: KvikioState
     gds: Gds
     folder: Folder
     backends: tuple[BackendState, ...]

@@ -17,7 +17,7 @@ from fastensor.stitch.shape import MAX_SIZE, is_shape
 
 
 @dataclass(frozen=True, slots=True)
-class StorageKind:
+class StorageClass:
     """A class of storages."""
 
     dtype: torch.dtype
@@ -33,7 +33,7 @@ def find_known(module: str, name: str) -> Any:
     word = _STORAGES.get(name)
     value = vars(torch).get(word or name)  # getattr would import modules
     if isinstance(value, torch.dtype):
-        return StorageKind(value) if word else value
+        return StorageClass(value) if word else value
     return None
 
 

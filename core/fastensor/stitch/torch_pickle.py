@@ -19,7 +19,7 @@ import torch
 
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.pickle_functions import (
-    StorageKind,
+    StorageClass,
     call_known,
     find_known,
     rebuild_from_type,
@@ -273,7 +273,7 @@ class _Interpreter(pickle._Unpickler):
             if (
                 any(number in self._puts for number in numbers)
                 or word != "storage"
-                or type(kind) is not StorageKind
+                or type(kind) is not StorageClass
                 or type(location) is not str
                 or hooks is not OrderedDict
             ):
@@ -295,7 +295,7 @@ class _Interpreter(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> PickledStorage:
         word, kind, key, location, numel = pid
         texts = isinstance(key, str) and isinstance(location, str)
-        if word != "storage" or not texts or not isinstance(kind, StorageKind) or not isinstance(numel, int):
+        if word != "storage" or not texts or not isinstance(kind, StorageClass) or not isinstance(numel, int):
             raise ValueError("a persistent id that is not one of a storage")
         return PickledStorage(key, kind.dtype, location, numel * kind.dtype.itemsize)
 

@@ -35,7 +35,7 @@ class WriterStatistics:
     """The most of it that was in use at any instant."""
 
 
-class Counters:
+class SaveCounters:
     """The saves of one writer that have ended. Thread-safe."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.pace import Pace
-from fastensor.checkpoint.asynchronous.statistics import Counters
+from fastensor.checkpoint.asynchronous.statistics import SaveCounters
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.report import SaveReport
@@ -39,7 +39,14 @@ class Save(PendingWork):
     """
 
     def __init__(
-        self, transaction: SaveTransaction, place: str, *, queue: object, keeps: object, pace: Pace, counters: Counters
+        self,
+        transaction: SaveTransaction,
+        place: str,
+        *,
+        queue: object,
+        keeps: object,
+        pace: Pace,
+        counters: SaveCounters,
     ) -> None:
         super().__init__(place, leaves_file=True, queue=queue, keeps=keeps)
         self.path = transaction.where

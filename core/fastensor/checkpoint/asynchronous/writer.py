@@ -25,7 +25,7 @@ from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
-from fastensor.checkpoint.asynchronous.statistics import Counters, WriterStatistics
+from fastensor.checkpoint.asynchronous.statistics import SaveCounters, WriterStatistics
 from fastensor.checkpoint.asynchronous.work import Save, Step
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.nested import is_nested
@@ -102,7 +102,7 @@ class AsyncWriter:
             staging_bytes, when_busy, max_bytes_per_second, exit_seconds, preemption_seconds
         )
         self._closed = self._released = False
-        self._counters = Counters()
+        self._counters = SaveCounters()
         self._begin_empty()
         exits.watch(self, preemption_seconds)
 
