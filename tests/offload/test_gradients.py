@@ -330,13 +330,21 @@ def test_in_many_pieces(make: Any, tmp_path: Path, name: str) -> None:
         assert equal(gradients(CASES[name], offload), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"dram_bytes": 0, "staging_bytes": 1 << 20}])
-def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [
+        (256, {}),
+        (256, {"dram_bytes": 0, "staging_bytes": 1 << 20}),
+        pytest.param(1024, {}, marks=pytest.mark.torture),
+        pytest.param(1024, {"dram_bytes": 0, "staging_bytes": 4 << 20}, marks=pytest.mark.torture),
+    ],
+)
+def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, width: int, options: dict[str, Any]) -> None:
     """The cells of recurrent networks save parts of one large tensor, and go on with the next part in place."""
 
     def run(offload: ActivationOffload | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        cell = nn.LSTMCell(64, 256)
+        cell = nn.LSTMCell(64, width)
         x = torch.randn(8, 512, 64)
         with offload.step() if offload else nullcontext():
             state = None
