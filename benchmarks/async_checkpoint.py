@@ -47,7 +47,7 @@ class Stall:
     tensors: int
     contender: str
     first: bool
-    """Of its process."""
+    """Whether the save is the first one of its process."""
     stall_seconds: float
     durable_seconds: float
     copy_seconds: float
@@ -250,7 +250,7 @@ def median_stalls(stalls: list[Stall]) -> list[dict[str, Any]]:
 
 
 def median_speeds(spells: list[Spell]) -> list[dict[str, Any]]:
-    """Of each contender's process, the ratio of neighbouring spells with and without a save."""
+    """For each contender's process, the ratio of neighbouring spells with and without a save."""
     rows = []
     for loop in dict.fromkeys(one.loop for one in spells):
         own = [one for one in spells if one.loop == loop]

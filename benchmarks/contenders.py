@@ -40,7 +40,7 @@ def build_state(model: str, device: str) -> State:
 
 
 def shapes_of(model: str) -> list[Shape]:
-    """Of a model of ``model_shapes.json``, ``gpt2_adam``, or ``tiny``."""
+    """The shapes of a model in ``model_shapes.json``, of ``gpt2_adam``, or of ``tiny``."""
     if model == "gpt2_adam":
         return [(f"{part}.{k}", s, "float32") for part in ("model", "exp_avg", "exp_avg_sq") for k, s in _gpt2()]
     if model == "tiny":

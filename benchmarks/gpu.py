@@ -3,8 +3,8 @@
 Run by ``make gpu``, on a machine that may have no network. Every save is durable; loads are cold, as far as the page
 cache can be emptied (what stayed in it is shown), and to the device; every load is compared with what was saved.
 Contenders take turns in one process, since CUDA takes long to begin; figures are medians. What a contender cannot do
-here is told. Nothing begins after the time that is given; what there is by then is written after each turn, and shown
-at the end, also of a process that is told to end.
+here is shown. Nothing begins after the time that is given; what there is by then is written after each turn, and shown
+at the end, also of a process that is terminated by a signal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ DISK_TIMES = 16
 and some are slower."""
 PROBE_NBYTES = 1 << 30
 FIRST_SHARE = 1 / 3
-"""Of the time, for the state of many tensors; the large one has the rest."""
+"""The share of the time that the state of many tensors gets; the large state gets the rest."""
 
 
 class WrongBytesError(RuntimeError):
@@ -115,7 +115,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to save, and to load. Both get the path of a file that nobody else has."""
+    """A way to save, and to load. Both get the path of a file that no other contender uses."""
 
     name: str
     save: Callable[[State, Path], object]
@@ -486,8 +486,8 @@ class Results:
         self.notes.append(text)
 
     @contextmanager
-    def told(self, state: str, what: str) -> Iterator[None]:
-        """What fails in the block is shown at once, and no reason to stop."""
+    def failures_noted(self, state: str, what: str) -> Iterator[None]:
+        """Show what fails in the block, note it in :attr:`impossible`, and go on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # of any library: it is shown
@@ -559,7 +559,7 @@ def measure(
         print(f"{label}, round {number}, {step.name} ...", file=sys.stderr, flush=True)
         settle()
         synchronize(device)  # an error that stays with CUDA ends all of this, and is not this step's
-        with results.told(label, step.name):
+        with results.failures_noted(label, step.name):
             timings = step.run(task)
             results.samples += [Sample(label, task.nbytes, number, *timing) for timing in timings]
         results.write()
@@ -609,12 +609,12 @@ def measure_all(options: argparse.Namespace, folder: Path, results: Results, end
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
-    with results.told("this machine", "its description"):
+    with results.failures_noted("this machine", "its description"):
         results.machine = describe_machine(folder, device.type)
-    with results.told("this machine", CHECKSUMS):
+    with results.failures_noted("this machine", CHECKSUMS):
         results.checksums = checksum_rates(device, min(256 << 20, int(options.gib * 2**30)))
     gib, large_seconds = options.gib, (1 - FIRST_SHARE) * (end - begin)
-    with results.told("this machine", "the speed of its disk"):
+    with results.failures_noted("this machine", "the speed of its disk"):
         seconds_for_gib = disk_seconds_for_gib(folder, min(PROBE_NBYTES, int(gib * 2**30)))
         free = shutil.disk_usage(folder).free
         gib, reason = fitting(gib, free_nbytes=free, seconds=large_seconds, seconds_for_gib=seconds_for_gib)
@@ -622,9 +622,9 @@ def measure_all(options: argparse.Namespace, folder: Path, results: Results, end
             results.note(f"the state of {options.gib:g} GiB is one of {gib:g} GiB: {reason}")
     large = f"{gib:g} GiB"
     measured = partial(measure, folder=folder, device=device, results=results, rounds=options.rounds)
-    with results.told(options.model, "all of it"):
+    with results.failures_noted(options.model, "all of it"):
         measured(options.model, lambda: build_state(options.model, str(device)), end=end - large_seconds)
-    with results.told(large, "all of it"):
+    with results.failures_noted(large, "all of it"):
         if gib:
             measured(large, lambda: state_of(gib, device), end=end)
 

@@ -70,9 +70,9 @@ class Run(NamedTuple):
     operation: str
     way: str
     seconds: list[float]
-    """Of each use."""
+    """The time of each use."""
     total_seconds: float
-    """Of all, and of what they have left to be done."""
+    """The time of all uses, and of the work that they leave behind."""
     backends: list[str]
 
 
@@ -207,7 +207,7 @@ def compare(
 
 
 def use_medians(runs: list[Run]) -> list[float]:
-    """Of the first use, of the second, and so on."""
+    """The median time of the first use, of the second, and so on."""
     return [statistics.median(seconds) for seconds in zip(*(run.seconds for run in runs), strict=True)]
 
 

@@ -269,18 +269,19 @@ def judge(of: dict[str, list[Run]]) -> Iterator[str]:
     yield f"- gradients of all contenders (but for {DROPPED}) are {'equal' if same else '**differ**'}"
     for peer in (PT, NPY):
         ratio = median(of[peer][at].blocked_seconds / of[OURS][at].blocked_seconds for at in rounds)
-        yield f"- {peer} is blocked {_told(ratio, ratio >= LEAST_SAVED_BLOCKING)} times as long (promised: 8)"
+        yield f"- {peer} is blocked {_bold(ratio, ratio >= LEAST_SAVED_BLOCKING)} times as long (promised: 8)"
     ratio = median(of[OURS][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
-    yield f"- a step takes {_told(ratio, ratio <= MOST_OF_STEP)} of one without offloading (promised: at most 1.08)"
+    yield f"- a step takes {_bold(ratio, ratio <= MOST_OF_STEP)} of one without offloading (promised: at most 1.08)"
     saved = median(
         (of[NONE][at].memory_nbytes - of[OURS][at].memory_nbytes)
         / max(of[NONE][at].memory_nbytes - of[DROPPED][at].memory_nbytes, 1)
         for at in rounds
     )
-    yield f"- the activations' share of memory is less by {_told(saved, saved >= LEAST_MEMORY_SAVED)} (promised: 0.80)"
+    yield f"- the activations' share of memory is less by {_bold(saved, saved >= LEAST_MEMORY_SAVED)} (promised: 0.80)"
 
 
-def _told(value: float, kept: bool) -> str:
+def _bold(value: float, kept: bool) -> str:
+    """A figure, in bold if its promise was not kept."""
     return f"{value:.2f}" if kept else f"**{value:.2f}**"
 
 

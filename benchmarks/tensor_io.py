@@ -37,7 +37,7 @@ from fastensor.select.rule import RESIDENT_FRACTION
 
 AUTO = "auto"
 SIZES_MIB = tuple(3.0625 * 2**power for power in range(10))
-"""Of Tables 2 to 4."""
+"""The sizes of Tables 2 to 4."""
 MIXES_MIB = {
     "BERT": (5.34e-5, 0.0030, 0.0040, 0.0074, 0.0147, 0.0293, 0.1875, 0.6592, 1.4063, 2.25, 2.6368, 5.625, 9.0, 22.5),
     "ViT": (
@@ -45,7 +45,7 @@ MIXES_MIB = {
         258.004, 321.25,
     ),
 }  # fmt: skip
-"""Of Tables 13 and 14: one backward pass needs each of them once."""
+"""The sizes of Tables 13 and 14. One backward pass needs each of them once."""
 TIE = 1.03
 ENOUGH_HITS = 0.938
 """What the paper reports (section 5.2.1)."""
@@ -69,7 +69,7 @@ class Transfer:
     seconds: float
     cpu_seconds: float
     exploring: bool = False
-    """Whether something was tried, so that nobody had decided that it is the best."""
+    """Whether something was tried, before any measurement had shown that it is the best."""
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -244,7 +244,7 @@ def pass_through(store: TensorStore, tensors: Sequence[torch.Tensor], selector: 
 
 
 def measure_decisions() -> dict[str, float]:
-    """Microseconds of one decision: medians of many. Timings are told that it makes no difference how long it took."""
+    """Microseconds of one decision: medians of many. All times that are recorded are equal."""
     nbytes, candidates = 1 << 20, ("direct", "gds", "numpy", "torch")
     write, read = Context("write"), Context("read")
     selector = Selector()

@@ -127,7 +127,7 @@ class FastensorCheckpointIO(CheckpointIO):
         """The latest asynchronous save in this process."""
         self._warned = False
         self._may_be_alone = True
-        """Whether no monitor was seen, and that was not said."""
+        """Whether to warn that no monitor was seen: not if one was seen, or the warning was given."""
         self._torn_down = False
         """Whether a run has ended, and none that we know of has begun: then no teardown waits for what is pending."""
         self._runs_are_seen = True
@@ -254,12 +254,12 @@ class FastensorCheckpointIO(CheckpointIO):
         return ordering.will_exist(as_in_fsspec(path))
 
     def _link(self, target: str, link: str) -> None:
-        """Make ``link`` a symlink to a checkpoint in its turn, unless that is not there then: its save has failed.
+        """Make ``link`` a symlink to a checkpoint after the pending saves, unless the checkpoint's own save fails.
 
         For asynchronous plugins. Until it is done, a temporary beside the link makes other ranks wait for it.
         """
         if not isinstance(locate(as_in_fsspec(link)), str):
-            _logger.warning("%s is not made: remote filesystems have no links", link)
+            _logger.warning("the link %s is not made: remote filesystems have no links", link)
             return
         target, link = as_in_fsspec(target), as_in_fsspec(link)  # the process may be elsewhere by then
         if target == link:
@@ -296,7 +296,8 @@ class FastensorCheckpointIO(CheckpointIO):
             interrupted: called by :meth:`teardown` after an exception, which is when the subscription ends by itself.
 
         Returns:
-            How to end it; again does nothing. Listeners stay behind when the plugin is pickled.
+            A function that ends the subscription; calling it again does nothing. Listeners stay behind when the plugin
+            is pickled.
         """
         self._torn_down, self._may_be_alone, self._handled_before = False, False, sys.exc_info()[1]
         subscription = _Subscription(listener, loaded, interrupted)
@@ -378,8 +379,9 @@ class FastensorCheckpointIO(CheckpointIO):
         if self._may_be_alone and self._chooses and is_trainers and _has_other_ranks():
             self._may_be_alone = False
             warnings.warn(
-                "every rank learns by itself which backend is the fastest; with DDP, one learns for all that are like "
-                "it if the Trainer has a CheckpointMonitor: pass callbacks=[fastensor_lightning.CheckpointMonitor()]",
+                "every rank learns by itself which backend is the fastest; with DDP, ranks on identical hardware share "
+                "timings if the Trainer has a CheckpointMonitor: pass "
+                "callbacks=[fastensor_lightning.CheckpointMonitor()]",
                 stacklevel=4,
             )
 
@@ -425,7 +427,7 @@ def _check_options(asynchronous: object) -> AsyncOptions:
 
 
 def _announce(path: str, until: ExitStack) -> None:
-    """Tell the other ranks of this job that a file is being written, by which :func:`_wait_for_rank_0` knows it."""
+    """Announce to the other ranks of this job that a file is being written: :func:`_wait_for_rank_0` waits for it."""
     if not _has_other_ranks() or not isinstance(locate(path), str):
         return
     try:
@@ -440,7 +442,7 @@ def _is_there(path: str) -> bool:
 
 
 def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:
-    """What another process of this job has accepted for a path is to be loaded, not what was there before."""
+    """Wait until the file that another process of this job has announced for a path is there, which is to be loaded."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     if torch.distributed.get_rank() == 0 or not isinstance(locate(path), str):

@@ -39,8 +39,8 @@ class CheckpointMonitor(Callback):
     in the thread that trains once the file is finished, at the end of a batch or of the run.
 
     With DDP, ranks that have the same kind of devices and filesystem choose backends by what the lowest of them has
-    learned: it is sent to the others when a run begins, after each save of the Trainer's, and when the run ends. It is
-    what is known of the filesystem of the first ``ModelCheckpoint``'s folder.
+    learned: it is sent to the others when a run begins, after each save of the Trainer's, and when the run ends. The
+    timings are those of the filesystem of the first ``ModelCheckpoint``'s folder.
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
@@ -82,7 +82,10 @@ class CheckpointMonitor(Callback):
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Before loggers are closed. All ranks may look for files next, as ``test(ckpt_path="last")`` does."""
+        """Wait for pending saves and log them, before loggers are closed.
+
+        All ranks wait: they may look for files next, as ``test(ckpt_path="last")`` does.
+        """
         if self._plugin is not None:
             self._plugin._wait()
             if self._plugin.asynchronous:
@@ -94,8 +97,11 @@ class CheckpointMonitor(Callback):
         self._loggers = None
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Loggers are closed after this. Other callbacks may still save, and what failed before must not keep them from
-        it; what keeps them from running ahead stays until the plugin is torn down."""
+        """Wait for pending saves and log them, before loggers are closed.
+
+        Other callbacks may still save, so failures of earlier saves are logged here, and not raised by the next save.
+        ``ModelCheckpoint`` and loggers wait for finished files until the plugin is torn down.
+        """
         if self._plugin is not None:
             self._plugin._wait()
             self._plugin._log_failures()
@@ -122,7 +128,7 @@ class CheckpointMonitor(Callback):
             self._undo += [sharing.end, call_after(trainer, "save_checkpoint", sharing.sync)]
 
     def _forget_run(self) -> None:
-        """After an exception, when loggers are closed and no callback can save any more."""
+        """Drop the state of a run that an exception has ended, when no callback can save any more."""
         self._stop()
         self._loggers, self._to_show = None, None
         self._to_log.clear()
@@ -160,7 +166,7 @@ class CheckpointMonitor(Callback):
 
 
 def _log_of(trainer: Trainer) -> logging.Logger:
-    """That of the package that the Trainer is from."""
+    """The logger of the package that the Trainer is from."""
     return logging.getLogger("pytorch_lightning" if trainer.__module__.startswith("pytorch_") else "lightning.pytorch")
 
 

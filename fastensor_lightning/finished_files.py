@@ -22,7 +22,7 @@ def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) 
     """Let ``ModelCheckpoint``s link to finished files only, and know of those that are to come or to go.
 
     Yields:
-        What undoes it.
+        A function that undoes one of these changes.
     """
     for callback in callbacks:
         if hasattr(callback, "file_exists"):
@@ -57,7 +57,7 @@ class WaitingLoggers:
         ]
 
     def call_those_whose_files_are_finished(self) -> None:
-        """In the order of the saves. Those whose save failed are not called.
+        """Call the loggers whose files are finished, in the order of the saves. For failed saves, none is called.
 
         Loggers look at whatever a ``ModelCheckpoint`` names when they are called: none of it may be unfinished.
         """

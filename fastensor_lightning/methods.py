@@ -1,7 +1,4 @@
-"""Objects of Lightning's are given other methods while a Trainer runs, where it has no hook.
-
-The caller gets a function that takes them away again.
-"""
+"""Replacing methods of Lightning's objects while a Trainer runs, where Lightning has no hook."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Give one object another method; returns what takes it away again."""
+    """Replace a method of one object. Returns a function that restores the object's own method."""
     before = owner.__dict__.get(name)
     setattr(owner, name, method)
 
@@ -24,7 +21,7 @@ def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callabl
 
 
 def call_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[], None]:
-    """Have ``then`` called whenever a method of one object has returned; returns what ends that."""
+    """Call ``then`` whenever a method of one object has returned. Returns a function that ends that."""
     original = getattr(owner, name)
 
     def method(*arguments: Any, **options: Any) -> Any:

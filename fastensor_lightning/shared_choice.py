@@ -1,4 +1,4 @@
-"""The ranks of a Trainer that are alike choose backends by what one of them has learned."""
+"""The ranks of a Trainer on identical hardware share timings, by which they choose backends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 
 
 def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
-    """Begin to share the selector for the folder of the checkpoints. Called on all ranks, once that is decided.
+    """Begin to share the selector for the folder of the checkpoints. Call this on all ranks, once it is decided.
 
-    Rank 0 alone saves. Where others are of another kind, theirs learns from loads only, and needs no more.
+    Rank 0 alone saves. Ranks on other hardware than rank 0 only load, so their leader learns from loads only.
 
     Returns:
-        What shares it; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
+        The sharing; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
     """
     if not plugin._chooses or not _is_data_parallel(trainer.strategy):
         return None
@@ -30,6 +30,6 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
 
 
 def _is_data_parallel(strategy: Any) -> bool:
-    """Whether it is Lightning's DDP: its ranks hold the same tensors. Those of what is made of it may hold parts."""
+    """Whether it is Lightning's DDP: its ranks hold the same tensors. Ranks of its subclasses may hold parts."""
     names = {base.__name__ for base in type(strategy).__mro__}
     return "DDPStrategy" in names and names.isdisjoint({"DeepSpeedStrategy", "XLAStrategy"})

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file as somebody finds it."""
+    """A file as a reader finds it."""
 
     content: bytes
     mode: int
@@ -198,7 +198,7 @@ class _Cell(Generic[T]):
     def __init__(self, value: T) -> None:
         self.values = [value]
         self.numbers = [-1]
-        """Of the operations that made the versions."""
+        """For each version, the number of the operation that made it; -1 for the first one."""
 
     @property
     def newest(self) -> T:

@@ -116,7 +116,7 @@ def integers_and_masks() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 class Cube(torch.autograd.Function):
-    """Reads what it has saved twice, as somebody may."""
+    """Reads what it has saved twice, as functions of users may."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

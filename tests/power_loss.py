@@ -55,7 +55,7 @@ def recorded(folder: str | os.PathLike[str]) -> Iterator[list[Operation]]:
     """Record what Fastensor does in ``folder``, in the order of completion, from all threads of the process.
 
     Files that were there before may get and lose names; what is written to them is not recorded, and neither is what
-    libraries do in C. :func:`replay` tells whether anything was missed. Not for use by several threads at a time.
+    libraries do in C. :func:`replay` says whether anything was missed. Not for use by several threads at a time.
     """
     recorder = _Recorder(os.path.realpath(folder))
     with intercepted(recorder.intercept):

@@ -36,7 +36,7 @@ def next_program(server: socket.socket) -> dict[str, Any] | None:
                 pid, report = running.pop(ready)
                 os.close(ready)
                 _, status = os.waitpid(pid, 0)
-                _tell(report, str(os.waitstatus_to_exitcode(status)))
+                _report(report, str(os.waitstatus_to_exitcode(status)))
                 os.close(report)
                 continue
             message, files, _, _ = socket.recv_fds(server, MESSAGE_NBYTES, 4)
@@ -54,13 +54,13 @@ def next_program(server: socket.socket) -> dict[str, Any] | None:
                 return dict(json.loads(message))
             for fd in streams:
                 os.close(fd)
-            _tell(report, f"{pid}\n")
+            _report(report, f"{pid}\n")
             pidfd = os.pidfd_open(pid)
             running[pidfd] = pid, report
             polled.register(pidfd, select.POLLIN)
 
 
-def _tell(report: int, text: str) -> None:
+def _report(report: int, text: str) -> None:
     with suppress(BrokenPipeError):  # the test has ended before its program
         os.write(report, text.encode())
 

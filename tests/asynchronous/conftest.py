@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 60
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_be_waited_for() -> Iterator[None]:
     yield
-    gc.collect()  # writers that nobody has closed
+    gc.collect()  # writers that were not closed
     assert not ordering._pending
 
 
@@ -38,12 +38,12 @@ class Gate:
         self._open.set()
 
     def wait_until_reached(self) -> None:
-        """Somebody stands in front of it."""
+        """Return when a thread waits at the gate."""
         assert self._reached.wait(PATIENCE_SECONDS)
 
     def pass_through(self) -> None:
         self._reached.set()
-        assert self._open.wait(PATIENCE_SECONDS), "nobody opened the gate"
+        assert self._open.wait(PATIENCE_SECONDS), "the gate was not opened"
 
 
 @pytest.fixture

@@ -148,11 +148,11 @@ def preempted_too_late(path: str) -> None:
 
 def preempted_with_a_handler(path: str) -> None:
     """As frameworks do: note it, and end in good order."""
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    received = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: received.set())
     go = slow_down()
     fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
-    told.wait(60)
+    received.wait(60)
     go.set()
     sys.exit(5)
 
@@ -161,10 +161,10 @@ def preempted_with_a_handler_around(path: str) -> None:
     """A handler that was installed later and calls the writer's, as a Trainer's does, decides by itself, too."""
     writer = fastensor.AsyncWriter(preemption_seconds=60)
     inner = signal.getsignal(signal.SIGTERM)
-    told = []
+    received = []
 
     def outer(number: int, frame: Any) -> None:
-        told.append(number)
+        received.append(number)
         assert callable(inner)
         inner(number, frame)
 
@@ -172,7 +172,7 @@ def preempted_with_a_handler_around(path: str) -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)  # nothing is pending: whoever waits to end the process does it now
-    assert told == [signal.SIGTERM] * 2
+    assert received == [signal.SIGTERM] * 2
     writer.save(STATE, path)
     sys.exit(5)
 
@@ -184,16 +184,16 @@ def preempted_while_a_handler_comes(path: str) -> None:
     writer.save(STATE, path)
     os.kill(os.getpid(), signal.SIGTERM)
     inner = signal.getsignal(signal.SIGTERM)
-    told = threading.Event()
+    received = threading.Event()
 
     def outer(number: int, frame: Any) -> None:
-        told.set()
+        received.set()
         assert callable(inner)
         inner(number, frame)
 
     signal.signal(signal.SIGTERM, outer)
     go.set()
-    told.wait(60)
+    received.wait(60)
     signal.signal(signal.SIGTERM, inner)
     time.sleep(0.2)  # whoever ends the process does it now
     go.clear()
@@ -205,7 +205,7 @@ def preempted_while_a_handler_comes(path: str) -> None:
 
 
 def survived(path: str) -> None:
-    """The program was told to end within a time, and works on for longer. At its exit nobody holds to that time."""
+    """The program gets a SIGTERM with a deadline, and works on for longer. Its exit ignores that deadline."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     _outlive_a_deadline(path)
 
@@ -227,10 +227,10 @@ def _outlive_a_deadline(path: str, *, seconds: float = 0.01, outlive_seconds: fl
 
 def preempted_child(path: str) -> None:
     fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
-    ready, tell = os.pipe()
+    ready, signalled = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(tell, b"x")  # Python forgets signals that come before it has forked altogether
+        os.write(signalled, b"x")  # Python forgets signals that come before it has forked altogether
         wait_to_be_ended()
         os._exit(1)
     os.read(ready, 1)
@@ -241,13 +241,13 @@ def preempted_child(path: str) -> None:
 def preempted_child_of_its_own(path: str) -> None:
     """A forked child that has a writer with a deadline, too."""
     fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path)
-    ready, tell = os.pipe()
+    ready, signalled = os.pipe()
     child = os.fork()
     if child == 0:
         go = slow_down()
         fastensor.AsyncWriter(preemption_seconds=60).save(STATE, path + "-child")
         threading.Timer(0.2, go.set).start()
-        os.write(tell, b"x")
+        os.write(signalled, b"x")
         wait_to_be_ended()
         os._exit(1)
     os.read(ready, 1)
@@ -315,7 +315,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def workers(path: str) -> None:
-    """Of a DataLoader: forked and spawned while a save is pending."""
+    """A DataLoader forks and spawns workers while a save is pending."""
     writer = fastensor.AsyncWriter()
     for method in ("fork", "spawn"):
         writer.save(STATE, path)

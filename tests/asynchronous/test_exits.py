@@ -87,7 +87,7 @@ def test_a_second_interrupt_gives_up(path: Path) -> None:
     assert_only(path, OLD)
 
 
-def test_a_failure_that_nobody_was_told_of_is_in_the_log(path: Path) -> None:
+def test_a_failure_that_was_not_raised_is_logged(path: Path) -> None:
     code, errors = run(path, "failure_at_exit")
     assert code == 0
     assert "an asynchronous save had failed" in errors

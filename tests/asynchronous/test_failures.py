@@ -1,4 +1,4 @@
-"""Failures are told once, to whoever can be told first, and saves work again when their cause is gone."""
+"""Failures are raised once, by the first call that can raise them, and saves work again when their cause is gone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def writer(path: Path, disk: FullDisk) -> AsyncWriter:
     return writer
 
 
-def assert_told(error: BaseException, path: Path) -> None:
+def assert_is_of_save(error: BaseException, path: Path) -> None:
     assert isinstance(error, CheckpointWriteError)
     assert (error.errno, error.filename) == (errno.ENOSPC, str(path))
     assert "what was there before is kept" in str(error)
@@ -73,7 +73,7 @@ CALLS = {
 def test_the_next_call_raises_and_does_nothing(writer: AsyncWriter, path: Path, call: str) -> None:
     with pytest.raises(CheckpointWriteError) as caught:
         CALLS[call](writer, path)
-    assert_told(caught.value, path)
+    assert_is_of_save(caught.value, path)
     assert_only(path, OLD)
     writer.wait()
     writer.close()
@@ -102,20 +102,20 @@ def test_every_call_of_save_counts_as_stall(tmp_path: Path, monkeypatch: pytest.
         assert writer.statistics().stall_seconds >= first + 1
 
 
-def test_what_a_handle_has_told_is_not_told_again(path: Path, disk: FullDisk) -> None:
+def test_what_a_handle_has_raised_is_not_raised_again(path: Path, disk: FullDisk) -> None:
     with AsyncWriter() as writer:
         disk.full = True
         handle = writer.save(NEW, path)
         with pytest.raises(CheckpointWriteError) as caught:
             handle.result()
-        assert_told(caught.value, path)
+        assert_is_of_save(caught.value, path)
         assert handle.exception() is caught.value
         disk.full = False
         assert_only(path, OLD)
         writer.wait()
 
 
-def test_several_failures_are_told_together_at_the_end(path: Path, gate: Any) -> None:
+def test_several_failures_are_raised_together_at_the_end(path: Path, gate: Any) -> None:
     writer = AsyncWriter()
     gate.close()
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_a_failure_does_not_hide_an_exception(path: Path, disk: FullDisk, caplog
     assert_only(path, OLD)
 
 
-def test_a_writer_that_goes_away_leaves_what_nobody_was_told_in_the_log(
+def test_a_writer_that_goes_away_logs_failures_that_were_not_raised(
     writer: AsyncWriter, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = str(path)
@@ -155,7 +155,7 @@ def test_a_writer_that_goes_away_leaves_what_nobody_was_told_in_the_log(
     assert name in caplog.text
 
 
-def test_a_writer_with_a_failure_that_nobody_was_told_of_is_not_kept_alive(
+def test_a_writer_with_a_failure_that_was_not_raised_is_not_kept_alive(
     path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = AsyncWriter()
@@ -170,7 +170,7 @@ def test_a_writer_with_a_failure_that_nobody_was_told_of_is_not_kept_alive(
     assert isinstance(handle.exception(), CheckpointWriteError)
 
 
-def test_a_failure_is_told_when_closing_takes_too_long(path: Path, gate: Any) -> None:
+def test_a_failure_is_raised_when_closing_takes_too_long(path: Path, gate: Any) -> None:
     writer = AsyncWriter()
     gate.close()
     handle = writer.save(NEW, path)
@@ -513,7 +513,7 @@ def interrupt_after_call(number: int) -> Any:
 
 
 @pytest.mark.parametrize("action", ["save", "remove"])
-def test_after_an_interrupt_nobody_waits_for_ever(tmp_path: Path, action: str) -> None:
+def test_after_an_interrupt_no_caller_waits_for_ever(tmp_path: Path, action: str) -> None:
     for number in range(1, 400):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -329,7 +329,7 @@ def test_a_callback_cannot_wait_for_a_later_save(tmp_path: Path, gate: Any) -> N
     assert "a callback cannot wait" in str(refusals)
 
 
-def test_a_removal_that_fails_is_told(tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_fails_raises(tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Any) -> None:
         raise PermissionError(13, "no", str(path))
 

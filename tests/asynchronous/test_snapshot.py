@@ -185,6 +185,6 @@ def test_an_open_file_is_refused(tmp_path: Path) -> None:
         writer.save({}, file)  # type: ignore[arg-type]
 
 
-def test_a_missing_directory_is_told_at_once(tmp_path: Path) -> None:
+def test_a_missing_directory_raises_at_once(tmp_path: Path) -> None:
     with AsyncWriter() as writer, pytest.raises(fastensor.CheckpointWriteError, match="directory is missing"):
         writer.save({}, tmp_path / "no" / "x")

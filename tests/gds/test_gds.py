@@ -111,7 +111,7 @@ def test_what_kvikio_cannot_write_another_backend_writes(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("to_device", [False, True])
-def test_a_read_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_device: bool) -> None:
+def test_a_read_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_device: bool) -> None:
     fastensor.save(STATE, tmp_path / "x")
     selector = Selector(paper=True)
     with filled_at_once() if to_device else nullcontext():
@@ -269,7 +269,7 @@ def test_in_a_forked_child_it_is_not_available_and_says_why(tmp_path: Path) -> N
 
 
 def test_errors_of_the_kernel_keep_their_numbers(tmp_path: Path) -> None:
-    """kvikio tells them as text only."""
+    """kvikio reports them as text only."""
     fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     try:
         with pytest.raises(OSError, match="directory") as caught, gds._errors_translated():
@@ -295,7 +295,7 @@ def test_settings_of_the_user_stay() -> None:
         assert found.stdout.split() == expected.split()
 
 
-def test_where_there_is_a_gpu_that_nobody_uses_it_does_not_begin_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_an_unused_gpu_it_does_not_begin_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gds, "_DEVICES", ("/dev/null",))
     assert GdsBackend().why_unavailable() == "this torch is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -306,14 +306,14 @@ def test_where_there_is_a_gpu_that_nobody_uses_it_does_not_begin_to(monkeypatch:
 
 def test_the_doctor_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path), "--sizes", "64K"]) == 0
-    told = capsys.readouterr().out
-    (state,) = (line for line in told.splitlines() if line.startswith("gds ") and "yes" in line)
-    (speed,) = (line for line in told.splitlines() if line.startswith("gds ") and "64 KiB" in line)
-    assert "compat" in told, "nobody is told that this is GPUDirect Storage"
+    shown = capsys.readouterr().out
+    (state,) = (line for line in shown.splitlines() if line.startswith("gds ") and "yes" in line)
+    (speed,) = (line for line in shown.splitlines() if line.startswith("gds ") and "64 KiB" in line)
+    assert "compat" in shown, "it must not pass for GPUDirect Storage"
     assert state != speed
 
 
-def test_the_doctor_tells_why_not(tmp_path: Path) -> None:
+def test_the_doctor_says_why_not(tmp_path: Path) -> None:
     """Without the driver's library: the environment of this process without the path that leads to it."""
     clean = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     found = subprocess.run(

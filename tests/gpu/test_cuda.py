@@ -189,7 +189,7 @@ def test_a_store_waits_for_work_that_is_queued(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", registry.names())
 def test_a_load_takes_no_memory_of_a_tensors_size_on_the_host(tmp_path: Path, backend: str) -> None:
     skip_unless_available(backend)
-    skip_unless_peaks_are_told()
+    skip_unless_peaks_are_known()
     tensor = torch.randn(128 << 20, device="cuda")
     for name in ("x", "x.safetensors"):
         fastensor.save({"w": tensor}, tmp_path / name)
@@ -201,9 +201,9 @@ def test_a_load_takes_no_memory_of_a_tensors_size_on_the_host(tmp_path: Path, ba
         assert torch.equal(found["w"], tensor)
 
 
-def skip_unless_peaks_are_told() -> None:
+def skip_unless_peaks_are_known() -> None:
     if not CLEAR_REFS.exists() or "VmHWM:" not in STATUS.read_text():
-        pytest.skip("this kernel does not tell the peak of a process's memory, or cannot begin a new one")
+        pytest.skip("this kernel does not report the peak of a process's memory, or cannot begin a new one")
 
 
 def resident_nbytes(field: str) -> int:

@@ -45,7 +45,7 @@ class Reading:
     picture: Any
     """Plain values that are equal if what was read is."""
     verified: bool
-    """Whether the caller was not told that something could not be verified."""
+    """Whether no warning said that something could not be verified."""
 
 
 def picture(value: Any, depth: int = 0) -> Any:

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 _PAGE = resource.getpagesize()
 _HARMLESS_NBYTES = 8 << 20
-"""Of growth: behind more, that by the next attack would not be seen."""
+"""Growth by an attack that is tolerated. More would hide the growth by the next attack."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Limits:
     seconds: float
     """For a single attack."""
     nbytes: int = 768 << 20
-    """Of address space, in addition to what an idle process has."""
+    """The most address space of an attack, in addition to that of an idle process."""
 
 
 class Laboratory:

@@ -47,7 +47,7 @@ class Hostile:
     entries: tuple[str, ...] = READERS
     """Those to attack."""
     most_nbytes: int = 0
-    """Of memory that reading it may take; 0 for the usual amount."""
+    """The most memory that reading it may take; 0 for the usual amount."""
 
 
 def holding(w: bytes) -> bytes:
@@ -205,7 +205,7 @@ def running_code(marker: str) -> list[Hostile]:
 CODE = [
     Hostile("a function as a class", program(named("os", "system") + tuple_of() + b"\x81"), FORBIDDEN, ("load",)),
     Hostile("a state", program(built(call(named("os", "_wrap_close")), tuple_of())), FORBIDDEN, ("load",)),
-    Hostile("a module that nobody has imported", program(call(named("this", "s"))), FORBIDDEN, ("load",)),
+    Hostile("a module that is not imported", program(call(named("this", "s"))), FORBIDDEN, ("load",)),
     Hostile(
         "a lazy module of torch",
         program(dict_of(plain=dict_of(w=tensor()), x=named("torch", "onnx"))),

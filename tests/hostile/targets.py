@@ -38,7 +38,7 @@ def directory(data: bytes) -> None:
     with contextlib.suppress(FastensorError):
         archive = torch_records.read_archive(read, len(data), where="x")
         if archive.compressed:
-            return  # nobody reads its local headers
+            return  # its local headers are not read
         for part in archive.parts:
             begin = torch_records.find_data(part, read(part.begin, zip_directory.LOCAL_HEADER.size), "x")
             assert begin + part.nbytes <= part.end <= len(data)

@@ -15,7 +15,7 @@ import fastensor
 from fastensor import CorruptCheckpointError
 
 
-def test_a_server_that_ends_is_told_and_replaced(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     fastensor.save(PLAIN, path)
     with laboratory() as made:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 MOST_BYTES = 64
-"""Of what is inserted, moved or taken away."""
+"""The most bytes that a mutation inserts, moves or takes away."""
 
 
 @dataclass(frozen=True)

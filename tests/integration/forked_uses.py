@@ -47,7 +47,7 @@ CASES: dict[str, Callable[[Path], Uses]] = {}
 REFUSED = {
     "open-file-behind-others": "a forked process shares its position; open the checkpoint again in each",
 }
-"""What the child is told instead, by case."""
+"""The error that the child gets instead, by case."""
 MOMENTS = ("idle", "busy", "locked")
 FORKS_WHILE_BUSY = 3
 HANG_SECONDS = 20.0
@@ -334,7 +334,7 @@ def _pending(folder: Path) -> Uses:
 
 @case("handle-that-is-done")
 def _done(folder: Path) -> Uses:
-    told: list[object] = []
+    called: list[object] = []
     with fastensor.AsyncWriter() as writer:
         handle = writer.save(values(SMALL), new_path(folder), durable=False)
         handle.result()
@@ -342,8 +342,8 @@ def _done(folder: Path) -> Uses:
         def use() -> None:
             assert (handle.done(), handle.cancel(), handle.stage) == (True, False, "durable")
             assert (handle.result(60).path, handle.exception(60)) == (handle.path, None)
-            handle.add_done_callback(told.append)
-            assert told[-1] is handle
+            handle.add_done_callback(called.append)
+            assert called[-1] is handle
 
         yield from repeated(use)
 

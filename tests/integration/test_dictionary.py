@@ -37,7 +37,7 @@ CHANGES = [
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the dictionaries; the current one is another."""
+    """The folder of the dictionaries. The current folder is another one."""
     monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path / "dictionaries"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -54,7 +54,7 @@ def file() -> DictionaryFile:
 
 @pytest.fixture
 def other(folder: Path) -> DictionaryFile:
-    """Of another machine."""
+    """The dictionary of another machine."""
     found = DictionaryFile(folder / f"{7:016x}.json", {"cpu": "96 × Other", "disk": "NVMe"})
     found.update(CHANGES[:1])
     return found

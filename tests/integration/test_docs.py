@@ -124,7 +124,7 @@ def test_the_benchmark_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "files")
 
 
-def test_the_benchmark_of_a_gpu_shows_what_it_has_when_it_is_told_to_end(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_gpu_shows_what_it_has_when_it_is_terminated(tmp_path: Path) -> None:
     with Program(*gpu_benchmark(tmp_path, rounds=10_000), folder=tmp_path) as process:
         next(line for line in process.stderr if "round 1" in line)
         process.terminate()

@@ -305,7 +305,7 @@ def test_a_filesystem_without_direct_io(capsys: Any, monkeypatch: pytest.MonkeyP
 
 
 class Other(NumpyBackend):
-    """Somebody else's."""
+    """A backend of another package."""
 
     name = "other"
 

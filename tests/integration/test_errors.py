@@ -232,7 +232,7 @@ def test_both_forces_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, su
         assert not isinstance(caught.value, FastensorError)
 
 
-def test_what_the_user_raises_is_told_by_its_frames(tmp_path: Path) -> None:
+def test_what_the_user_raises_is_recognized_by_its_frames(tmp_path: Path) -> None:
     """A callable map_location is the user's, whatever module it is in."""
     fastensor.save({"w": torch.ones(3)}, tmp_path / "x")
 
@@ -244,9 +244,9 @@ def test_what_the_user_raises_is_told_by_its_frames(tmp_path: Path) -> None:
     assert not isinstance(caught.value, FastensorError)
 
 
-def test_who_wraps_torch_load_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_of_torch_load_get_the_same_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper is code of the user's in every traceback, and none that torch has called."""
-    module = types.ModuleType("somebodys_tooling")
+    module = types.ModuleType("other_tooling")
     exec("def load(*args, **options): return original(*args, **options)", vars(module))  # a module of its own
     vars(module)["original"] = torch.load
     monkeypatch.setattr(torch, "load", vars(module)["load"])

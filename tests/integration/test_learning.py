@@ -1,4 +1,4 @@
-"""What processes learn reaches the disk, however they end, and holds up nobody."""
+"""What processes learn reaches the disk, however they end, and writing it delays no caller."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def learn(folder: Path, name: str) -> None:
     current_selector(folder)
 
 
-def test_a_disk_that_does_not_answer_holds_up_no_transfer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_delays_no_transfer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = DictionaryFile.update
     asked, answers, written = threading.Event(), threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
@@ -89,7 +89,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_transfer(here: Path, monkeypatc
     def stuck(file: DictionaryFile, changes: Any) -> None:
         threads.append(threading.current_thread())
         asked.set()
-        assert answers.wait(20), "it was held up"
+        assert answers.wait(20), "a transfer waited for the disk"
         update(file, changes)
         written.set()
 

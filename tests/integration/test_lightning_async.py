@@ -77,7 +77,7 @@ def disk_is_free(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     write = posix.write_fully
 
     def write_when_free(*arguments: Any) -> None:
-        assert free.wait(60), "nobody has freed it"
+        assert free.wait(60), "the save was not released"
         write(*arguments)
 
     monkeypatch.setattr(posix, "write_fully", write_when_free)
@@ -94,7 +94,7 @@ def options_of(pl: Any, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def make_logger(pl: Any, folder: Path) -> Any:
-    """A logger that keeps the steps of the saves that it is told of."""
+    """A logger that records the steps of the saves that are reported to it."""
     base = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger
 
     class Recorder(base):  # type: ignore[misc]

@@ -93,7 +93,7 @@ def test_ranks_choose_by_what_rank_0_has_learned(brand: str, tmp_path: Path) -> 
 def test_sharing_begins_when_the_folder_is_decided_and_before_loads(
     brand: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the logger, if nobody has given one."""
+    """The logger decides the folder if none was given."""
     pl = pytest.importorskip(brand)
     events: list[Any] = []
 
@@ -155,5 +155,5 @@ def test_where_nothing_would_be_shared_nothing_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_single_process_has_nobody_to_share_with(tmp_path: Path) -> None:
+def test_a_single_process_shares_with_no_other(tmp_path: Path) -> None:
     FastensorCheckpointIO().save_checkpoint(of_a_trainer(), tmp_path / "x")

@@ -98,7 +98,7 @@ def set_attribute(path: str | Path, name: str, value: bytes) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize(("owner", "mode"), [(ADA, 0o444), (BOB, 0o644)], ids=["read-only", "of-somebody-else"])
+@pytest.mark.parametrize(("owner", "mode"), [(ADA, 0o444), (BOB, 0o644)], ids=["read-only", "of-another-user"])
 def test_a_file_that_may_not_be_written_is_not_replaced(shared: Path, owner: int, mode: int) -> None:
     path = old_file(shared / "best.ckpt", owner=owner, mode=mode)
     for save in (torch.save, fastensor.save):
@@ -505,7 +505,7 @@ def test_a_forked_child_holds_no_lock_of_a_save_that_has_ended(tmp_path: Path) -
         os.waitpid(pid, 0)
 
 
-def test_an_empty_file_that_somebody_has_locked_is_replaced(tmp_path: Path) -> None:
+def test_an_empty_file_that_is_locked_is_replaced(tmp_path: Path) -> None:
     """Another save may be writing it."""
     path = tmp_path / "x"
     path.touch()

@@ -251,7 +251,7 @@ def test_a_dictionary_of_the_user_decides(tmp_path: Path) -> None:
 
 class BrokenReader(BufferedReader):
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
-        raise KeyError("of somebody else")
+        raise KeyError("of another package")
 
 
 class Broken(NumpyBackend):
@@ -269,7 +269,7 @@ class Broken(NumpyBackend):
         return object.__getattribute__(self, name)
 
 
-@pytest.mark.parametrize("error", [KeyError("of somebody else"), OSError(errno.EINVAL, "not so")])
+@pytest.mark.parametrize("error", [KeyError("of another package"), OSError(errno.EINVAL, "not so")])
 @pytest.mark.parametrize("raises_in", ["why_unavailable", "can_write", "write", "open_reader"])
 def test_a_backend_that_raises_loses_no_checkpoint(
     selector: Selector, tmp_path: Path, register: Any, raises_in: str, error: Exception
@@ -308,7 +308,7 @@ def test_a_backend_that_raises_while_it_reads_is_used_once(
         except fastensor.CheckpointReadError as error:
             failures.append(str(error))
     (message,) = failures
-    assert "the backend broken has raised KeyError('of somebody else')" in message
+    assert "the backend broken has raised KeyError('of another package')" in message
     assert str(tmp_path / "x") in message
 
 

@@ -108,7 +108,7 @@ def cannot_everything(rank: int, folder: Path) -> None:
 
 
 def known_before(rank: int, folder: Path) -> None:
-    """Rank 0 knows from an earlier run; nobody explores."""
+    """Rank 0 knows from an earlier run; no rank explores."""
     selector = Selector(paper=True)
     if rank == 0:
         explore(selector, rank)

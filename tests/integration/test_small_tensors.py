@@ -100,7 +100,7 @@ def test_records_in_another_order_than_that_of_the_pickle(tmp_path: Path) -> Non
 
 
 class NotAllowed:
-    """A class that nobody has allow-listed."""
+    """A class that is not allow-listed."""
 
 
 def test_what_torch_refuses_is_refused(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_what_is_not_there(folder: str) -> None:
         fastensor.load(f"{folder}/nothing.ckpt")
 
 
-def test_urls_that_nobody_knows(tmp_path: Path) -> None:
+def test_urls_of_unknown_protocols(tmp_path: Path) -> None:
     with pytest.raises(UnknownFilesystemError, match=r"foo://x: fsspec cannot reach it.*s3fs"):
         fastensor.save(STATE, "foo://x")
     with pytest.raises(UnknownFilesystemError, match="gcsfs"):

@@ -164,7 +164,7 @@ def test_every_protocol_of_pickle(tmp_path: Path, protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_values_are_told_in_few_words(protocol: int, tmp_path: Path) -> None:
+def test_values_are_shown_in_few_words(protocol: int, tmp_path: Path) -> None:
     state = {"int": 10**2000, "longer": 10**5000, "text": "x" * 1000, "set": {1, 2}, "order": list(range(99))}
     state |= {"pair": (1, 2), "frozen": frozenset({1}), "size": torch.Size([1]), "complex": 1 + 2j, "bytes": b""}
     state |= {"no pair": (), "nothing frozen": frozenset(), "no size": torch.Size([])}
@@ -306,7 +306,7 @@ LOSSES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "the rest": ({"model": {"w": torch.ones(2)}, "step": 3}, {"root": "model"}, "beside 'model'"),
     "ties": ((lambda w: {"a": w, "b": w})(torch.ones(3)), {"copy_ties": True}, "share memory"),
     "parameters": ({"a": torch.nn.Parameter(torch.ones(2))}, {}, "parameters"),
-    "what hangs on a state dict": (torch.nn.Linear(2, 2).state_dict(), {}, "hangs on the dict"),
+    "what hangs on a state dict": (torch.nn.Linear(2, 2).state_dict(), {}, "attributes of the dict"),
 }
 
 
@@ -530,7 +530,7 @@ def test_a_progress_bar_on_long_work(ckpt: Path, monkeypatch: pytest.MonkeyPatch
     assert "x.ckpt: " in err
     assert "B/s]" in err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    assert command_line(capsys, "verify", ckpt)[2] == "", "not where nobody looks"
+    assert command_line(capsys, "verify", ckpt)[2] == "", "no bar where there is no terminal"
 
 
 def test_wrong_arguments(capsys: Any, ckpt: Path, tmp_path: Path) -> None:

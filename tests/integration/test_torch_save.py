@@ -1,5 +1,5 @@
-"""Where ``torch.save`` is another one than usual: wrapped by somebody's own tooling, or told to leave out values; and
-what it takes for arrays that are no tensors."""
+"""Saves where ``torch.save`` is unusual: wrapped by other tooling, or set to leave out values; and the memory that
+saves take for arrays that are no tensors."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_folder_that_is_not_there(make: Any, expected: list[torch.Tensor], cap
 
 
 @pytest.mark.parametrize("ahead", [0, 64 << 20])
-def test_what_cannot_be_read_is_told(make: Any, ahead: int) -> None:
+def test_what_cannot_be_read_raises(make: Any, ahead: int) -> None:
     offload = make(prefetch_bytes=ahead)
     with failing("preadv", errno.EIO), pytest.raises(OffloadError, match=r"cannot be read.*Input/output error"):
         gradients(TRANSFORMER, offload)
@@ -203,7 +203,7 @@ def test_threads_that_cannot_be_started(
 
 
 def test_threads_that_die(make: Any, expected: list[torch.Tensor]) -> None:
-    """A failure that nobody expects, in each of the threads."""
+    """An unexpected failure, in each of the threads."""
     offload = make(backend="numpy", staging_bytes=1)
     with mock.patch.object(numpy.BufferedSlots, "write", mock.Mock(side_effect=SystemExit)):
         assert equal(gradients(TRANSFORMER, offload), expected)
@@ -334,7 +334,7 @@ def test_what_is_closed_while_it_is_written_is_no_failure(
 
 
 def test_memory_is_freed_once_it_is_written(make: Any) -> None:
-    """Nobody holds the tensors any more, and what is in use of the disk is what they take."""
+    """No reference to the tensors is left, and the space in use on the disk is what they take."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     offload = make()
@@ -353,7 +353,7 @@ def test_memory_is_freed_once_it_is_written(make: Any) -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, RuntimeError])
 def test_after_an_interrupt_the_next_step_begins_anew(make: Any, kind: type[BaseException]) -> None:
-    """Somebody presses Ctrl-C while the backward pass waits for the disk."""
+    """The user presses Ctrl-C while the backward pass waits for the disk."""
     offload = make(prefetch_bytes=0)
     torch.manual_seed(0)
     with offload.step():
@@ -480,7 +480,7 @@ def test_interrupts_wherever_they_may_come(
     make: Any, tally: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, step: int
 ) -> None:
     """Ctrl-C in the thread of the training, at each place of this package in turn where Python looks for it. The step
-    is lost, or is right; the next one is right; nobody waits for what never comes; and nothing stays open."""
+    is lost, or is right; the next one is right; no thread waits for ever; and nothing stays open."""
     if where == "device":
         request.getfixturevalue("staged")
     hear = sys.unraisablehook

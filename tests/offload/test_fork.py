@@ -1,5 +1,5 @@
-"""Forks of a process that offloads: the child goes on by itself, the parent does not notice, and nobody waits for
-threads, or for locks of threads, that the child lacks."""
+"""Forks of a process that offloads: the child goes on by itself, the parent does not notice, and the child does
+not wait for threads, or for locks of threads, that it lacks."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_large_tensors_wherever_they_begin(make: Any, begin: int, lead: int | No
     del mask
     offload.settle()
     assert offload.statistics().written_bytes == nbytes
-    pages[:] = 1  # nobody reads it any more
+    pages[:] = 1  # it is not read any more
     loss.backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, expected)
@@ -330,13 +330,21 @@ def test_in_many_pieces(make: Any, tmp_path: Path, name: str) -> None:
         assert equal(gradients(CASES[name], offload), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"dram_bytes": 0, "staging_bytes": 1 << 20}])
-def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [
+        (256, {}),
+        (256, {"dram_bytes": 0, "staging_bytes": 1 << 20}),
+        pytest.param(1024, {}, marks=pytest.mark.torture),
+        pytest.param(1024, {"dram_bytes": 0, "staging_bytes": 4 << 20}, marks=pytest.mark.torture),
+    ],
+)
+def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, width: int, options: dict[str, Any]) -> None:
     """The cells of recurrent networks save parts of one large tensor, and go on with the next part in place."""
 
     def run(offload: ActivationOffload | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        cell = nn.LSTMCell(64, 256)
+        cell = nn.LSTMCell(64, width)
         x = torch.randn(8, 512, 64)
         with offload.step() if offload else nullcontext():
             state = None
@@ -352,7 +360,7 @@ def test_parts_that_are_changed_behind_those_that_are_saved(make: Any, options: 
 
 
 def test_a_part_of_which_the_rest_is_changed_meanwhile(make: Any, held_writes: Any) -> None:
-    """Such parts may have version counters of their own: nobody notices, and nobody has to."""
+    """Such parts may have version counters of their own, so the change is not noticed, and need not be."""
     offload = make()
     x = torch.randn(700_000, requires_grad=True)
     part, rest = torch.randn(1 << 20).unsafe_split_with_sizes([700_000, (1 << 20) - 700_000])

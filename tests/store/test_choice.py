@@ -240,8 +240,8 @@ def test_a_backend_that_cannot_gives_way(
     assert statistics.fallbacks == {"refusing": "not from this file"}
     assert "refusing" not in {**statistics.written_by, **statistics.read_by}
     assert statistics.selector.failed >= 2
-    told = [record.message for record in caplog.records if "is not used" in record.message]
-    assert told == ["refusing is not used: not on this file", "refusing is not used: not from this file"]
+    warnings = [record.message for record in caplog.records if "is not used" in record.message]
+    assert warnings == ["refusing is not used: not on this file", "refusing is not used: not from this file"]
     shown = str(selector.explain(TENSOR.nbytes, WRITE, [*ALL, "refusing"]))
     assert "refusing: not possible (not on this file)" in shown
     assert len(list(tmp_path.iterdir())) == 0
@@ -256,7 +256,7 @@ def test_a_named_tool_that_cannot_gives_way_to_numpy(tmp_path: Path, unable: Non
     assert statistics.fallbacks == {name: reason}
 
 
-def test_who_asks_for_statistics_holds_up_nobody() -> None:
+def test_statistics_block_no_other_call() -> None:
     def selector() -> Selector:
         tools.count_delete()  # as another thread might, while a dictionary is read
         return made
@@ -271,7 +271,7 @@ def test_who_asks_for_statistics_holds_up_nobody() -> None:
 
 
 def test_a_named_tool_reads_no_dictionary() -> None:
-    tools = Tools("numpy", lambda: pytest.fail("nobody is to be asked"), "write")
+    tools = Tools("numpy", lambda: pytest.fail("no selector is to be asked"), "write")
     assert tools.statistics().selector == Selector().statistics()
 
 

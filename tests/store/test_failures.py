@@ -173,7 +173,7 @@ def test_files_are_durable_before_they_have_a_name(tmp_path: Path, temporaries: 
     assert "fsync" not in calls
 
 
-def test_nobody_sees_a_part_of_a_file(tmp_path: Path, temporaries: str) -> None:
+def test_no_reader_sees_a_part_of_a_file(tmp_path: Path, temporaries: str) -> None:
     store = TensorStore(tmp_path, backend="numpy")
     seen: set[str] = set()
 

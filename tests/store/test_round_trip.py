@@ -142,7 +142,7 @@ def test_special_tensors_come_back_or_are_refused(folder: Path, value: Any, tool
         assert_comes_back(store.get(ref), value)
 
 
-def test_what_numpy_cannot_hold_is_for_torch_and_that_is_told_once(tmp_path: Path, caplog: Any) -> None:
+def test_what_numpy_cannot_hold_is_for_torch_which_is_logged_once(tmp_path: Path, caplog: Any) -> None:
     store = TensorStore(tmp_path, backend="direct")
     for _ in range(2):
         ref = store.put(torch.eye(3).to_sparse())

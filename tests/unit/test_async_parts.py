@@ -127,7 +127,7 @@ def test_the_pace_is_kept(rate: float, sizes: list[int], pauses: list[float]) ->
         now += pauses[number] if number < len(pauses) else 0.0
 
 
-def test_without_a_rate_nobody_waits() -> None:
+def test_without_a_rate_no_caller_waits() -> None:
     assert Pace(None).delay(1 << 40) == 0.0
 
 

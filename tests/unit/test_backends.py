@@ -182,7 +182,7 @@ def test_looking_into_the_page_cache_reads_nothing(disk: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
 def test_a_kernel_that_does_not_say_what_is_in_the_page_cache(disk: Path, code: int) -> None:
-    """It is older than 6.5, or the file belongs to somebody else."""
+    """It is older than 6.5, or the file belongs to another user."""
 
     def refuse(call: Call) -> Any:
         if call.name == "syscall":

@@ -15,7 +15,7 @@ from fastensor.backends import buffers
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, BufferPool, map_buffers
 
 
-def nobody_waits() -> AbstractContextManager[None]:
+def no_waiting() -> AbstractContextManager[None]:
     raise AssertionError("a buffer is idle")
 
 
@@ -23,7 +23,7 @@ def test_a_pool_never_lends_more_than_it_has() -> None:
     pool = BufferPool(lambda: 2 * BUFFER_NBYTES + 7)
     pool.reserve(9 * BUFFER_NBYTES)
     held: list[Buffer] = []
-    first = pool.wait_and_take(held, while_waiting=nobody_waits, stopped=lambda: False)
+    first = pool.wait_and_take(held, while_waiting=no_waiting, stopped=lambda: False)
     second = pool.take(held)
     assert first is not None
     assert held == [first, second]
@@ -33,7 +33,7 @@ def test_a_pool_never_lends_more_than_it_has() -> None:
     assert pool.wait_and_take(held, while_waiting=lambda: nullcontext(waits.append(True)), stopped=lambda: True) is None
     assert waits == [True]
     pool.give(first)
-    assert pool.wait_and_take(held, while_waiting=nobody_waits, stopped=lambda: False) is first
+    assert pool.wait_and_take(held, while_waiting=no_waiting, stopped=lambda: False) is first
     assert (pool.nbytes, pool.free_nbytes, pool.peak_nbytes) == (2 * BUFFER_NBYTES, 0, 2 * BUFFER_NBYTES)
     pool.close()
     pool.give(second)

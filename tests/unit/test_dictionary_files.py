@@ -368,7 +368,7 @@ def test_filesystems_without_locks(file: DictionaryFile, path: Path, caplog: Any
     assert not caplog.records
 
 
-def test_a_lock_that_is_held_for_long_stops_nobody(
+def test_a_lock_that_is_held_for_long_stops_no_caller(
     file: DictionaryFile, path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)

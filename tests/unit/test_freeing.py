@@ -21,19 +21,19 @@ NBYTES = 4 << 20
 
 
 @contextmanager
-def closing_held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
-    """Descriptors are closed when the event is set, or the block is left; the list tells by which threads."""
+def closing_blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Descriptors are closed when the event is set, or the block is left; the list names the closing threads."""
     may_close, threads = threading.Event(), []
     close = posix.close_read_only
 
-    def hold_up(fd: int) -> None:
+    def block(fd: int) -> None:
         threads.append(threading.current_thread().name)
         assert may_close.wait(30)
         close(fd)
 
     wait_for_space()
     with monkeypatch.context() as patch:
-        patch.setattr(freeing.posix, "close_read_only", hold_up)
+        patch.setattr(freeing.posix, "close_read_only", block)
         try:
             yield may_close, threads
         finally:
@@ -66,7 +66,7 @@ def test_a_save_says_what_it_has_left_to_be_done(tmp_path: Path, monkeypatch: py
 def test_whoever_waits_for_space_frees_what_the_thread_has_not_come_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread may be held up by a disk that does not answer."""
+    """The thread may be blocked by a disk that does not answer."""
     stuck, goes_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -85,7 +85,7 @@ def test_whoever_waits_for_space_frees_what_the_thread_has_not_come_to(
 
 def test_one_thread_frees_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
-    with closing_held_up(monkeypatch) as (may_close, threads):
+    with closing_blocked(monkeypatch) as (may_close, threads):
         for number in range(5):
             path = tmp_path / str(number)
             path.write_bytes(bytes(1000))
@@ -122,7 +122,7 @@ def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.seconds is not None
 
 
-def test_a_job_that_fails_is_told_and_the_next_one_is_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_fails_is_logged_and_the_next_one_is_done(caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
     assert afterwards.do_afterwards(lambda: [][0])
     assert afterwards.do_afterwards(done.set)
@@ -130,7 +130,7 @@ def test_a_job_that_fails_is_told_and_the_next_one_is_done(caplog: pytest.LogCap
     assert "IndexError" in caplog.text
 
 
-def test_nobody_waits_for_what_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_caller_waits_for_what_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(10_000))
     close, failed = posix.close_read_only, threading.Event()
@@ -168,7 +168,7 @@ def test_a_forked_child_has_a_thread_of_its_own(tmp_path: Path) -> None:
 def test_several_threads_wait_for_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(10_000))
-    with closing_held_up(monkeypatch) as (may_close, threads):
+    with closing_blocked(monkeypatch) as (may_close, threads):
         with freeing_afterwards(str(path)) as found:
             path.unlink()
         first, second = (threading.Thread(target=wait_for_space) for _ in range(2))
@@ -188,7 +188,7 @@ def test_several_threads_wait_for_the_same(tmp_path: Path, monkeypatch: pytest.M
 def test_a_forked_child_does_not_keep_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(10_000))
-    with closing_held_up(monkeypatch):
+    with closing_blocked(monkeypatch):
         with freeing_afterwards(str(path)):
             path.unlink()
         pid = os.fork()

@@ -86,7 +86,7 @@ def test_wrong_bytes_make_a_peer_impossible_and_us_wrong(
 ) -> None:
     contender = benchmark.Contender(who, torch.save, lambda path, device, state: {"w": state["w"] + 1})
     results = benchmark.Results(folder.parent / "out")
-    with results.told("x", who):
+    with results.failures_noted("x", who):
         benchmark.save_and_load(contender, benchmark.Task("x", STATE, folder, CPU))
     assert results.impossible["x", who].startswith("WrongBytesError: ")
     assert results.wrong == wrong

@@ -156,7 +156,7 @@ def test_the_disk_is_found_by_its_name(tree: Tree, tmp_path: Path, dev: bool) ->
         ("cifs", "//host/share"),
     ],
 )
-def test_what_is_on_no_disk_tells_its_kind_and_no_names(tree: Tree, tmp_path: Path, kind: str, source: str) -> None:
+def test_what_is_on_no_disk_has_its_kind_and_no_names(tree: Tree, tmp_path: Path, kind: str, source: str) -> None:
     root = tree({"proc/self/mountinfo": mounted(tmp_path, kind, source, device="0:99999")})
     found = identity(tmp_path, root)
     assert found["filesystem"] == kind
@@ -212,7 +212,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     machine._versions.cache_clear()
 
 
-def test_a_machine_that_tells_nothing(tree: Tree, tmp_path: Path, installed: dict[str, str]) -> None:
+def test_a_machine_without_known_facts(tree: Tree, tmp_path: Path, installed: dict[str, str]) -> None:
     found = identity(tmp_path, tree({"proc/version": ""}))
     assert set(found) == {"cpu", "fastensor", "torch"}
     assert identity("/dev/null/x/y", tmp_path / "nothing") == found

@@ -118,7 +118,7 @@ def test_the_last_order_is_what_is_expected(first: list[int], second: list[int])
     assert list(schedules.begin(8, range(2)).upcoming()) == [1, 0], "another form"
 
 
-def test_a_second_look_that_nobody_has_expected_changes_nothing() -> None:
+def test_a_second_look_that_was_not_expected_changes_nothing() -> None:
     schedule = PrefetchSchedule([2, 1, 0])
     assert [schedule.take(position) for position in (2, 2, 0, 1, 0)] == [True] * 5
     assert schedule.taken == [2, 2, 0, 1, 0]
@@ -130,7 +130,7 @@ def test_what_is_passed_over_is_expected_for_a_while() -> None:
     assert next(schedule.upcoming()) == 0
     assert not schedule.take(9), "others are wanted by now"
     assert list(schedule.upcoming()) == list(range(10, 20))
-    assert not schedule.take(0), "nobody thought that it would be"
+    assert not schedule.take(0), "it was not expected"
     assert list(schedule.upcoming()) == list(range(10, 20))
 
 

@@ -97,7 +97,7 @@ def test_what_others_may_write() -> None:
         ("1,\"[[True, 'cpy']]\"", "item 1"),
         (f"1,\"[[1{'0' * 400}, 'cpy']]\"", "item 1"),
         ("1,\"[[1, '']]\"", "item 1"),
-        ("1,\"[[1, 'cpy'], [2, 'gds']]\"", "line 1, column 2: a tool stands there twice"),
+        ("1,\"[[1, 'cpy'], [2, 'gds']]\"", "line 1, column 2: a tool occurs twice"),
         ("1,\"[[1, 'cpy'], 'npy']\"", "the best tool, numpy, is none of those before it"),
         ("1,\"['npy']\"", "the best tool, numpy, is none of those before it"),
         ("1,\"[[1, 'cpy'], [2, 'npy'], 'npy']\"", "said to be numpy, but gds takes less time"),

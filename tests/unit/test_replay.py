@@ -23,7 +23,7 @@ WRITE = Context("write")
 ITERATIONS = 300
 
 Timings = dict[str, list[float]]
-"""Of each backend, one for each iteration."""
+"""The time of each iteration, by backend."""
 
 
 def recorded(mix: str) -> dict[int, Timings]:

@@ -81,8 +81,8 @@ def test_ten_uses_of_a_new_user_are_the_priors() -> None:
 
 @pytest.mark.parametrize("candidates", [("numpy", "direct"), ALL])
 def test_a_backend_that_is_faster_is_found_in_time(candidates: Sequence[str]) -> None:
-    """Of a backend of which nothing is known nobody expects less than twice the best one's time: after 20 uses for each
-    candidate it is paid for, and what it costs is less here."""
+    """An unknown backend is expected to take twice the best one's time. After 20 uses for each candidate, the budget
+    covers a try, which costs less than expected here."""
     chosen = run(Selector(), NUMPY_WINS, 300, candidates=candidates)
     assert "numpy" in chosen[: 25 * (len(candidates) - 1) + 60]
     assert Counter(chosen[-100:])["numpy"] >= 90
@@ -130,7 +130,7 @@ def test_what_is_hopeless_at_other_sizes_is_hopeless_at_a_new_one() -> None:
     assert {"gds", "numpy"} & set(chosen), "these are expected to cost less"
 
 
-def test_a_try_of_more_than_a_second_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_try_of_more_than_a_second_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     run(Selector(), fixed(numpy=9.0, direct=1.0), 30, candidates=("numpy", "direct"))
     (message,) = [record.message for record in caplog.records]
     assert message.startswith("numpy was tried for 1 MiB (write cpu durable), and took 9 s, 8 s longer than the best")
@@ -505,7 +505,7 @@ def test_the_papers_algorithm_with_its_three_dictionaries(mode: Any, expected: s
     assert selector.choose(MIB, WRITE, ALL, mode).backend == expected
 
 
-def test_the_papers_algorithm_does_not_wait_for_what_is_never_told() -> None:
+def test_the_papers_algorithm_does_not_wait_for_what_is_never_recorded() -> None:
     selector = Selector(paper=True)
     begun = [selector.choose(MIB, WRITE, ALL) for _ in range(5)]
     assert [choice.backend for choice in begun] == ["gds", "numpy", "torch", "direct", "gds"]
@@ -535,12 +535,12 @@ def choose_in_a_child():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 selector = Selector()
-with selector._lock, ThreadPoolExecutor(1) as pool:  # held, for the thread, by somebody else
+with selector._lock, ThreadPoolExecutor(1) as pool:  # as if another thread held the lock
     pool.submit(choose_in_a_child).result()
 """
 
 
-def test_a_listener_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_fails_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
     def listen(change: Change) -> None:
         raise ValueError("not now")
 
@@ -567,8 +567,8 @@ def test_what_is_explained_is_about_those_that_could_the_last_time() -> None:
     assert selector.explain(MIB, WRITE, default=PRIOR).choice.backend == "numpy"
 
 
-def test_what_nobody_had_to_choose_costs_nothing() -> None:
-    """A file is read by the kind of tool that wrote it: nobody asks which."""
+def test_a_transfer_without_a_choice_costs_nothing() -> None:
+    """A file is read by the kind of tool that wrote it: there is nothing to choose."""
     selector = Selector()
     for _ in range(3):
         selector.record(MIB, READ, "numpy", 1.0)
@@ -592,11 +592,11 @@ def test_what_is_explained_is_what_is_chosen(data: st.DataObject) -> None:
         assert selector.explain(*question).choice == explained
         assert selector.choose(*question) == explained
         assert explained.backend in question[2]
-        told = data.draw(st.sampled_from(["record", "record many", "failed", "nothing"]))
-        if told.startswith("record"):
-            for _ in range(20 if told == "record many" else 1):
+        event = data.draw(st.sampled_from(["record", "record many", "failed", "nothing"]))
+        if event.startswith("record"):
+            for _ in range(20 if event == "record many" else 1):
                 selector.record(*question[:2], explained.backend, data.draw(st.floats(0, 10)), explained)
-        elif told == "failed":
+        elif event == "failed":
             selector.failed(*question[:2], explained.backend, "no")
 
 
@@ -612,7 +612,7 @@ def test_explaining_changes_nothing() -> None:
     assert selector.choose(MIB, WRITE, ALL, default=PRIOR).exploring
 
 
-def test_everything_that_is_learned_is_told() -> None:
+def test_everything_that_is_learned_is_reported() -> None:
     changes: list[Change] = []
     selector = Selector(on_change=changes.append)
     run(selector, PRIOR_WINS, 60)

@@ -189,8 +189,8 @@ def test_an_unknown_torch_that_names_storages_otherwise_is_noticed(monkeypatch: 
 
 
 def test_what_others_make_of_tensors_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (str, ("somebody's",)))
-    assert b"somebody's" in plan([torch.ones(3)]).recording.data
+    monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (str, ("reduced",)))
+    assert b"reduced" in plan([torch.ones(3)]).recording.data
 
 
 def test_storages_that_are_viewed_as_two_dtypes_are_refused_as_by_torch() -> None:

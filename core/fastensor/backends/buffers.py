@@ -301,7 +301,7 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 transfer_buffers = BufferPool()
-"""For single saves and loads. Transfers that run at once map buffers of their own beyond what the pool keeps."""
+"""Buffers for single saves and loads. Transfers that run at once map more buffers than the pool keeps."""
 
 
 @cache

@@ -80,7 +80,7 @@ class _FileForTorch(io.RawIOBase):
     """Keeps the first failure of a write, and drops the bytes that follow.
 
     torch's C++ ignores what a write returns. After an exception torch goes on, and raises at the end the exception or a
-    ``RuntimeError`` about a wrong position. So torch is not told of a failure.
+    ``RuntimeError`` about a wrong position. So failures are not reported to torch.
     """
 
     def __init__(self, write: Callable[[memoryview, int], object]) -> None:

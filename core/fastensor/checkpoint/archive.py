@@ -37,7 +37,7 @@ def verify_compressed(file: OpenedFile) -> None:
     except FastensorError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # without one it is bz2, whose data is damaged
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 raises OSError without errno for damaged data
             raise read_error(error, file.where) from error
         raise CorruptCheckpointError(f"{file.where}: a compressed record is damaged ({error})") from error
     if damaged is not None:

@@ -32,7 +32,7 @@ class TensorInfo:
     """The description of one tensor of a checkpoint."""
 
     name: str
-    """The way to it, as for ``keys`` of :func:`fastensor.load`. A second tensor of the same name has ``#2`` added."""
+    """The way to the tensor, as for ``keys`` of :func:`fastensor.load`. A second one of that name has ``#2`` added."""
     kind: str
     """``Tensor``, ``Parameter``, the name of a subclass; ``sparse``, ``quantized``, ``meta``."""
     dtype: torch.dtype

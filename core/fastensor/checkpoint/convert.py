@@ -102,21 +102,35 @@ def convert(
             _check_nothing_is_lost(catalog, root, tensors, texts or {}, file.where)
 
         def plan(fallbacks: list[Fallback]) -> Plan:
-            # Their memory is never touched: only sizes count.
-            stand_ins = {name: _stand_in(name, one, file.where) for name, one in tensors.items()}
-            if kind == "safetensors":
-                planned: Plan = safetensors.plan(stand_ins, metadata=texts, checksums=checksums)
-            else:
-                whole = torch_zip.plan(stand_ins, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
-                planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
-            names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
-            order = [tensors[names[_identity(storage)]] for storage in planned.storages]
+            planned, order = _plan_without_values(tensors, kind, texts, checksums, file.where)
             source_tensors = _SourceTensors(file, order, verify, backend, progress or (lambda done, total: None))
             stack.callback(source_tensors.close)
             return replace(planned, storages=tuple(_TensorBytes(source_tensors, one) for one in order))
 
         transaction = SaveTransaction(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
         return transaction.run(plan)
+
+
+def _plan_without_values(
+    tensors: Mapping[str, Located],
+    kind: SavedContainer,
+    texts: Mapping[str, str] | None,
+    checksums: bool,
+    where: str,
+) -> tuple[Plan, list[Located]]:
+    """Lay out the target by stand-ins for the tensors, whose memory is never touched: only their sizes count.
+
+    Returns:
+        The plan, whose storages are to be replaced; and the tensors in the order of its storages.
+    """
+    stand_ins = {name: _stand_in(name, one, where) for name, one in tensors.items()}
+    if kind == "safetensors":
+        planned: Plan = safetensors.plan(stand_ins, metadata=texts, checksums=checksums)
+    else:
+        whole = torch_zip.plan(stand_ins, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
+        planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
+    names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
+    return planned, [tensors[names[_identity(storage)]] for storage in planned.storages]
 
 
 def _is_same_file(source: Location, target: Location) -> bool:
@@ -157,11 +171,11 @@ def _check_nothing_is_lost(
         UnsupportedContentError: the source holds more than the new file will.
     """
     losses = {
-        f"what is in it beside {root!r}": root is not None,
+        f"everything beside {root!r}": root is not None,
         "which tensors share memory": bool(overlapping(tensors)),
         "metadata": not catalog.metadata.keys() <= texts.keys(),
         "which tensors are parameters": any(one.info.kind != "Tensor" for one in tensors.values()),
-        "what hangs on the dict": bool(getattr(catalog.structure, "__dict__", {})),
+        "attributes of the dict": bool(getattr(catalog.structure, "__dict__", {})),
     }
     if lost := [what for what, is_lost in losses.items() if is_lost]:
         raise UnsupportedContentError(

@@ -32,8 +32,8 @@ class Freeing:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """Closes a descriptor once, in the first thread that asks."""
+class _PendingClose:
+    """A descriptor that is to be closed once, by the first thread that asks."""
 
     fd: int
     inode: tuple[int, int]
@@ -61,7 +61,7 @@ class _Job:
         self._done.wait()
 
 
-_pending: list[_Job] = []
+_pending: list[_PendingClose] = []
 """Jobs that are not done. Each change is one call, so the list needs no lock, which a fork or a signal handler might
 find held."""
 
@@ -84,7 +84,7 @@ def freeing_afterwards(path: str) -> Iterator[Freeing]:
     finally:
         found = os.fstat(fd)
         freeing.nbytes = 0 if found.st_nlink else found.st_blocks * _BLOCK_NBYTES
-        job = _Job(fd, (found.st_dev, found.st_ino), freeing)
+        job = _PendingClose(fd, (found.st_dev, found.st_ino), freeing)
         _pending.append(job)
         if found.st_nlink or not do_afterwards(job.run):
             job.run()

@@ -1,7 +1,7 @@
 """``fastensor.load``: torch rebuilds the object, our reader brings it the bytes and checks them.
 
 torch reads a checkpoint through a file object, asking for every record's bytes with one ``readinto`` straight into
-the memory of the storage to be. That file object is ours: it fills the memory with a backend that runs ahead through
+the memory of the future storage. That file object is ours: it fills the memory with a backend that runs ahead through
 the file, checks the record's CRC32, and only then does the storage reach the unpickler. So every rule of ``torch.load``
 (``map_location``, safe globals, ties, subclasses, byte order) is torch's own and holds.
 """

@@ -113,7 +113,7 @@ class PendingWork(ABC):
         self.future = Future()
         self._keeps = None
         if not self._ended:
-            self._outcome = SaveDroppedError(f"{self.place}: the process that was forked does it")
+            self._outcome = SaveDroppedError(f"{self.place}: the parent process does it")
         self._settle()
 
     def _settle(self) -> None:
@@ -208,7 +208,7 @@ def _wait_for(place: str) -> list[PendingWork]:
 
 
 def place_of(target: Target | RemotePath) -> str:
-    """What a target is known as here."""
+    """The place of a target, by which work for it is found."""
     return target.path if isinstance(target, Target) else _place_of_url(target)
 
 

@@ -174,7 +174,7 @@ class InPlace:
         self.finished = True
 
     def withdraw(self) -> None:
-        """Let what is still written go nowhere, and unlock the file. At any instant, in any thread."""
+        """Discard everything that is still written, and unlock the file. Any thread may call this at any instant."""
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(null, self.fd, inheritable=False)
         os.close(null)

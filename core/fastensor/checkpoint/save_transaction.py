@@ -150,7 +150,7 @@ class SaveTransaction:
                 _under_way.remove(self)
 
     def withdraw(self) -> None:
-        """See to it that this save does not touch its target any more: the save that calls this replaces it.
+        """Keep this save from touching its target any more: the save that calls this replaces it.
 
         Takes no lock, and may be called at any instant of this save, by a signal handler or another thread. A save
         that has published its file by then has only been faster.
@@ -389,7 +389,7 @@ class SaveTransaction:
                 Context("write", source.device, warm=not self._durable),
                 [name for name in registry.names() if can_write(name, source)],
                 choose_writer(source.nbytes),
-                learn=self._durable and not source.throttled,  # unsynced, the page cache takes it, and the disk later
+                learn=self._durable and not source.throttled,  # an unsynced write ends in the page cache
             )
             checksums = transfer.run(
                 lambda backend: backend.write(source, fd), partial(record_fallback, self._fallbacks)

@@ -34,13 +34,19 @@ def add_to(commands: Any) -> None:
         "offloaded activations; the environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    for add_action in (_add_show, _add_export, _add_import, _add_clear, _add_plot):
+        add_action(actions)
 
+
+def _add_show(actions: Any) -> None:
     show = _add(actions, "show", _show, "print the dictionary as a table, the fastest backend marked")
     _add_path(show.add_mutually_exclusive_group()).add_argument(
         "--all", action="store_true", help="list all dictionaries and their machines"
     )
     show.add_argument("--json", action="store_true", help="print JSON")
 
+
+def _add_export(actions: Any) -> None:
     export = _add(actions, "export", _export, "write the dictionary for other machines, or in the form of the paper")
     _add_path(export)
     form = export.add_mutually_exclusive_group()
@@ -53,6 +59,8 @@ def add_to(commands: Any) -> None:
         "-o", "--output", metavar="FILE", default="-", help="the file to write; default: standard output"
     )
 
+
+def _add_import(actions: Any) -> None:
     imported = _add(actions, "import", _import, "take over the timings of a file, in place of the known ones")
     imported.add_argument("file", metavar="FILE", help="a dictionary of Fastensor, or CSV in the form of the paper")
     _add_path(imported)
@@ -62,11 +70,15 @@ def add_to(commands: Any) -> None:
         help="for CSV: the context of the timings, such as 'write cpu durable' or 'read cuda cold'",
     )
 
+
+def _add_clear(actions: Any) -> None:
     clear = _add(actions, "clear", _clear, "remove the dictionary: everything is learned anew")
     _add_path(clear.add_mutually_exclusive_group()).add_argument(
         "--all", action="store_true", help="remove all dictionaries, those of other machines included"
     )
 
+
+def _add_plot(actions: Any) -> None:
     drawn = _add(actions, "plot", _plot, "draw the bandwidth of each backend by size (needs matplotlib)")
     _add_path(drawn)
     drawn.add_argument("-o", "--output", metavar="FILE", required=True, help="such as dictionary.png")

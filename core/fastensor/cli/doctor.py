@@ -17,7 +17,7 @@ from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.folder import Folder
 from fastensor.cli.checkup.measurement import BackendState, Chosen, Speed
 from fastensor.cli.checkup.printing import leaving_on_sigterm, parse_sizes, print_choices, print_speeds
-from fastensor.cli.checkup.software import Cuda, Gds, Kvikio, Software
+from fastensor.cli.checkup.software import Cuda, Gds, KvikioState, Software
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import DictionaryError
@@ -50,7 +50,7 @@ class Checkup:
     """Version of these names."""
     software: Software
     cuda: Cuda
-    kvikio: Kvikio
+    kvikio: KvikioState
     gds: Gds
     folder: Folder
     backends: tuple[BackendState, ...]
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "doctor",
-        help="look at what there is here, how fast it is, and what is wrong with it",
+        help="show the software, devices and backends here, how fast they are, and what is wrong",
         description="Look at the software, GPUs and GPUDirect Storage, at a folder and its filesystem, and at the "
         "backends; measure each of them with files in that folder, which are removed; and say what is wrong. "
         "Nothing is learned from that: the dictionary stays as it is.",

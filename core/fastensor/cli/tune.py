@@ -23,11 +23,11 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "tune",
-        help="measure how fast each backend is in a folder, and fill the dictionary with that",
-        description='Measure how fast each backend saves and loads files in a folder, and learn that: backend="auto" '
-        "chooses by it from then on, for all folders on the same kind of filesystem. It takes some seconds, and the "
-        "files are removed. Without it, a rule by size decides, and other backends are tried as far as that costs next "
-        "to nothing.",
+        help="measure how fast each backend is in a folder, and fill the dictionary with the timings",
+        description="Measure how fast each backend saves and loads files in a folder, and learn the timings: "
+        'backend="auto" chooses by them from then on, for all folders on the same kind of filesystem. This takes some '
+        "seconds, and the files are removed. Untuned, a rule by size decides, and other backends are "
+        "tried as far as that costs next to nothing.",
         epilog="Exit status: 0 if something was learned; 1 if nothing could be measured.",
     )
     parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="the folder; default: this one")

@@ -1,4 +1,4 @@
-"""Threads that do one job after the other, and the one that does what is left to do when a call has returned."""
+"""Threads that run jobs one after the other, and the shared one for work that is left when a call has returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Worker:
     Every method may be called from any thread.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,7 +29,7 @@ class Worker:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()  # may be used by signal handlers
         self._thread: threading.Thread | None = None
         self._working = threading.Lock()
-        """Held by the thread. If an interrupt has left a second one behind, that waits."""
+        """Held by the thread that runs jobs. If an interrupt has left a second thread behind, the second one waits."""
 
     def give(self, job: Job) -> bool:
         """Queue a job. What the job raises is logged.
@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is one of the jobs."""
+        """Whether the caller runs in the worker's thread, as its jobs do."""
         return self._thread is threading.current_thread()
 
     @property
@@ -60,7 +60,11 @@ class Worker:
         return self._thread is not None
 
     def stop(self, *, wait: bool = False) -> None:
-        """Have the thread end when all jobs are done, and perhaps wait for that. No job may be given any more."""
+        """Have the thread end when all jobs are done. Give no more jobs.
+
+        Args:
+            wait: whether to return only when the thread has ended.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)

@@ -74,7 +74,7 @@ class NewFile:
         """Give the file its name, and replace the file that has the name. Syncs nothing.
 
         Raises:
-            OSError: the filesystem refused; :attr:`published` tells whether the file has taken its place all the same.
+            OSError: the filesystem refused; :attr:`published` says whether the file has taken its place all the same.
         """
         if not self._names:
             if self._link(self.path):
@@ -90,7 +90,7 @@ class NewFile:
         self.published = True
 
     def withdraw(self) -> None:
-        """Have :meth:`publish` raise unless the file has its name by now. At any instant, in any thread."""
+        """Have :meth:`publish` raise unless the file has its name by now. Any thread may call this at any instant."""
         self._withdrawn = True
         if not self.published:
             self._remove()  # whoever is about to rename the file does not find it any more
@@ -196,12 +196,14 @@ def replace_link(target: str, link: str) -> None:
 
 
 def announce_writer(path: str) -> NewFile:
-    """A hidden file that tells other processes of this machine, until it is closed, that a file is being written."""
+    """A hidden file that shows other processes of this machine, until it is closed, that a file is being written."""
     return NewFile(os.path.abspath(path), mode=0o600, hidden=True)
 
 
 def wait_for_writers(path: str, seconds: float) -> bool:
-    """Wait until no process that has announced it is about to replace a file, or a link but not the link's target.
+    """Wait while any process has announced (:func:`announce_writer`) that it is writing the file at ``path``.
+
+    A symlink is a file of its own here: announcements for its target do not count.
 
     Writers of other machines are seen where the filesystem shares locks.
 

@@ -15,7 +15,7 @@ from fastensor.files import posix
 
 @contextmanager
 def write_errors(path: str, what: str, outcome: Callable[[], str] | str = "") -> Iterator[None]:
-    """Raise every ``OSError`` of the block as :func:`write_error` has it.
+    """Raise every ``OSError`` of the block as the error that :func:`write_error` makes of it.
 
     Args:
         path: what is written.
@@ -31,14 +31,15 @@ def write_errors(path: str, what: str, outcome: Callable[[], str] | str = "") ->
 
 
 def write_error(error: OSError, path: str, what: str, outcome: str = "") -> CheckpointWriteError:
-    """What a failed system call means for whoever writes a file. ``errno`` is kept, and ``filename`` is the path."""
+    """The error for a file that cannot be written. It keeps ``errno``, and its ``filename`` is the path."""
     message = f"{what} ({error.strerror or error})" + (f"; {outcome}" if outcome else "")
     return CheckpointWriteError(error.errno or errno.EIO, message, path)
 
 
 @contextmanager
 def read_errors(path: str, what: str = "cannot read the checkpoint") -> Iterator[None]:
-    """Raise every ``OSError`` of the block as :func:`read_error` has it; a missing file stays ``FileNotFoundError``."""
+    """Raise every ``OSError`` of the block as the error that :func:`read_error` makes of it, except
+    ``FileNotFoundError``."""
     try:
         yield
     except (FastensorError, FileNotFoundError):
@@ -50,7 +51,7 @@ def read_errors(path: str, what: str = "cannot read the checkpoint") -> Iterator
 def read_error(
     error: OSError, path: str, what: str = "cannot read the checkpoint"
 ) -> CorruptCheckpointError | CheckpointReadError:
-    """What a failed system call means for whoever reads a file: the file was cut off, or ``what`` failed."""
+    """The error for a file that cannot be read: the file was cut off, or ``what`` failed."""
     if isinstance(error, posix.EndOfFile):
         return CorruptCheckpointError(f"{path}: {error.strerror}; it was cut off")
     return CheckpointReadError(error.errno or errno.EIO, f"{what} ({error.strerror or error})", path)

@@ -273,7 +273,7 @@ def close_read_only(fd: int) -> None:
 
 
 def memory_filesystem(fd: int) -> str | None:
-    """The name of a filesystem in memory, where direct I/O gains nothing and nothing is durable; None if it is not."""
+    """The filesystem's name if it is in memory, where direct I/O gains nothing and nothing is durable; else None."""
     return _MEMORY_FILESYSTEMS.get(_filesystem_type(fd))
 
 

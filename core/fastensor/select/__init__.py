@@ -1,1 +1,1 @@
-"""Where it is decided how bytes move."""
+"""The choice of the backend for each transfer, by measured timings."""

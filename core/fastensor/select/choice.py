@@ -19,7 +19,7 @@ _MODES = get_args(Mode)
 
 
 def check_mode(mode: Mode) -> Mode:
-    """The same mode.
+    """Return the mode if there is such a one.
 
     Raises:
         ValueError: there is no such mode.
@@ -30,7 +30,7 @@ def check_mode(mode: Mode) -> Mode:
 
 
 class Choice(NamedTuple):
-    """A decision, and why."""
+    """The chosen backend, and the reason for the choice."""
 
     backend: str
     reason: str
@@ -65,13 +65,13 @@ class Explanation:
     """What a selector knows about one size, and what it would choose. ``str()`` gives a table."""
 
     nbytes: int
-    """The largest size that this holds for."""
+    """The largest size that the explanation holds for."""
     context: Context
     choice: Choice
     timings: Mapping[str, Timing]
     """Timings of the size by backend."""
     failed: Mapping[str, str]
-    """Backends that could not do it in this process, and why."""
+    """Backends that could not move such bytes in this process, and why."""
     seconds: float
     """Time of all measured transfers, of every size and in every context."""
     extra_seconds: float

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 Operation: TypeAlias = Literal["write", "read"]
 STAGED = "staged"
-"""In place of a device: an asynchronous save has copied the bytes before, and the program goes on meanwhile."""
+"""Stands in place of a device: an asynchronous save has copied the bytes, and the program goes on meanwhile."""
 
 
 class Context(NamedTuple):

@@ -15,14 +15,14 @@ from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
 
 EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
-"""Environment variable. If it says no, no backend is tried and nothing is learned, so choices are always the same."""
+"""Environment variable. With a no, no backend is tried and no timing is learned, so choices are always the same."""
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
 
 
 _lock = threading.RLock()
 _made: dict[tuple[int, Kind], tuple[Selector, DictionaryFile]] = {}
-"""By device number, and kind."""
+"""Selectors and their files, by device number and kind."""
 _for_all: Selector | None = None
 
 

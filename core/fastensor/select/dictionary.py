@@ -84,7 +84,7 @@ class Entry:
     """The timings of one key."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
-    """By backend."""
+    """Timings by backend."""
     serial: int = 0
     """Rank in the order of changes: the latest changed entry has the largest."""
 
@@ -116,10 +116,10 @@ class Change(NamedTuple):
     backend: str
     seconds: float | None = None
     extra_seconds: float = 0.0
-    """How much longer that was than the best backend would have taken, because a backend was tried."""
+    """How much longer the transfer took than it would have by the best backend, because another one was tried."""
     counts: bool = True
-    """Whether it was a transfer of the user's. Measurements for their own sake (``fastensor tune``) do not add to the
-    budget of exploring."""
+    """Whether the transfer was one of the user's. Measurements for their own sake (``fastensor tune``) do not add to
+    the budget of exploring."""
     failed: bool = False
     """Whether the backend failed: the seconds are lost, and are no measurement."""
 
@@ -147,7 +147,7 @@ class Dictionary:
         return sum(map(len, self._entries.values()))
 
     def __iter__(self) -> Iterator[tuple[Key, Entry]]:
-        """By context, then by size."""
+        """Yield all keys and entries, ordered by context, then by size."""
         for context in sorted(self._entries, key=str):
             for bucket, entry in sorted(self._entries[context].items(), key=itemgetter(0)):
                 yield Key(context, bucket), entry
@@ -235,7 +235,7 @@ class Dictionary:
         """The dictionary that :meth:`to_json` has written.
 
         Raises:
-            DictionaryError: the text is something else.
+            DictionaryError: the text is no dictionary, is damaged, or has another version.
         """
         return cls.with_machine(text)[0]
 
@@ -244,7 +244,7 @@ class Dictionary:
         """The dictionary that :meth:`to_json` has written, and the identity of the machine that was measured.
 
         Raises:
-            DictionaryError: the text is something else.
+            DictionaryError: the text is no dictionary, is damaged, or has another version.
         """
         try:
             found = json.loads(text)
@@ -272,8 +272,8 @@ class Dictionary:
 
 
 def replacing(dictionary: Dictionary) -> Iterator[Change]:
-    """The changes that give another dictionary the same timings of the keys and backends of this one, in place of its
-    own."""
+    """The changes that overwrite another dictionary's timings with those of this one, for the keys and backends of
+    this one."""
     for key, entry in dictionary:
         nbytes = size_of(key.bucket)
         for name, timing in entry.timings.items():

@@ -60,7 +60,7 @@ def from_csv(text: str, context: Context) -> Dictionary:
         context: the context of the timings.
 
     Raises:
-        DictionaryError: the text is something else; the message says what, in which line and column.
+        DictionaryError: the text has another form; the message says what was found, in which line and column.
     """
     dictionary = Dictionary()
     rows = csv.reader(io.StringIO(text), skipinitialspace=True)
@@ -118,7 +118,7 @@ def _parse_speed_list(text: str, where: str) -> list[_Method]:
     methods = [_parse_method(one, f"{where}, item {number}") for number, one in enumerate(found, 1)]
     seconds = {method.backend: method.seconds for method in methods}
     if len(seconds) < len(methods):
-        raise DictionaryError(f"{where}: a tool stands there twice")
+        raise DictionaryError(f"{where}: a tool occurs twice")
     if best is not None:
         _check_best(PAPER_NAMES.get(best, best), seconds, where)
     return methods

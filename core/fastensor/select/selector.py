@@ -300,7 +300,7 @@ class Selector:
         *,
         explore: bool,
     ) -> Choice:
-        """The choice. Changes nothing."""
+        """The choice for :meth:`choose` and :meth:`explain`. Changes nothing."""
         if not candidates:
             raise ValueError("there is no backend to choose")
         possible = tuple(name for name in candidates if name not in history.failed) or candidates
@@ -411,7 +411,7 @@ class Selector:
         self._dictionary.apply(change)
         try:
             self._on_change(change)
-        except Exception:  # what was moved is moved
+        except Exception:  # the transfer has succeeded
             _logger.exception("on_change of a fastensor.Selector has raised when it was called with %s", change)
 
 

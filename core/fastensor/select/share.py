@@ -119,7 +119,7 @@ class Sharing:
                 self._adopt(message[0])
 
     def end(self) -> None:
-        """Learn by itself from now on, with what is known by now. The other ranks notice at their next sync."""
+        """Stop sharing. This rank keeps what it knows, and learns by itself. Other ranks notice at their next sync."""
         self._leaders = ()
         self._keep_to_itself()
         group, self._group = self._group, None

@@ -30,7 +30,8 @@ BackendChoice: TypeAlias = str | Selector
 
 
 def check_choice(choice: BackendChoice) -> None:
-    """
+    """Check that a choice names a backend, or is a selector.
+
     Raises:
         UnknownBackendError: no backend has that name.
         TypeError: the choice is neither a name nor a selector.

@@ -1,1 +1,1 @@
-"""Where bytes are laid out: the flat image of a standard file, and the reading of its directory."""
+"""The layout of bytes in standard files: planning the image of a new file, and reading the directory of a file."""

@@ -17,7 +17,7 @@ from fastensor.stitch.shape import MAX_SIZE, is_shape
 
 
 @dataclass(frozen=True, slots=True)
-class StorageKind:
+class StorageClass:
     """A class of storages."""
 
     dtype: torch.dtype
@@ -33,7 +33,7 @@ def find_known(module: str, name: str) -> Any:
     word = _STORAGES.get(name)
     value = vars(torch).get(word or name)  # getattr would import modules
     if isinstance(value, torch.dtype):
-        return StorageKind(value) if word else value
+        return StorageClass(value) if word else value
     return None
 
 
@@ -63,7 +63,7 @@ def rebuild_from_type(call: Callable[[Any, Any], Any], function: Any, kind: Any,
         call: calls a function of the pickle.
         function: makes the tensor of the base class.
         kind: the subclass.
-        arguments: of the function.
+        arguments: the arguments of the function.
         state: the attributes.
     """
     base = call(function, arguments)
@@ -147,14 +147,14 @@ def _set(elements: Iterable[Any] = ()) -> set[Any]:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How protocol 2 writes bytes."""
+    """``_codecs.encode``, by which protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes that are not in the encoding latin1")
     return text.encode(encoding)
 
 
 def _bytes(*arguments: Any) -> Any:
-    """How protocol 2 writes bytes without contents."""
+    """``bytes``, by which protocol 2 writes bytes without contents."""
     return UnknownObject("builtins.bytes", list(arguments)) if arguments else b""
 
 

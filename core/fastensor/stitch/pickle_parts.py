@@ -13,10 +13,11 @@ from fastensor.stitch.torch_pickle import Program
 
 
 def cut(program: Program, unwanted: Iterable[Any]) -> bytes | None:
-    """The bytes of a pickle that makes the same, with () for what is unwanted; None if the program cannot be cut.
+    """The bytes of a pickle that makes the same structure, with () in place of what is unwanted; None if it cannot be
+    cut.
 
-    All that is kept are the file's own bytes, so an unpickler does with them what it did before. All globals are still
-    named, so one that refuses some of them refuses them here, too.
+    The bytes that are kept are the file's own, so an unpickler treats them as before. All globals are still named, so
+    an unpickler that refuses one of them refuses the new pickle, too.
 
     Args:
         program: the pickle.
@@ -55,7 +56,7 @@ def _around(at: int, ranges: list[Range]) -> Range | None:
 
 
 def _without_needed(program: Program, ranges: list[Range]) -> list[Range]:
-    """Drop the ranges that make something that the rest of the pickle takes from the memo."""
+    """Drop the ranges that make values which the rest of the pickle takes from the memo."""
     needed: list[Range] = []
     needs: defaultdict[Range, list[Range]] = defaultdict(list)
     for at, number in program.gets:

@@ -19,7 +19,7 @@ import torch
 
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.pickle_functions import (
-    StorageKind,
+    StorageClass,
     call_known,
     find_known,
     rebuild_from_type,
@@ -40,21 +40,21 @@ _STATE = "pickled state"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A pickle, what it makes, and what has to be known to cut something out of it."""
+    """A pickle, the structure that it makes, and the places in it that have to be known to cut something out."""
 
     data: bytes
     structure: Any
-    """What it makes: dicts, lists and plain values as they are, and records for the rest."""
+    """The value that the pickle makes: dicts, lists and plain values as they are, and records for the rest."""
     texts: Sequence[Range]
-    """Texts and globals that are put into the memo. The opcode that does that is included."""
+    """Texts and globals that are put into the memo, each with the opcode that puts it there."""
     globals: Sequence[Range]
-    """All globals, without that opcode."""
+    """All globals, without the opcode that puts them into the memo."""
     puts: Mapping[int, int]
-    """Numbers in the memo of everything else, and where it is put there."""
+    """For all other values in the memo: where each is put there, by its number."""
     gets: Sequence[tuple[int, int]]
-    """Where something else is taken from the memo, in order, and its number."""
+    """Where values of :attr:`puts` are taken from the memo, in order, and their numbers."""
     can_be_cut: bool
-    """Whether it consists of what torch writes by default (protocol 2), and numbers nothing in the memo twice."""
+    """Whether all opcodes are ones that torch writes by default (protocol 2), and no memo number is used twice."""
 
     def naming_globals(self) -> bytes:
         """A pickle that names the same globals, and is quicker to search for them."""
@@ -95,11 +95,11 @@ def _run(interpreter: _Interpreter, where: str) -> Program:
 _WITH_LENGTHS = (tuple, list, dict, set, frozenset, str, bytes, bytearray)
 _PUTS = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
 _GETS = {pickle.BINGET: 1, pickle.LONG_BINGET: 4}
-"""Opcodes, and how many bytes of a number follow."""
+"""Opcodes that use the memo, and how many bytes of a number follow them."""
 _MAKES = frozenset(
     (pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS)
 )
-"""Opcodes behind which there may be another object on the stack, or the same with something in it."""
+"""Opcodes that may leave a new object on top of the stack, or put something into the one that is there."""
 _OTHERS = {
     *(pickle.PROTO, pickle.BINPERSID, pickle.EMPTY_DICT, pickle.EMPTY_LIST),
     *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.NONE, pickle.NEWTRUE),
@@ -108,7 +108,7 @@ _OTHERS = {
 }
 """The other opcodes that torch's own search for globals knows."""
 _FORGOTTEN: Any = object()
-"""Stands in the memo for what recognizing a plain tensor does not make: torch never takes that from the memo."""
+"""Stands in the memo for the values that :meth:`_Interpreter._plain_tensor` does not make. torch never takes them."""
 
 
 class _NotAsTorchWritesError(Exception):
@@ -161,9 +161,9 @@ class _Interpreter(pickle._Unpickler):
         begins: list[int] = []
         """Where the making of each value on the stack begins."""
         outer: list[tuple[list[int], int]] = []
-        """The same of the stacks below, and where the marks between them are."""
+        """``begins`` of each stack below, and where the mark above that stack is."""
         text, text_end = 0, -1
-        """Where the last text or global is."""
+        """Begin and end of the last text or global."""
         read, tell, dispatch, memo, puts, stack = file.read, file.tell, self.dispatch, self.memo, self._puts, self.stack
         while True:
             at = tell()
@@ -273,7 +273,7 @@ class _Interpreter(pickle._Unpickler):
             if (
                 any(number in self._puts for number in numbers)
                 or word != "storage"
-                or type(kind) is not StorageKind
+                or type(kind) is not StorageClass
                 or type(location) is not str
                 or hooks is not OrderedDict
             ):
@@ -295,7 +295,7 @@ class _Interpreter(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> PickledStorage:
         word, kind, key, location, numel = pid
         texts = isinstance(key, str) and isinstance(location, str)
-        if word != "storage" or not texts or not isinstance(kind, StorageKind) or not isinstance(numel, int):
+        if word != "storage" or not texts or not isinstance(kind, StorageClass) or not isinstance(numel, int):
             raise ValueError("a persistent id that is not one of a storage")
         return PickledStorage(key, kind.dtype, location, numel * kind.dtype.itemsize)
 
@@ -310,7 +310,7 @@ class _Interpreter(pickle._Unpickler):
         raise ValueError("a buffer out of band: torch writes none")
 
     def load_frame(self) -> None:
-        """What is in a frame is behind it, as if there was none."""
+        """Skip the size of a frame. The opcodes in the frame follow, as they would without it."""
         self.read(8)
 
     def load_dict(self) -> None:
@@ -362,11 +362,11 @@ class _Interpreter(pickle._Unpickler):
         self.stack[-1] = self._call(self.stack[-1], arguments, options)
 
     def _instantiate(self, kind: Any, arguments: list[Any]) -> None:
-        """For protocol 0."""
+        """Called by the opcodes INST and OBJ of protocols 0 and 1."""
         self.stack.append(self._call(kind, arguments))
 
     def _call(self, function: Any, arguments: Any, options: Any = None) -> Any:
-        """Call a function. One that is not known keeps its arguments as they are: a pickle may have them but once."""
+        """Call a function. The record for an unknown one gets the arguments uncopied: many calls may share them."""
         if isinstance(function, UnknownGlobal | UnknownObject):
             parts = [function, arguments, options] if options else [function, arguments]
             return UnknownObject(function.name, parts)

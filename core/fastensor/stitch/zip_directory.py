@@ -37,7 +37,7 @@ _MAX_COMMENT = 0xFFFF
 
 ReadAt = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: exactly that many bytes from that offset, or an exception."""
-_Entry: TypeAlias = tuple[int, str, int, int, int, int, bool]
+_DirectoryEntry: TypeAlias = tuple[int, str, int, int, int, int, bool]
 """One entry of the directory: where the local header begins; the name; the size of the data, and that in the file; the
 CRC32; the size of the local header without its extra field; whether the data are compressed. A plain tuple costs the
 garbage collector nothing, and there may be tens of thousands."""
@@ -76,7 +76,7 @@ def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
     return ZipDirectory(_parts(entries, offset, where), offset, any(entry[-1] for entry in entries))
 
 
-def _parts(entries: Sequence[_Entry], offset: int, where: str) -> list[Part]:
+def _parts(entries: Sequence[_DirectoryEntry], offset: int, where: str) -> list[Part]:
     """The records of entries that are ordered by offset. Raises if two have one name, or if they overlap."""
     parts: dict[str, Part] = {}
     ends = [begin for begin, *_ in entries[1:]]
@@ -146,7 +146,7 @@ def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int,
     return offset64, disk, start_disk, here, count, size, offset
 
 
-def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[_Entry, int]:
+def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[_DirectoryEntry, int]:
     if at + ENTRY.size > len(data):
         raise _defect(where, number, base + at, "cut off")
     (signature, _, _, flags, method, _, _, crc32, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _,

@@ -56,7 +56,7 @@ def writing(path: str) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with suppress(OSError):  # it is not there yet
+            with suppress(OSError):  # the file does not exist yet
                 os.unlink(path)
             raise
 
@@ -81,7 +81,7 @@ def remove(path: str) -> None:
     """Remove a file of the store.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         CheckpointWriteError: the filesystem refused.
     """
     try:

@@ -115,5 +115,5 @@ def _compare(found: int, ref: TensorRef, where: str) -> None:
     if ref.crc32 is not None and found != ref.crc32:
         raise CorruptCheckpointError(
             f"{where}: the tensor ({ref.nbytes} bytes) has CRC32 {found:08x}, expected {ref.crc32:08x}: the file was "
-            f"damaged after it was written; a store with verify=False brings the damaged values"
+            f"damaged after it was written; a store with verify=False returns the damaged values"
         )

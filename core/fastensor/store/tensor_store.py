@@ -60,7 +60,7 @@ class TensorStore:
 
     Args:
         directory: the directory of the files, which is created if it is missing. Closing the store removes nothing.
-        selector: chooses backends, and learns from every transfer. None is the selector that knows this machine and
+        selector: chooses backends, and learns from every transfer. None means the selector that knows this machine and
             filesystem (``fastensor.current_selector(directory, of="tensors")``). A selector with ``explore=False``
             tries no other backends.
         backend: ``"auto"``, or the name of the backend to use, here or in the paper (``npy``, ``pt``): then the

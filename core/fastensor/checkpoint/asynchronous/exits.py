@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.asynchronous.writer import AsyncWriter
 
 _watched: weakref.WeakSet[AsyncWriter] = weakref.WeakSet()
-"""Pending work keeps its writer alive."""
+"""Writers to finish. Pending work keeps its writer alive, so weak references are enough."""
 _deadline: float | None = None
 """When the process will be killed, if a SIGTERM has said so: ``time.monotonic()``."""
 
@@ -51,7 +51,7 @@ def _register() -> None:
     register = getattr(threading, "_register_atexit", atexit.register)
     try:
         register(_finish_at_exit)
-    except RuntimeError:  # it has stopped already
+    except RuntimeError:  # the interpreter starts no threads any more
         _exiting = True
 
 

@@ -16,7 +16,7 @@ def settle(writer: AsyncWriter) -> None:
 
 
 def log_failures(writer: AsyncWriter) -> None:
-    """Log the failures that were not raised, so that no call raises them: there is something worse to be seen."""
+    """Log the failures that were not raised, so that no call raises them over a more important exception."""
     try:
         writer._raise_failure(all_of_them=True)
     except Exception as failure:
@@ -26,14 +26,14 @@ def log_failures(writer: AsyncWriter) -> None:
 def in_turn(
     writer: AsyncWriter, function: Callable[[], None], place: str, what: str, *, at_end: Callable[[], None]
 ) -> None:
-    """Have a file made at a place behind everything that the writer has accepted, whatever comes of that.
+    """Have a file made at a place after all work that the writer has accepted, whether that succeeds or fails.
 
     Args:
         writer: its thread calls the function.
         function: makes the file. What it raises is raised by the writer's next call. Not called if a signal handler
             saves to the place before.
         place: the place of the file, as :func:`fastensor.checkpoint.ordering.places_behind` says it.
-        what: says what is done, for messages.
+        what: a description of the work, for messages.
         at_end: called once when the function has returned, or will not be called.
     """
     try:

@@ -23,11 +23,11 @@ class Pace:
         self._clock = clock
         self._due = 0.0
         self._hurried: list[object] = []
-        """One for each thread in a hurry. Single calls change the list, so it needs no lock."""
+        """A token for each thread in a hurry. Single calls change the list, so it needs no lock."""
         self._hurry = threading.Event()
 
     def delay(self, nbytes: int) -> float:
-        """Seconds to wait before so many bytes may be moved; they are taken as moved then."""
+        """The seconds to wait before ``nbytes`` bytes may be moved. The bytes count as moved from then on."""
         if self._rate is None:
             return 0.0
         now = self._clock()
@@ -36,7 +36,7 @@ class Pace:
         return begin - now
 
     def wait(self, nbytes: int, *, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Wait until so many bytes may be moved, or a thread is in a hurry, or ``stopped`` says so."""
+        """Wait until ``nbytes`` bytes may be moved, or a thread is in a hurry, or ``stopped`` returns True."""
         delay = 0.0 if self._hurried else self.delay(nbytes)
         while delay > 0 and not self._hurried and not stopped():
             self._hurry.wait(min(delay, _SLICE_SECONDS))

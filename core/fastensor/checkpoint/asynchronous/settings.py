@@ -18,7 +18,7 @@ class WriterSettings:
     """The keywords of :class:`~fastensor.AsyncWriter`, which says what they mean.
 
     Raises:
-        ValueError: one of them means nothing.
+        ValueError: a value is out of range.
     """
 
     staging_bytes: int | None = None
@@ -40,7 +40,7 @@ class WriterSettings:
                 raise ValueError(f"{name} is positive or None, found {value}")
 
     def staging_budget(self) -> int:
-        """How many bytes staging may take, by what is available now if nothing was said."""
+        """The most bytes that staging may take: ``staging_bytes``, or a share of the memory that is available now."""
         if self.staging_bytes is not None:
             return self.staging_bytes
         return staging_limit(available_memory(), local_processes())

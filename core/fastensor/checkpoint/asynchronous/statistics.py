@@ -35,7 +35,7 @@ class WriterStatistics:
     """The most of it that was in use at any instant."""
 
 
-class Counters:
+class SaveCounters:
     """The saves of one writer that have ended. Thread-safe."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Counters:
         self._lock = threading.RLock()
 
     def count(self, stage: str, nbytes: int) -> None:
-        """A save has ended, with a file of so many bytes."""
+        """Count a save that has ended in ``stage``, with a file of ``nbytes`` bytes."""
         with self._lock:
             self.ends[stage] += 1
             self.nbytes += nbytes
 
     def stall(self, seconds: float) -> None:
-        """A call of ``save`` took so long."""
+        """Add the time that a call of ``save`` took."""
         with self._lock:
             self.stall_seconds += seconds
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.pace import Pace
-from fastensor.checkpoint.asynchronous.statistics import Counters
+from fastensor.checkpoint.asynchronous.statistics import SaveCounters
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.report import SaveReport
@@ -32,14 +32,21 @@ class Save(PendingWork):
 
     Args:
         transaction: the save. Its target is no open file.
-        place: of the target.
+        place: the place of the target.
         queue, keeps: as for :class:`~fastensor.checkpoint.ordering.PendingWork`.
-        pace: the writer's.
-        counters: the writer's.
+        pace: the pace of the writer.
+        counters: the counts of the writer.
     """
 
     def __init__(
-        self, transaction: SaveTransaction, place: str, *, queue: object, keeps: object, pace: Pace, counters: Counters
+        self,
+        transaction: SaveTransaction,
+        place: str,
+        *,
+        queue: object,
+        keeps: object,
+        pace: Pace,
+        counters: SaveCounters,
     ) -> None:
         super().__init__(place, leaves_file=True, queue=queue, keeps=keeps)
         self.path = transaction.where
@@ -72,7 +79,7 @@ class Save(PendingWork):
         self.nbytes = snapshot.nbytes
 
     def staged(self, seconds: float) -> None:
-        """Everything has been copied, and the caller goes on after so many seconds."""
+        """Note that everything has been copied, and that ``save`` returns after ``seconds``."""
         self._stall_seconds = seconds
         with self._lock:
             if self.stage == "staging":
@@ -196,7 +203,7 @@ class Save(PendingWork):
 
 
 def _for_other_threads(error: BaseException, transaction: SaveTransaction) -> BaseException:
-    """What another thread raises than the one that has failed."""
+    """The error that other threads raise for a save that has failed."""
     if isinstance(error, Exception):
         error.add_note(f"in an asynchronous save to {transaction.where}, stage {transaction.stage!r}")
         return error
@@ -210,12 +217,12 @@ def _for_other_threads(error: BaseException, transaction: SaveTransaction) -> Ba
 
 
 class Step(PendingWork):
-    """Something to be done in the turn of a place, such as the removal of a file.
+    """A step that is done after earlier work at its place, such as the removal of a file.
 
     Args:
         place: what the step changes.
         function: does it; may raise ``OSError``.
-        what: says what, for messages.
+        what: a description of the step, for messages.
         leaves_file: whether a file is at the place afterwards.
         after: a save of the same writer; the step is not done unless that has succeeded.
         queue, keeps: as for :class:`~fastensor.checkpoint.ordering.PendingWork`.

@@ -25,7 +25,7 @@ from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
-from fastensor.checkpoint.asynchronous.statistics import Counters, WriterStatistics
+from fastensor.checkpoint.asynchronous.statistics import SaveCounters, WriterStatistics
 from fastensor.checkpoint.asynchronous.work import Save, Step
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.nested import is_nested
@@ -102,7 +102,7 @@ class AsyncWriter:
             staging_bytes, when_busy, max_bytes_per_second, exit_seconds, preemption_seconds
         )
         self._closed = self._released = False
-        self._counters = Counters()
+        self._counters = SaveCounters()
         self._begin_empty()
         exits.watch(self, preemption_seconds)
 
@@ -383,7 +383,7 @@ class AsyncWriter:
                 _logger.warning("replaced by the save to %s: %s", save.path, old.path)
 
     def _accept(self, work: PendingWork) -> bool:
-        """Have the thread do it in its turn; False if there is no thread, and it is not accepted."""
+        """Accept work, which the thread does in its turn. False if there is no thread; then nothing is accepted."""
         work.accept()
         if self._worker.give(partial(_run_next, self._worker)):
             return True

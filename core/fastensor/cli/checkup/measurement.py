@@ -167,7 +167,7 @@ def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Rounds]:
 def _add_round(path: Path, values: torch.Tensor, name: str, rounds: Rounds) -> None:
     """Add one round, or the reason why there cannot be one."""
     try:
-        wait_for_space()  # that the previous file took
+        wait_for_space()  # the space that the previous file took
         saved = save({_NAME: values}, path, backend=name)
         _check_used(saved, name)
         rounds.write.append(saved.bytes_per_second)

@@ -21,12 +21,12 @@ from fastensor.files.words import human_size
 
 ROOT = Path("/")
 """Where ``/proc`` is."""
-Mode: TypeAlias = Literal["native", "compat", "none"]
+GdsMode: TypeAlias = Literal["native", "compat", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions of what Fastensor stands on."""
+    """Versions of the software that Fastensor runs on."""
 
     fastensor: str
     python: str
@@ -57,7 +57,7 @@ class Cuda:
 
 
 @dataclass(frozen=True, slots=True)
-class Kvikio:
+class KvikioState:
     """The library by which Fastensor uses GPUDirect Storage."""
 
     version: str
@@ -75,14 +75,14 @@ class Gds:
 
     driver: str
     """The version of the kernel module ``nvidia-fs``; empty if it is not loaded."""
-    mode: Mode
+    mode: GdsMode
     """``native``: kvikio uses GDS. ``compat``: kvikio copies through host memory. ``none``: there is no kvikio."""
     reason: str
     """Why the mode is not native; empty if it is."""
 
 
 def find_software() -> Software:
-    """The versions that run this command."""
+    """The versions of the software in this process."""
     return Software(__version__, platform.python_version(), str(torch.__version__), platform.release())
 
 
@@ -100,17 +100,17 @@ def find_cuda() -> Cuda:
     return Cuda(built, driver, devices, found["reason"])
 
 
-def find_kvikio() -> tuple[Kvikio, Gds]:
-    """What kvikio says. Another process asks kvikio, because importing it may crash."""
+def find_kvikio() -> tuple[KvikioState, Gds]:
+    """The state of kvikio, and its mode. Another process asks kvikio, because importing it may crash."""
     driver = nvidia_fs(ROOT)
     if not _is_installed("kvikio"):
-        return Kvikio("", False, "it is not installed", ""), Gds(driver, "none", "kvikio is not installed")
+        return KvikioState("", False, "it is not installed", ""), Gds(driver, "none", "kvikio is not installed")
     try:
         found = ask("kvikio")
     except NoAnswerError as error:
         found = {"imports": False, "reason": str(error)}
     release = found.get("version") or _release("kvikio", "kvikio-cu12", "kvikio-cu13") or "of an unknown version"
-    return Kvikio(release, found["imports"], found["reason"], found.get("libcufile", "")), gds(found, driver)
+    return KvikioState(release, found["imports"], found["reason"], found.get("libcufile", "")), gds(found, driver)
 
 
 def gds(found: dict[str, Any], driver: str) -> Gds:
@@ -132,7 +132,7 @@ def gds(found: dict[str, Any], driver: str) -> Gds:
     return Gds(driver, "native", "")
 
 
-def facts(software: Software, cuda: Cuda, kvikio: Kvikio, gds: Gds) -> dict[str, str]:
+def facts(software: Software, cuda: Cuda, kvikio: KvikioState, gds: Gds) -> dict[str, str]:
     """The rows of the table."""
     driver = f"nvidia-fs {gds.driver}" if gds.driver else "nvidia-fs is not loaded"
     mode = "no" if gds.mode == "none" else gds.mode
@@ -164,7 +164,7 @@ def but(what: str, reason: str) -> str:
     return f"{what}, but: {reason}" if what else f"no: {reason}"
 
 
-def advise(kvikio: Kvikio, gds: Gds) -> Iterator[Advice]:
+def advise(kvikio: KvikioState, gds: Gds) -> Iterator[Advice]:
     """A kvikio that is installed and cannot be used, or does not use GDS."""
     if kvikio.version and kvikio.reason:
         what = "works only in part" if kvikio.imports else "cannot be imported"
