@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 
 GDS := $(VENV)/gds
 
+# What is compiled once, tests included, is not compiled again by each process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo quick test test-gds check torture bench gpu wheels clean
 .DEFAULT_GOAL := help
 

@@ -12,13 +12,15 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the process that makes attacks has no use for it
+    from programs import Program
 
 _PAGE = resource.getpagesize()
 _HARMLESS_NBYTES = 8 << 20
@@ -75,33 +77,21 @@ class Laboratory:
         return {entry: Outcome(**outcome) for entry, outcome in json.loads(answer).items()}
 
     def close(self) -> int:
-        for pipe in self._pipes():
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        return self._server.wait(timeout=10)
+        self._server.communicate(timeout=10)
+        return self._server.wait()
 
     def _ask(self, line: str) -> str:
         """The answer; empty if the server has ended."""
-        stdin, stdout = self._pipes()
         with contextlib.suppress(BrokenPipeError):
-            stdin.write(line)
-            stdin.flush()
-        return stdout.readline()
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        return self._server.stdin, self._server.stdout
+            self._server.stdin.write(line)
+            self._server.stdin.flush()
+        return self._server.stdout.readline()
 
 
-def _started() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "hostile.isolated"],
-        cwd=Path(__file__).parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def _started() -> Program:
+    from programs import Program
+
+    return Program("-m", "hostile.isolated", folder=Path(__file__).parents[1])
 
 
 @contextlib.contextmanager

@@ -5,36 +5,28 @@ from __future__ import annotations
 
 import json
 import select
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, cast
 
 import pytest
 from integration.forked_uses import CASES, HANG_SECONDS, MOMENTS, REFUSED
+from programs import Program
 
 Ask = Callable[[str, str, Path], str]
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    program = Path(__file__).with_name("forked_uses.py")
-    errors = tmp_path_factory.mktemp("forks") / "errors"
-    with (
-        errors.open("wb") as log,
-        subprocess.Popen(
-            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
-    ):
-        questions, answers = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+def ask() -> Iterator[Ask]:
+    with Program(Path(__file__).with_name("forked_uses.py"), lightning=True) as process:
 
         def ask(name: str, moment: str, folder: Path) -> str:
-            questions.write(f"{name} {moment} {folder}\n")
-            questions.flush()
-            ready, _, _ = select.select([answers], [], [], 5 * HANG_SECONDS)
-            answer = answers.readline() if ready else ""
-            return str(json.loads(answer)) if answer else f"no answer; it has said: {errors.read_text()}"
+            process.stdin.write(f"{name} {moment} {folder}\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], 5 * HANG_SECONDS)
+            if answer := process.stdout.readline() if ready else "":
+                return str(json.loads(answer))
+            process.kill()
+            return f"no answer; it has said: {process.stderr.read()}"
 
         yield ask
         process.kill()

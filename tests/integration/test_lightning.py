@@ -137,11 +137,14 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "deep" / "x.ckpt")["step"] == 7
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    """Rank 0 saves, both load. Spawned, so the plugin is pickled."""
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.torture)])
+def test_two_processes(tmp_path: Path, start: Any) -> None:
+    """Rank 0 saves, both load. The plugin is pickled."""
     from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn", plugins=[FastensorCheckpointIO()])
+    strategy = DDPStrategy(start_method=start)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[FastensorCheckpointIO()])
     fabric.launch(_save_and_load_on_every_rank, str(tmp_path / "x.ckpt"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0", "rank1", "x.ckpt"]
 

@@ -137,7 +137,7 @@ def test_a_flipped_bit_is_found(make: Any, ahead: int) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
 @pytest.mark.parametrize("fault", [failing_call, short_call])
 def test_each_call_fails_once(
     make: Any, tally: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[[int], Any], step: int
@@ -474,7 +474,7 @@ def test_a_full_disk_leaves_it_to_the_others(make: Any, tmp_path: Any, case: Any
     assert is_clean(offload)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_interrupts_wherever_they_may_come(
     make: Any, tally: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, where: str, step: int

@@ -53,24 +53,18 @@ def test_lines_of_one_use(load: Callable[[str], ModuleType]) -> None:
     assert (measured, line.endswith("| – | – | 0.50 s | 1 | yes |")) == (0.5, True)
 
 
-@pytest.mark.parametrize("operation", ["save", "cold load"])
-def test_ten_uses_in_a_process(tmp_path: Path, operation: str) -> None:
-    def measured(what: str) -> list[object]:
-        arguments = ("--one", "tiny", what, "fastensor", tmp_path / "x")
-        variables = {"FASTENSOR_DICTIONARIES": str(tmp_path / "d"), "FASTENSOR_EXPLORE": "1"}
-        found: list[object] = json.loads(run(BENCHMARKS / "new_user.py", *arguments, **variables).stdout)
-        return found
-
-    measured("save")
-    model, what, way, seconds, total, backends = measured(operation)
-    assert (model, what, way) == ("tiny", operation, "fastensor")
-    assert isinstance(seconds, list)
-    assert isinstance(total, float)
-    assert len(seconds) == 10
-    assert total >= sum(seconds) * 0.999
-    assert isinstance(backends, list)
-    assert len(backends) == 10
-    assert backends[0] == "numpy", "by the rule"
+def test_ten_uses_in_a_process(tmp_path: Path) -> None:
+    for operation in ("save", "cold load"):
+        arguments = ("--one", "tiny", operation, "fastensor", tmp_path / "x")
+        variables = {"FASTENSOR_DICTIONARIES": str(tmp_path / operation), "FASTENSOR_EXPLORE": "1"}
+        model, what, way, seconds, total, backends = json.loads(
+            run(BENCHMARKS / "new_user.py", *arguments, **variables).stdout
+        )
+        assert (model, what, way) == ("tiny", operation, "fastensor")
+        assert len(seconds) == 10
+        assert total >= sum(seconds) * 0.999
+        assert len(backends) == 10
+        assert backends[0] == "numpy", "by the rule"
 
 
 def test_promises(benchmark: ModuleType) -> None:
