@@ -27,7 +27,7 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning,accelerate]'
 	touch $@
 
 demo: $(STAMP)
@@ -73,6 +73,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/async_checkpoint.py
 	$(BIN)/python benchmarks/tensor_io.py
 	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/accelerate_state.py
 
 # On a machine with a GPU, which needs no network: from the checkout, what is installed there, and a folder of wheels,
 # which `make wheels` fills elsewhere.

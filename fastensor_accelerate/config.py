@@ -56,7 +56,9 @@ class FastensorConfig:
     )
     verify: bool = _option(True, "--fastensor_verify", "whether loads compare CRC32s: true (default) or false")
     asynchronous: bool = _option(
-        False, "--fastensor_async", "whether save_state returns when the state has been copied: true or false (default)"
+        False,
+        "--fastensor_async",
+        "save_state returns when the state has been copied; default: when it is saved",
     )
     staging_bytes: int | None = _option(
         None,

@@ -69,8 +69,8 @@ def _launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     for option in dataclasses.fields(FastensorConfig):
         flag, default = option.metadata["flag"], option.default
-        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if default is False else {}
-        group.add_argument(flag, dest=_dest(option.name), default=None, help=option.metadata["help"], **optional)
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if default is False else {}
+        group.add_argument(flag, dest=_dest(option.name), default=None, help=option.metadata["help"], **kind)
     parser.set_defaults(func=_launch)
     return parser
 

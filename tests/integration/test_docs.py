@@ -12,8 +12,10 @@ import programs
 import pytest
 from programs import Program
 
+import fastensor
+
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "core/FORMAT.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "core/FORMAT.md", "docs/accelerate.md"]
 
 
 def run(*arguments: object, cwd: Path, lightning: bool = False) -> str:
@@ -66,6 +68,46 @@ def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:
     out = run(str(ROOT / "examples" / "offload_lightning.py"), "--epochs", "1", cwd=tmp_path, lightning=True)
     assert "equal to the last bit" in out
     assert re.search(r"[1-9][0-9.]* [MG]iB written", out)
+
+
+def test_the_example_of_accelerate_is_killed_and_resumes_alike(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "train_accelerate.py")
+    ways = {
+        "alone": ([], "false"),
+        "whole": (["-m", "fastensor_accelerate"], "false"),
+        "later": (["-m", "fastensor_accelerate"], "true"),
+    }
+    results = {}
+    for project, (enabled, asynchronous) in ways.items():
+        command = [*enabled, example, "--epochs", "3", "--project", project]
+        options = {"folder": tmp_path, "ACCELERATE_FASTENSOR_ASYNCHRONOUS": asynchronous}
+        killed = programs.run(*command, "--kill-after", "2", check=False, **options)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        done = programs.run(*command, **options)
+        assert re.search(r"Resumed after epoch [12]\.", done.stdout)
+        assert ("fastensor: saved" in done.stderr) == bool(enabled)
+        assert sorted(os.listdir(tmp_path / project / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
+        model = fastensor.verify(tmp_path / project / "checkpoints" / "checkpoint_2" / "model.safetensors")
+        assert model.complete == bool(enabled)
+        results[project] = done.stdout.splitlines()[-1]
+    assert results["alone"].startswith("Validation accuracy")
+    assert len(set(results.values())) == 1
+
+
+def test_the_benchmark_of_accelerate_measures_every_way(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "accelerate_state.py")
+    tiny = ["--model", "tiny", "--runs", "1", "--saves", "2"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
+    for way in ("accelerate", "accelerate, synced", "fastensor", "fastensor, asynchronous"):
+        assert f"| save | {way} | first |" in out
+        assert f"| save | {way} | later |" in out
+    for row in ("| cold load | fastensor |", "| warm load | accelerate |", "durable save / accelerate, synced ≤ 0.6"):
+        assert row in out
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["verdicts"]) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    assert not os.listdir(tmp_path / "files")
 
 
 def test_the_benchmark_of_offloading_measures_every_contender(tmp_path: Path) -> None:

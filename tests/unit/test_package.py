@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import tarfile
 import zipfile
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from programs import run
 
 import fastensor
+import fastensor_accelerate
 import fastensor_lightning
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +31,7 @@ HEAVY = (
 
 
 def test_public_names_exist_and_are_documented() -> None:
-    for module in (fastensor, fastensor_lightning):
+    for module in (fastensor, fastensor_lightning, fastensor_accelerate):
         for name in module.__all__:
             value = getattr(module, name)
             assert name == "__version__" or inspect.getdoc(value), name
@@ -61,9 +63,30 @@ def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         files = archive.namelist()
+        commands = archive.read(f"fastensor-{fastensor.__version__}.dist-info/entry_points.txt").decode()
     tops = {name.split("/")[0] for name in files}
-    assert tops == {"fastensor", "fastensor_lightning", f"fastensor-{fastensor.__version__}.dist-info"}
-    assert {"fastensor/py.typed", "fastensor_lightning/py.typed"} <= set(files)
+    packages = {"fastensor", "fastensor_lightning", "fastensor_accelerate"}
+    assert tops == {*packages, f"fastensor-{fastensor.__version__}.dist-info"}
+    assert {f"{package}/py.typed" for package in packages} <= set(files)
+    assert "fastensor-accelerate = fastensor_accelerate.launcher:main" in commands
+
+
+def test_the_source_holds_what_the_readme_links_to(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="hatchling builds the archive")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cold=True, folder=ROOT)
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        tops = {name.split("/")[1] for name in archive.getnames()}
+    assert tops >= {
+        "core",
+        "docs",
+        "fastensor_lightning",
+        "fastensor_accelerate",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    }
+    assert not tops & {"tests", "benchmarks", "examples"}
 
 
 def test_errors_are_fastensor_errors_and_fitting_builtins() -> None:
