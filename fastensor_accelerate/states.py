@@ -100,19 +100,22 @@ class StateSaver:
         naming = self._accelerator.project_configuration.automatic_checkpoint_naming
         if self._is_other_engines() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
-        self.wait()
+        iteration = self._accelerator.project_configuration.iteration
         saving = _Saving(self._directory(output_dir), time.perf_counter())
         nbytes = self._state_nbytes()
-        self._together(saving, lambda: self._prepare(saving.directory, nbytes))
+        self._together(saving, lambda: self._prepare(saving.directory, nbytes))  # all processes raise, or none
         if self._config.asynchronous:
             reserve(self._open_writer(), nbytes)
         self._write(saving, stock, options)
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
         returned = Path(saving.directory.path if output_dir is None or naming else output_dir)
+        project = self._accelerator.project_configuration
         if not self._config.asynchronous:
             self._commit(saving)
+            project.iteration = iteration + 1
             self._log()
             return returned
+        project.iteration = iteration + 1  # in all processes, whether or not they fail
         self._in_turn(saving, partial(self._commit, saving))
         if saving.failure is not None:
             raise saving.failure
@@ -244,11 +247,14 @@ class StateSaver:
         return named_state(os.path.abspath(self._accelerator.project_dir), self._accelerator.save_iteration)
 
     def _prepare(self, directory: StateDirectory, nbytes: int) -> None:
-        """
+        """Wait for the pending state, and make the staging directory.
+
         Raises:
+            Exception: what the save of the pending state has failed with.
             ValueError: Accelerate has given the same name before.
             CheckpointWriteError: there is no room for the state beside the older ones.
         """
+        self.wait()
         if directory.is_named_by_accelerate and directory.exists:
             number = self._accelerator.save_iteration
             raise ValueError(  # in Accelerate's words
@@ -271,7 +277,7 @@ class StateSaver:
     def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
         """Have Accelerate write the state to the staging directory."""
         project = self._accelerator.project_configuration
-        naming = project.automatic_checkpoint_naming
+        naming, iteration = project.automatic_checkpoint_naming, project.iteration
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
         try:
             with self._writing(saving):
@@ -279,7 +285,7 @@ class StateSaver:
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = error
         finally:
-            project.automatic_checkpoint_naming = naming
+            project.automatic_checkpoint_naming, project.iteration = naming, iteration
 
     def _writing(self, saving: _Saving) -> AbstractContextManager[None]:
         write = self._write_later if self._config.asynchronous else self._write_now
@@ -315,9 +321,11 @@ class StateSaver:
         main = self._accelerator.is_local_main_process
         try:
             self._together(saving, partial(_check_written, saving))
-        except BaseException:
+        except BaseException as error:
             if main:
                 directory.discard()
+            if error is saving.failure and self._config.asynchronous:
+                return  # save_state has raised it
             raise
         self._together(saving, lambda: directory.publish(durable=self._config.durable) if main else None)
         self._account(saving)
