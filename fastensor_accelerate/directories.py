@@ -16,6 +16,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.files import posix
 
 CHECKPOINTS = "checkpoints"
@@ -197,6 +198,7 @@ def surplus(states: list[str], newest: str, total_limit: int | None) -> list[str
 
 def remove_state(state: str) -> None:
     """Remove a state that Accelerate has named. No part of it is left among the states, even if the process is killed.
+    A thread frees the space of its files afterwards.
 
     Raises:
         OSError: the filesystem refused.
@@ -206,6 +208,11 @@ def remove_state(state: str) -> None:
     aside = os.path.join(folder, f"{os.path.basename(state)}.removed")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(state, aside)
+    for directory, _, names in os.walk(aside):
+        for name in names:
+            path = os.path.join(directory, name)
+            with freeing_afterwards(path):
+                os.unlink(path)
     shutil.rmtree(aside)
 
 

@@ -22,6 +22,7 @@ from accelerate import Accelerator, DistributedType
 
 import fastensor
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CheckpointWriteError
@@ -265,6 +266,9 @@ class StateSaver:
             return
         directory.prepare()
         free = shutil.disk_usage(directory.staging).free
+        if nbytes > free:
+            wait_for_space()
+            free = shutil.disk_usage(directory.staging).free
         if nbytes > free:
             directory.discard()
             raise CheckpointWriteError(
