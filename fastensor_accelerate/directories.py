@@ -5,6 +5,9 @@ All files of a state are written to a staging directory. One rename commits them
 directory that the caller names may hold other files. So its state is staged in its hidden subdirectory
 ``.fastensor-saving``, the rename to ``.fastensor-saved`` commits it, and then each file moves to its place. If the
 process is killed while files move, whoever loads or saves next moves the rest.
+
+Processes on several machines share these directories, or each machine has its own. So the main process acts first, and
+then the first process of every other machine, if it does not see that it is done.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.files import posix
 
@@ -27,6 +31,8 @@ _NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")
 """Accelerate's pattern of the number of a state."""
 _MODEL = re.compile(r"(?P<name>model|pytorch_model)(?P<number>_\d+)?\.(?:safetensors|bin)")
 _TWINS = {"model": "pytorch_model{}.bin", "pytorch_model": "model{}.safetensors"}
+_OBSOLETE = ".fastensor-obsolete"
+"""The end of the name of an empty file in a committed state: the file of that name goes from the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,14 @@ class StateDirectory:
     def exists(self) -> bool:
         return os.path.lexists(self.path)
 
-    def prepare(self) -> None:
+    @property
+    def is_staged(self) -> bool:
+        """Whether there is a staging directory, and not a link in its place. A network filesystem, which may remember
+        what a name was, is asked for the names."""
+        parent, name = os.path.split(self.staging)
+        return name in _names_in(parent) and not os.path.islink(self.staging)
+
+    def prepare(self, *, durable: bool) -> None:
         """Create an empty staging directory. What a killed process has left there is removed, or moved to its place.
 
         Raises:
@@ -51,58 +64,53 @@ class StateDirectory:
         """
         parent = os.path.dirname(self.staging)
         if self.is_named_by_accelerate:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            make_directories(os.path.dirname(self.path), durable=durable)
             remove_leftovers(parent)
         else:
-            os.makedirs(self.path, exist_ok=True)
-            finish(self.path)
+            make_directories(self.path, durable=durable)
+            finish(self.path, durable=durable)
             if os.path.isdir(parent):
                 shutil.rmtree(parent)
         os.makedirs(self.staging)
 
-    def publish(self, *, durable: bool) -> None:
+    def publish(self, *, durable: bool, link: bool) -> None:
         """Give the state its place. What was written to ``path`` meanwhile stays, unless the state has such a file.
 
-        When several processes call this, one of them does it.
+        Args:
+            durable: whether the state is on stable storage then.
+            link: whether the name of the staging directory, if ``save_state`` has returned it, is to lead to the state.
 
         Raises:
             OSError: the filesystem refused. Whoever loads or saves next goes on, if the state was committed.
         """
-        if durable and os.path.isdir(self.staging):
-            _sync_tree(self.staging)
         if self.is_named_by_accelerate:
-            if os.path.isdir(self.path) and os.path.isdir(self.staging):
-                move_into(self.path, self.staging)  # what a script has written there, which knew the name
-            self._commit(self.path, durable=durable)
+            if os.path.isdir(self.path):
+                move_into(self.path, self.staging, durable=durable)  # what a script has written, which knew the name
+            committed = self.path
         else:
-            self._commit(os.path.join(self.path, _SAVED), durable=durable)
+            _mark_obsolete(self.path, self.staging)
+            committed = os.path.join(self.path, _SAVED)
+        if durable:
+            _sync_tree(self.staging)
+        os.rename(self.staging, committed)
+        if self.is_named_by_accelerate and link:
+            os.symlink(os.path.relpath(self.path, os.path.dirname(self.staging)), self.staging)
+        if durable:
+            posix.sync_directory(os.path.dirname(committed))
+            posix.sync_directory(os.path.dirname(self.staging))
+        if not self.is_named_by_accelerate:
             finish(self.path, durable=durable)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(self.staging))
-
-    def link(self) -> None:
-        """Have the name of the staging directory lead to the published state: ``save_state`` has returned that name."""
-        target = os.path.relpath(self.path, os.path.dirname(self.staging))
-        with contextlib.suppress(FileExistsError):
-            os.symlink(target, self.staging)
+        self.tidy()
 
     def discard(self) -> None:
         """Remove the staging directory."""
         shutil.rmtree(self.staging, ignore_errors=True)
-        if not self.is_named_by_accelerate:
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(self.staging))
+        self.tidy()
 
-    def _commit(self, committed: str, *, durable: bool) -> None:
-        try:
-            os.rename(self.staging, committed)
-        except FileNotFoundError:
-            if os.path.lexists(self.staging):
-                raise
-            return  # another process of this job did it
-        if durable:
-            posix.sync_directory(os.path.dirname(committed))
-            posix.sync_directory(os.path.dirname(self.staging))
+    def tidy(self) -> None:
+        """Remove the directory that staging directories are in, if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(self.staging))
 
 
 def named_state(project_dir: str, number: int) -> StateDirectory:
@@ -138,22 +146,25 @@ def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
     committed = os.path.join(directory, _SAVED)
     if not os.path.isdir(committed):
         return False
-    with contextlib.suppress(FileNotFoundError):  # another process has moved the rest
-        for name in os.listdir(committed):
-            if twin := _twin_of(name):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(directory, twin))
-    move_into(committed, os.fspath(directory))
-    if durable:
-        posix.sync_directory(os.fspath(directory))
+    for name in _names_in(committed):
+        if name.endswith(_OBSOLETE):
+            for path in (os.path.join(directory, name.removesuffix(_OBSOLETE)), os.path.join(committed, name)):
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
+                    os.unlink(path)
+    move_into(committed, os.fspath(directory), durable=durable)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(committed)
     return True
 
 
-def move_into(source: str, target: str) -> None:
+def move_into(source: str, target: str, *, durable: bool) -> None:
     """Move everything in a directory to another one, and replace files of the same names. Several processes may do this
     at a time.
+
+    Args:
+        source: is empty then.
+        target: is on the same filesystem.
+        durable: whether the new names are on stable storage then.
 
     Raises:
         OSError: the filesystem refused.
@@ -161,12 +172,14 @@ def move_into(source: str, target: str) -> None:
     for name in _names_in(source):
         here, there = os.path.join(source, name), os.path.join(target, name)
         if os.path.isdir(here) and not os.path.islink(here) and os.path.isdir(there):
-            move_into(here, there)
+            move_into(here, there, durable=durable)
             with contextlib.suppress(FileNotFoundError):
                 os.rmdir(here)
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(here, there)
+    if durable:
+        posix.sync_directory(target)
 
 
 def is_incomplete(directory: str | os.PathLike[str]) -> bool:
@@ -252,6 +265,16 @@ def _twin_of(name: str) -> str | None:
     return _TWINS[match["name"]].format(match["number"] or "")
 
 
+def _mark_obsolete(directory: str, staging: str) -> None:
+    """Note in a state which files of a directory hold models that the state has in the other format."""
+    names = {*os.listdir(staging)}
+    for name in names:
+        twin = _twin_of(name)
+        if twin and twin not in names and os.path.lexists(os.path.join(directory, twin)):
+            with open(os.path.join(staging, twin + _OBSOLETE), "xb"):
+                pass
+
+
 def _names_in(directory: str) -> list[str]:
     try:
         return os.listdir(directory)
@@ -261,14 +284,13 @@ def _names_in(directory: str) -> list[str]:
 
 def _sync_tree(directory: str) -> None:
     """Sync every file and directory below a directory, and the directory."""
-    with contextlib.suppress(FileNotFoundError):  # another process has published it
-        for folder, _, names in os.walk(directory):
-            for name in names:
-                path = os.path.join(folder, name)
-                if not os.path.islink(path):
-                    fd = os.open(path, os.O_RDONLY)
-                    try:
-                        os.fsync(fd)
-                    finally:
-                        os.close(fd)
-            posix.sync_directory(folder)
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)
+            if not os.path.islink(path):
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        posix.sync_directory(folder)

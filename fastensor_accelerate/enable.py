@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def disable() -> None:
         name, method = _own.popitem()
         setattr(Accelerator, name, method)
     transformers_trainer.restore()
-    for saver in tuple(_savers):
-        saver.close()
+    with ExitStack() as closing:  # all of them, whatever the others raise
+        for saver in tuple(_savers):
+            closing.callback(saver.close)
 
 
 def is_enabled() -> bool:

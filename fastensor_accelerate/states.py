@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,8 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CheckpointWriteError
 from fastensor.files.words import human_size
-from fastensor_accelerate.agreement import Agreement
+from fastensor.select.share import Sharing, share_choice
+from fastensor_accelerate.agreement import Agreement, everyone_calls, has_others
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import (
     StateDirectory,
@@ -44,6 +45,7 @@ from fastensor_accelerate.metrics import StateMetrics, Totals
 from fastensor_accelerate.seam import Files, replaced
 
 _logger = logging.getLogger("fastensor")
+_accelerates_logger = logging.getLogger("accelerate.accelerator")
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -53,6 +55,8 @@ class _Saving:
 
     directory: StateDirectory
     started: float
+    agreement: Agreement
+    """With whom this process agrees that the state is whole."""
     metrics: StateMetrics = field(default_factory=StateMetrics)
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     failure: Exception | None = None
@@ -73,6 +77,11 @@ class StateSaver:
         self._config = config
         self._writer: fastensor.AsyncWriter | None = None
         self._agreement: Agreement | None = None
+        """With all processes of the job; made when they first save together."""
+        self._alone = Agreement(alone=True)
+        self._others_come = True
+        """Whether the other processes call ``save_state`` with directories that the script names, too."""
+        self._sharing: Sharing | None = None
         self._to_log: deque[StateMetrics] = deque()
         self._totals = Totals()
         self._said_other_engine = False
@@ -101,26 +110,34 @@ class StateSaver:
         naming = self._accelerator.project_configuration.automatic_checkpoint_naming
         if self._is_other_engines() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
-        iteration = self._accelerator.project_configuration.iteration
-        saving = _Saving(self._directory(output_dir), time.perf_counter())
-        nbytes = self._state_nbytes()
-        self._together(saving, lambda: self._prepare(saving.directory, nbytes))  # all processes raise, or none
-        if self._config.asynchronous:
-            reserve(self._open_writer(), nbytes)
+        if not naming and not self._everyone_calls():
+            if not self._accelerator.is_main_process:  # the main process does not wait for this one's files
+                with self.saving():
+                    return stock(output_dir, **options)
+            agreement = self._alone
+        else:
+            agreement = self._agree_with_all()
+        project = self._accelerator.project_configuration
+        iteration = project.iteration
+        returned, directory = self._directory(output_dir)
+        saving = _Saving(directory, time.perf_counter(), agreement)
+        self._together(saving, lambda: self._check(directory))  # all processes raise, or none
+        if self._sharing is not None and agreement is self._agreement:
+            self._sharing.sync()
+        durable = self._config.durable
+        self._on_each_machine(saving, lambda: directory.prepare(durable=durable), lambda: not directory.is_staged)
         self._write(saving, stock, options)
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
-        returned = Path(saving.directory.path if output_dir is None or naming else output_dir)
-        project = self._accelerator.project_configuration
         if not self._config.asynchronous:
             self._commit(saving)
             project.iteration = iteration + 1
             self._log()
             return returned
         project.iteration = iteration + 1  # in all processes, whether or not they fail
-        self._in_turn(saving, partial(self._commit, saving))
+        self._in_turn(saving.directory.path, partial(self._commit, saving))
         if saving.failure is not None:
             raise saving.failure
-        return Path(saving.directory.staging) if naming else returned
+        return Path(directory.staging) if naming else returned
 
     def load_state(self, stock: Callable[..., None], input_dir: str | None, **options: Any) -> None:
         """Load a state as ``Accelerator.load_state`` does, after the pending one is published.
@@ -186,7 +203,7 @@ class StateSaver:
             Exception: what an earlier save has failed with.
         """
         self.wait()
-        saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter())
+        saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter(), self._alone)
         afterwards: list[Callable[[], None]] = []
 
         def finish_saving() -> None:
@@ -203,7 +220,7 @@ class StateSaver:
             self._saving_in_turn = False
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
         if self._config.asynchronous:
-            self._in_turn(saving, finish_saving)
+            self._in_turn(saving.directory.path, finish_saving)
         else:
             finish_saving()
             self._log()
@@ -233,62 +250,94 @@ class StateSaver:
         try:
             self.wait()
         finally:
-            self._agreement = None
+            for group in (self._sharing, self._agreement):
+                if group is not None:
+                    group.end()
+            self._sharing = self._agreement = None
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
 
     # --- the steps of a save
 
-    def _directory(self, output_dir: str | None) -> StateDirectory:
-        project = self._accelerator.project_configuration
-        if not project.automatic_checkpoint_naming:
-            assert output_dir is not None
-            return state_in(os.path.abspath(output_dir))
-        return named_state(os.path.abspath(self._accelerator.project_dir), self._accelerator.save_iteration)
+    def _everyone_calls(self) -> bool:
+        """Whether all processes call ``save_state``, or the main process alone: Accelerate leaves that to scripts.
 
-    def _prepare(self, directory: StateDirectory, nbytes: int) -> None:
-        """Wait for the pending state, and make the staging directory.
+        Raises:
+            CheckpointWriteError: the main process does not come.
+        """
+        if self._others_come and has_others():
+            self._others_come = everyone_calls()
+        return self._others_come
+
+    def _agree_with_all(self) -> Agreement:
+        if self._agreement is None:
+            self._agreement = Agreement()
+            if has_others() and self._accelerator.distributed_type.value.startswith("MULTI_"):  # data parallel
+                folder = os.path.abspath(self._accelerator.project_dir or os.curdir)
+                self._sharing = share_choice(self._config.backend, folder, self._accelerator.device)
+        return self._agreement
+
+    def _directory(self, output_dir: str | None) -> tuple[Path, StateDirectory]:
+        """What Accelerate's ``save_state`` returns, and the directory, wherever the process goes to meanwhile."""
+        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
+            assert output_dir is not None
+            return Path(output_dir), state_in(os.path.abspath(output_dir))
+        folder, number = self._accelerator.project_dir, self._accelerator.save_iteration
+        return Path(named_state(folder, number).path), named_state(os.path.abspath(folder), number)
+
+    def _check(self, directory: StateDirectory) -> None:
+        """Wait for the pending state.
 
         Raises:
             Exception: what the save of the pending state has failed with.
             ValueError: Accelerate has given the same name before.
-            CheckpointWriteError: there is no room for the state beside the older ones.
         """
         self.wait()
         if directory.is_named_by_accelerate and directory.exists:
             number = self._accelerator.save_iteration
+            path = named_state(self._accelerator.project_dir, number).path
             raise ValueError(  # in Accelerate's words
-                f"Checkpoint directory {directory.path} ({number}) already exists. Please manually override "
+                f"Checkpoint directory {path} ({number}) already exists. Please manually override "
                 "`self.save_iteration` with what iteration to start with."
             )
-        if not self._accelerator.is_local_main_process:
+
+    def _make_room(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
+        """Called by Accelerate when the hooks of the script have left what is to be saved.
+
+        Raises:
+            CheckpointWriteError: there is no room for the state beside the older ones.
+        """
+        if not self._accelerator.is_main_process or self._accelerator.distributed_type == DistributedType.FSDP:
             return
-        directory.prepare()
-        free = shutil.disk_usage(directory.staging).free
+        nbytes = nbytes_of([weights, [dict(optimizer.state) for optimizer in self._accelerator._optimizers]])
+        free = shutil.disk_usage(output_dir).free
         if nbytes > free:
             wait_for_space()
-            free = shutil.disk_usage(directory.staging).free
+            free = shutil.disk_usage(output_dir).free
         if nbytes > free:
-            directory.discard()
             raise CheckpointWriteError(
                 errno.ENOSPC,
                 f"the state takes about {human_size(nbytes)}, and {human_size(free)} are free; older states are only "
                 "removed when a new one is durable",
-                directory.path,
+                saving.directory.path,
             )
+        if self._config.asynchronous:
+            reserve(self._open_writer(), nbytes)
 
     def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
         """Have Accelerate write the state to the staging directory."""
         project = self._accelerator.project_configuration
         naming, iteration = project.automatic_checkpoint_naming, project.iteration
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
+        last_hook = self._accelerator.register_save_state_pre_hook(partial(self._make_room, saving))
         try:
             with self._writing(saving):
                 stock(saving.directory.staging, **options)
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = error
         finally:
+            last_hook.remove()
             project.automatic_checkpoint_naming, project.iteration = naming, iteration
 
     def _writing(self, saving: _Saving) -> AbstractContextManager[None]:
@@ -322,25 +371,22 @@ class StateSaver:
             Exception: the state was not published.
         """
         directory = saving.directory
-        main = self._accelerator.is_local_main_process
         try:
             self._together(saving, partial(_check_written, saving))
         except BaseException as error:
-            if main:
+            if self._accelerator.is_local_main_process:
                 directory.discard()
             if error is saving.failure and self._config.asynchronous:
                 return  # save_state has raised it
             raise
-        self._together(saving, lambda: directory.publish(durable=self._config.durable) if main else None)
+        publish = partial(directory.publish, durable=self._config.durable, link=self._config.asynchronous)
+        self._on_each_machine(saving, publish, lambda: directory.is_staged)
         self._account(saving)
-        if main and directory.is_named_by_accelerate:
-            if self._config.asynchronous:
-                directory.link()
-            self._remove_surplus(directory)
+        if directory.is_named_by_accelerate:
+            self._on_each_machine(saving, lambda: self._remove_surplus(directory), lambda: True)
 
-    def _in_turn(self, saving: _Saving, do: Callable[[], None]) -> None:
+    def _in_turn(self, path: str, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
-        path = saving.directory.path
         in_turn(self._open_writer(), do, path, f"publishing {path}", at_end=lambda: None)
 
     def _account(self, saving: _Saving) -> None:
@@ -356,10 +402,11 @@ class StateSaver:
         limit = self._accelerator.project_configuration.total_limit
         old = surplus(states_in(os.path.dirname(newest.path)), newest.path, limit)
         if old:
-            _logger.warning("Deleting %d checkpoints to make room for new checkpoint.", len(old))
+            _accelerates_logger.warning("Deleting %d checkpoints to make room for new checkpoint.", len(old))
         for state in old:
             with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
                 remove_state(state)
+        newest.tidy()
 
     def _together(self, saving: _Saving, do: Callable[[], None]) -> None:
         """Do something in all processes.
@@ -372,9 +419,18 @@ class StateSaver:
             do()
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             failure = error
-        if self._agreement is None:
-            self._agreement = Agreement()
-        self._agreement.exchange(failure, f"{saving.directory.path} was not saved")
+        saving.agreement.exchange(failure, f"{saving.directory.path} was not saved")
+
+    def _on_each_machine(self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool]) -> None:
+        """Do something in the main process, and then in the first process of every other machine where it is due:
+        machines have the same filesystem, or each its own.
+
+        Raises:
+            Exception: as :meth:`_together`.
+        """
+        main, first = self._accelerator.is_main_process, self._accelerator.is_local_main_process
+        self._together(saving, lambda: do() if main else None)
+        self._together(saving, lambda: do() if first and not main and is_due() else None)
 
     # --- what they need
 
@@ -391,19 +447,6 @@ class StateSaver:
         if self._writer is None:
             self._writer = fastensor.AsyncWriter(**self._config.writer_options())
         return self._writer
-
-    def _state_nbytes(self) -> int:
-        """About how many bytes this process writes: the tensors of models and optimizers, shared ones once."""
-        if not self._accelerator.is_main_process or self._accelerator.distributed_type == DistributedType.FSDP:
-            return 0
-        models = (tensor for model in self._accelerator._models for tensor in model.state_dict().values())
-        optimizers = (
-            value
-            for optimizer in self._accelerator._optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-        )
-        return _nbytes_of(models) + _nbytes_of(optimizers)
 
     def _log(self) -> None:
         """Give trackers what was not logged. They are not made for several threads."""
@@ -427,10 +470,21 @@ def _check_written(saving: _Saving) -> None:
             raise CheckpointWriteError(f"{saving.directory.path} was not saved: {error}") from error
 
 
-def _nbytes_of(values: Iterable[object]) -> int:
-    storages = {}
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-    return sum(storages.values())
+def nbytes_of(value: object) -> int:
+    """The bytes of the storages of all tensors in nested dicts and lists. Those that share a storage count once.
+
+    >>> shared = torch.zeros(6)
+    >>> nbytes_of([{"a": shared, "b": shared[:2]}, (torch.zeros(1), "no tensor")])
+    28
+    """
+    storages = (tensor.untyped_storage() for tensor in _tensors_in(value))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided:
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import fastensor
 from fastensor.checkpoint.location import locate
-from fastensor.select.machine import identity
-from fastensor.select.share import Sharing, kind_of
+from fastensor.select import share
+from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 
 
@@ -24,9 +23,8 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     folder = locate(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
     if not isinstance(folder, str):
         return None
-    selector = plugin.backend if isinstance(plugin.backend, fastensor.Selector) else fastensor.current_selector(folder)
     trainer.strategy.barrier()  # whatever came before may have taken other ranks longer than a sync waits
-    return Sharing(selector, kind_of(trainer.strategy.root_device, identity(folder)))
+    return share.share_choice(plugin.backend, folder, trainer.strategy.root_device)
 
 
 def _is_data_parallel(strategy: Any) -> bool:

@@ -16,7 +16,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from fastensor.backends.registry import AUTO
+from fastensor.select.current import current_selector
 from fastensor.select.dictionary import Dictionary, DictionaryError, Key
+from fastensor.select.machine import identity
 from fastensor.select.selector import Selector
 from fastensor.select.winners import Winners, winners
 
@@ -149,3 +152,21 @@ class Sharing:
         """Stop sharing: other ranks cannot be reached, or have died, or have left."""
         _logger.warning("ranks cannot share timings of backends; each rank learns by itself from now on: %s", error)
         self.end()
+
+
+def share_choice(backend: str | Selector, folder: str, device: torch.device) -> Sharing | None:
+    """Begin to share what chooses backends for files in a folder. All ranks call it, at the same points.
+
+    Args:
+        backend: as for :func:`fastensor.save`.
+        folder: where the files go; it need not exist.
+        device: the device that this rank computes on.
+
+    Returns:
+        What shares it; None if the backend is not chosen by a selector.
+    """
+    if isinstance(backend, str):
+        if backend != AUTO:
+            return None
+        backend = current_selector(folder)
+    return Sharing(backend, kind_of(device, identity(folder)))

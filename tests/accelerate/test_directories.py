@@ -1,0 +1,302 @@
+"""How the directory of a state is replaced: units, and what a filesystem that refuses or a kill leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerators import files_in
+
+from fastensor.testing import failing_call
+from fastensor.testing.calls import Call, intercepted
+from fastensor_accelerate.directories import (
+    StateDirectory,
+    finish,
+    is_incomplete,
+    move_into,
+    named_state,
+    published_path,
+    remove_leftovers,
+    remove_state,
+    state_in,
+    states_in,
+    surplus,
+)
+
+MOST_CALLS = 300
+NEW = {"model.safetensors": "new", "random_states_0.pkl": "new", "deep/file": "new", "deep/deeper/file": "new"}
+OLD = {
+    "pytorch_model.bin": "old",
+    "random_states_0.pkl": "old",
+    "deep/file": "old",
+    "deep/foreign": "mine",
+    "mine": "mine",
+}
+
+
+class Killed(BaseException):
+    """In place of the end of the process: nothing is cleaned up after it."""
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in files_in(folder)}
+
+
+def named(folder: Path, number: int = 3) -> StateDirectory:
+    return named_state(str(folder), number)
+
+
+def stage(state: StateDirectory) -> None:
+    state.prepare(durable=True)
+    write(Path(state.staging), NEW)
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_named_state_appears_by_one_rename(tmp_path: Path, link: bool, durable: bool) -> None:
+    state = named(tmp_path)
+    stage(state)
+    assert not state.exists
+    assert os.listdir(tmp_path / "checkpoints") == []
+    state.publish(durable=durable, link=link)
+    assert content(Path(state.path)) == NEW
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_3"]
+    assert os.path.exists(state.staging) == link
+    assert not state.is_staged
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "checkpoints.saving"][: 1 + link]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_directory_of_the_script_gets_the_files(tmp_path: Path, durable: bool) -> None:
+    write(tmp_path, OLD)
+    state = state_in(tmp_path)
+    stage(state)
+    assert is_incomplete(tmp_path)
+    state.publish(durable=durable, link=True)
+    assert content(tmp_path) == {**NEW, "deep/foreign": "mine", "mine": "mine"}
+    assert not is_incomplete(tmp_path)
+    assert not state.is_staged
+
+
+def test_both_formats_in_one_state_stay(tmp_path: Path) -> None:
+    """A hook may write the other one."""
+    write(tmp_path, {"model.safetensors": "old", "pytorch_model.bin": "old", "model_1.safetensors": "old"})
+    state = state_in(tmp_path)
+    state.prepare(durable=True)
+    new = {"model.safetensors": "new", "pytorch_model.bin": "new", "pytorch_model_1.bin": "new"}
+    write(Path(state.staging), new)
+    state.publish(durable=True, link=False)
+    assert content(tmp_path) == new
+
+
+@pytest.mark.parametrize("kind", ["named", "explicit"])
+def test_what_was_discarded_is_gone(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, OLD)
+    state = named(tmp_path) if kind == "named" else state_in(tmp_path)
+    stage(state)
+    for _ in range(2):
+        state.discard()
+        assert _texts(tmp_path) == OLD
+        assert not [name for name in os.listdir(tmp_path) if "saving" in name]
+
+
+def every_call(act: Callable[[], None], code: int | None) -> Any:
+    """Do it with the first call failing, then the second, and so on; or, without a code, with the process ending there.
+
+    Yields what it has raised, or None.
+    """
+    for number in range(1, MOST_CALLS):
+        raised: BaseException | None = None
+        try:
+            if code is None:
+                calls = iter(range(number))
+
+                def end(call: Call, calls: Any = calls) -> Any:
+                    if next(calls, None) is None:
+                        raise Killed
+                    return call.perform()
+
+                with intercepted(end):
+                    act()
+                fired = False
+            else:
+                with failing_call(number, code) as fault:
+                    act()
+                fired = bool(fault.fired)
+        except (OSError, Killed) as error:
+            raised, fired = error, True
+        yield raised
+        if not fired:
+            return
+    pytest.fail(f"it takes more than {MOST_CALLS} calls")
+
+
+ends = pytest.mark.parametrize("code", [None, errno.EIO, errno.ENOSPC], ids=["killed", "EIO", "ENOSPC"])
+
+
+@ends
+@pytest.mark.parametrize("link", [False, True])
+def test_publishing_a_named_state_ends_at_the_nth_call(tmp_path: Path, code: int | None, link: bool) -> None:
+    number = 0
+
+    def act() -> None:
+        named(tmp_path, number).publish(durable=True, link=link)
+
+    outcomes = []
+    stage(named(tmp_path, number))
+    for _ in every_call(act, code):
+        state = named(tmp_path, number)
+        outcomes.append(state.exists)
+        if state.exists:
+            assert content(Path(state.path)) == NEW
+        else:
+            assert content(Path(state.staging)) == NEW
+        number += 1
+        stage(named(tmp_path, number))
+        for other in states_in(str(tmp_path / "checkpoints")):
+            assert content(Path(other)) == NEW
+    assert {False, True} == {*outcomes}
+
+
+@ends
+def test_publishing_to_a_directory_of_the_script_ends_at_the_nth_call(tmp_path: Path, code: int | None) -> None:
+    """Once committed it is finished by the next who comes, and before that nothing has changed."""
+    folder = tmp_path / "x"
+    state = state_in(folder)
+    expected = {**NEW, "deep/foreign": "mine", "mine": "mine"}
+    outcomes = []
+
+    def begin() -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+        write(folder, OLD)
+        stage(state)
+
+    begin()
+    for _ in every_call(lambda: state.publish(durable=True, link=False), code):
+        if finish(folder) or content(folder) == expected:
+            outcomes.append(True)
+            assert content(folder) == expected
+        else:
+            outcomes.append(False)
+            found = content(folder)
+            assert {name: text for name, text in found.items() if not name.startswith(".fastensor")} == OLD
+        state.prepare(durable=True)  # whoever saves next
+        state.discard()
+        assert content(folder) == (expected if outcomes[-1] else OLD)
+        begin()
+    assert {False, True} == {*outcomes}
+
+
+@pytest.mark.parametrize("kind", ["named", "explicit"])
+@ends
+def test_preparing_ends_at_the_nth_call(tmp_path: Path, code: int | None, kind: str) -> None:
+    """What is left does not keep the next one from it."""
+    state = named(tmp_path / "x") if kind == "named" else state_in(tmp_path / "x")
+
+    def begin() -> None:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        write(tmp_path / "x", OLD)
+        write(Path(state.staging), {"left/over": "old"})
+        if kind == "explicit":
+            write(tmp_path / "x" / ".fastensor-saved", {"committed": "yes"})
+
+    begin()
+    for _ in every_call(lambda: state.prepare(durable=True), code):
+        state.prepare(durable=True)
+        assert files_in(Path(state.staging)) == []
+        committed = {"committed": "yes"} if kind == "explicit" else {}
+        assert _texts(tmp_path / "x") == {**OLD, **committed}
+        begin()
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in files_in(folder) if not name.endswith("/")}
+
+
+@ends
+def test_removing_a_state_ends_at_the_nth_call(tmp_path: Path, code: int | None) -> None:
+    state = str(tmp_path / "checkpoints" / "checkpoint_0")
+    write(Path(state), NEW)
+    for _ in every_call(lambda: remove_state(state), code):
+        assert not os.path.exists(state) or content(Path(state)) == NEW
+        remove_leftovers(str(tmp_path / "checkpoints.saving"))
+        assert not os.path.exists(tmp_path / "checkpoints.saving") or not os.listdir(tmp_path / "checkpoints.saving")
+        write(Path(state), NEW)
+
+
+def test_moving_merges_directories(tmp_path: Path) -> None:
+    write(tmp_path / "a", {"x": "a", "deep/x": "a", "deep/deeper/x": "a", "only/a": "a"})
+    write(tmp_path / "b", {"x": "b", "deep/x": "b", "deep/y": "b", "only_b": "b"})
+    (tmp_path / "a" / "link").symlink_to("deep")
+    move_into(str(tmp_path / "a"), str(tmp_path / "b"), durable=True)
+    assert os.listdir(tmp_path / "a") == []
+    (tmp_path / "b" / "link").unlink()
+    assert content(tmp_path / "b") == {
+        "x": "a", "deep/x": "a", "deep/deeper/x": "a", "deep/y": "b", "only/a": "a", "only_b": "b"
+    }  # fmt: skip
+
+
+def test_the_state_is_not_moved_over_a_directory_of_the_script(tmp_path: Path) -> None:
+    write(tmp_path, {"model.safetensors/mine": "mine"})
+    state = state_in(tmp_path)
+    stage(state)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        state.publish(durable=True, link=False)
+    assert (tmp_path / "model.safetensors" / "mine").read_text() == "mine"
+    os.rename(tmp_path / "model.safetensors", tmp_path / "elsewhere")
+    assert finish(tmp_path)
+    assert content(tmp_path) == {**NEW, "elsewhere/mine": "mine"}
+
+
+def test_states_are_sorted_by_accelerates_number(tmp_path: Path) -> None:
+    for name in ("checkpoint_10", "checkpoint_9", "notes", "run_3_of_7"):
+        (tmp_path / name).mkdir()
+    assert [os.path.basename(state) for state in states_in(str(tmp_path))] == [
+        "run_3_of_7", "checkpoint_9", "checkpoint_10"
+    ]  # fmt: skip
+    with pytest.raises(FileNotFoundError):
+        states_in(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, []), (0, ["a", "b"]), (1, ["a", "b"]), (2, ["a"]), (3, []), (4, [])]
+)
+def test_what_is_too_old(limit: int | None, expected: list[str]) -> None:
+    assert surplus(["a", "b", "c"], "elsewhere/c", limit) == expected
+    assert surplus(["a", "b"], "elsewhere/c", limit) == expected, "the newest one may not be listed"
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    saving = tmp_path / "checkpoints.saving"
+    remove_leftovers(str(saving))
+    state = named(tmp_path)
+    stage(state)
+    state.publish(durable=False, link=True)
+    write(saving, {"checkpoint_4/file": "left", "checkpoint_2.removed/file": "left"})
+    (saving / "checkpoint_1").symlink_to("../checkpoints/checkpoint_1")
+    remove_leftovers(str(saving))
+    assert os.listdir(saving) == ["checkpoint_3"]
+    assert content(saving / "checkpoint_3") == NEW
+
+
+def test_where_a_state_is_found(tmp_path: Path) -> None:
+    state = named(tmp_path)
+    assert published_path(state.staging) == Path(state.path)
+    stage(state)
+    assert published_path(state.staging) == Path(state.staging)
+    state.publish(durable=False, link=True)
+    assert published_path(state.staging).samefile(state.path)
+    assert published_path(tmp_path / "other") == tmp_path / "other"
