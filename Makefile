@@ -47,7 +47,7 @@ test-gds: $(STAMP)
 	-$(MAKE) --no-print-directory $(GDS)/.installed
 	if test -e $(GDS)/.installed; then \
 	    LD_LIBRARY_PATH=$(CURDIR)/$(GDS)/driver$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
-	    $(GDS)/bin/python -m pytest tests/gds; \
+	    $(GDS)/bin/python -m pytest -n 2 tests/gds; \
 	else test -z "$$FASTENSOR_TESTS_NEED_GDS"; fi
 
 $(GDS)/.installed: $(STAMP) tests/gds/install.sh

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from devices import filled_at_once
+from programs import run
 
 import fastensor
 from fastensor import Context, Selector, TensorStore
@@ -289,10 +290,7 @@ def test_settings_of_the_user_stay() -> None:
     )
     own = {"KVIKIO_NTHREADS": "2", "KVIKIO_AUTO_DIRECT_IO_READ": "0"}
     for settings, expected in (({}, "4 True True"), (own, "2 False True")):
-        found = subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, **settings}, capture_output=True, text=True, check=True
-        )
-        assert found.stdout.split() == expected.split()
+        assert run("-c", program, **settings).stdout.split() == expected.split()
 
 
 def test_where_there_is_an_unused_gpu_it_does_not_begin_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,10 @@ def test_links_lead_to_files(document: str) -> None:
 
 def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     demo = str(ROOT / "examples" / "resume_after_kill.py")
-    options = ["--epochs", "4", "--kill-in-epoch", "2", "--compare-mib", "1", "--required-accuracy", "0"]
+    options = ["--epochs", "2", "--kill-in-epoch", "1", "--compare-mib", "1", "--required-accuracy", "0"]
     out = run(demo, *options, cwd=tmp_path, lightning=True)
     assert "Killed by SIGKILL" in out
-    assert "Resumed from it and trained to epoch 4" in out
+    assert "Resumed from it and trained to epoch 2" in out
     assert "load, in page cache" in out
     assert not os.listdir(tmp_path)
 

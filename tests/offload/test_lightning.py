@@ -257,7 +257,7 @@ def test_files_are_where_the_trainer_says(tmp_path: Path) -> None:
     assert opened == [str(tmp_path)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.torture)])
 def test_two_processes(tmp_path: Path, strategy: str) -> None:
     options = {"devices": 2, "max_epochs": 1}
     expected = trained(Net, tmp_path, strategy="ddp_fork", **options)  # which begins much sooner than spawned processes
