@@ -493,12 +493,11 @@ def _check_written(saving: _Saving) -> None:
         Exception: what Accelerate has failed with.
         CheckpointWriteError: a file was not written.
     """
+    errors = [error for handle in saving.handles if (error := handle.exception()) is not None]  # none is raised later
     if saving.failure is not None:
         raise saving.failure
-    for handle in saving.handles:
-        error = handle.exception()
-        if error is not None:
-            raise CheckpointWriteError(f"{saving.directory.path} was not saved: {error}") from error
+    if errors:
+        raise CheckpointWriteError(f"{saving.directory.path} was not saved: {errors[0]}") from errors[0]
 
 
 def nbytes_of(value: object) -> int:

@@ -32,7 +32,8 @@ from fastensor.cli import main
 TIMEOUT_SECONDS = 120
 IMPORTED = ("torch", "fastensor")
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-ACCELERATE = ("accelerate", "fastensor_accelerate")
+ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis", "pytest")
+"""What their first use imports, too."""
 
 
 class Program:

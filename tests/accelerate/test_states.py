@@ -487,6 +487,17 @@ def test_a_pending_save_that_fails_is_raised_once_by_the_next_call(
         assert len(os.listdir(tmp_path / "checkpoints")) == 1, "the number of the failed one may be skipped"
 
 
+def test_a_save_of_which_all_files_fail_at_once_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = training(tmp_path)
+    with by(ASYNCHRONOUS):
+        with monkeypatch.context() as patches:
+            FullDisk(patches).full = True
+            with pytest.raises(CheckpointWriteError):  # noqa: PT012  # by either call, as fast as the disk is
+                found.accelerator.save_state()
+                wait(found)
+        wait(found)
+
+
 @modes
 @pytest.mark.parametrize("named", [True, False])
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: FastensorConfig, named: bool) -> None:
