@@ -144,9 +144,11 @@ def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
         OSError: the filesystem refused.
     """
     committed = os.path.join(directory, _SAVED)
-    if not os.path.isdir(committed):
+    try:
+        names = os.listdir(committed)
+    except FileNotFoundError:
         return False
-    for name in _names_in(committed):
+    for name in names:
         if name.endswith(_OBSOLETE):
             for path in (os.path.join(directory, name.removesuffix(_OBSOLETE)), os.path.join(committed, name)):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -210,7 +212,8 @@ def surplus(states: list[str], newest: str, total_limit: int | None) -> list[str
 
 
 def remove_state(state: str) -> None:
-    """Remove a state that Accelerate has named. No part of it is left among the states, even if the process is killed.
+    """Remove a state that Accelerate has named, and the link to it where it was staged. No part of the state is left
+    among the states, even if the process is killed.
     A thread frees the space of its files afterwards.
 
     Raises:
@@ -227,6 +230,9 @@ def remove_state(state: str) -> None:
             with freeing_afterwards(path):
                 os.unlink(path)
     shutil.rmtree(aside)
+    link = os.path.join(folder, os.path.basename(state))
+    if os.path.islink(link):
+        os.unlink(link)
 
 
 def remove_leftovers(saving: str) -> None:
@@ -267,10 +273,10 @@ def _twin_of(name: str) -> str | None:
 
 def _mark_obsolete(directory: str, staging: str) -> None:
     """Note in a state which files of a directory hold models that the state has in the other format."""
-    names = {*os.listdir(staging)}
+    names, there = {*os.listdir(staging)}, {*os.listdir(directory)}
     for name in names:
         twin = _twin_of(name)
-        if twin and twin not in names and os.path.lexists(os.path.join(directory, twin)):
+        if twin in there - names:
             with open(os.path.join(staging, twin + _OBSOLETE), "xb"):
                 pass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -14,14 +13,13 @@ from accelerate import Accelerator
 
 from fastensor_accelerate import transformers_trainer
 from fastensor_accelerate.config import FastensorConfig
-from fastensor_accelerate.states import StateSaver
+from fastensor_accelerate.states import StateSaver, savers
 
 _SAVER = "_fastensor_saver"
 """The attribute of an Accelerator that holds its saver."""
 _own: dict[str, Callable[..., Any]] = {}
 """Accelerate's own methods by name, while Fastensor is enabled."""
 _config: FastensorConfig | None = None
-_savers: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 
 
 def enable(config: FastensorConfig | None = None) -> None:
@@ -63,7 +61,7 @@ def disable() -> None:
         setattr(Accelerator, name, method)
     transformers_trainer.restore()
     with ExitStack() as closing:  # all of them, whatever the others raise
-        for saver in tuple(_savers):
+        for saver in tuple(savers):
             closing.callback(saver.close)
 
 
@@ -77,7 +75,6 @@ def _saver_of(accelerator: Accelerator) -> StateSaver:
     if saver is None:
         saver = StateSaver(accelerator, _config or FastensorConfig())
         setattr(accelerator, _SAVER, saver)
-        _savers.add(saver)
     return saver
 
 
@@ -149,8 +146,7 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
     def __init__(self, *args: Any, fastensor_config: FastensorConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = FastensorConfig.from_environment() if fastensor_config is None else fastensor_config
-        setattr(self, _SAVER, saver := StateSaver(self, config))
-        _savers.add(saver)
+        setattr(self, _SAVER, StateSaver(self, config))
 
     save_state = functools.wraps(Accelerator.save_state)(_save_state)
     load_state = functools.wraps(Accelerator.load_state)(_load_state)

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.logging import get_logger
 
 import fastensor
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve
@@ -45,7 +47,7 @@ from fastensor_accelerate.metrics import StateMetrics, Totals
 from fastensor_accelerate.seam import Files, replaced
 
 _logger = logging.getLogger("fastensor")
-_accelerates_logger = logging.getLogger("accelerate.accelerator")
+_accelerates_logger = get_logger("accelerate.accelerator")
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -61,6 +63,10 @@ class _Saving:
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     failure: Exception | None = None
     """What Accelerate's own part has failed with."""
+
+
+savers: weakref.WeakSet[StateSaver] = weakref.WeakSet()
+"""All savers of this process."""
 
 
 class StateSaver:
@@ -88,6 +94,11 @@ class StateSaver:
         self._saving_in_turn = False
         self.step: int | None = None
         """The step that was given to ``Accelerator.log`` last."""
+        savers.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the Accelerator has a saver of its own, with nothing pending."""
+        return StateSaver, (self._accelerator, self._config)
 
     def save_state(self, stock: Callable[..., Path], output_dir: str | None, **options: Any) -> Path:
         """Save a state as ``Accelerator.save_state`` does, whole or not at all.
@@ -129,8 +140,9 @@ class StateSaver:
         self._write(saving, stock, options)
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
         if not self._config.asynchronous:
-            self._commit(saving)
+            self._agree(saving)
             project.iteration = iteration + 1
+            self._publish(saving)
             self._log()
             return returned
         project.iteration = iteration + 1  # in all processes, whether or not they fail
@@ -365,20 +377,39 @@ class StateSaver:
         saving.handles.append(handle)
 
     def _commit(self, saving: _Saving) -> None:
-        """Publish a state if all processes have written their files, and remove those that are too old.
+        """Publish an asynchronous save, in the writer's thread.
 
         Raises:
-            Exception: the state was not published.
+            Exception: the state was not published, and :meth:`save_state` has not said that.
         """
-        directory = saving.directory
+        try:
+            self._agree(saving)
+        except Exception as error:
+            if error is saving.failure:
+                return
+            raise
+        self._publish(saving)
+
+    def _agree(self, saving: _Saving) -> None:
+        """Return if all processes have written their files.
+
+        Raises:
+            Exception: there is no such state.
+        """
         try:
             self._together(saving, partial(_check_written, saving))
-        except BaseException as error:
+        except BaseException:
             if self._accelerator.is_local_main_process:
-                directory.discard()
-            if error is saving.failure and self._config.asynchronous:
-                return  # save_state has raised it
+                saving.directory.discard()
             raise
+
+    def _publish(self, saving: _Saving) -> None:
+        """Give a state its place, and remove those that are too old.
+
+        Raises:
+            Exception: the filesystem refused.
+        """
+        directory = saving.directory
         publish = partial(directory.publish, durable=self._config.durable, link=self._config.asynchronous)
         self._on_each_machine(saving, publish, lambda: directory.is_staged)
         self._account(saving)
@@ -402,7 +433,7 @@ class StateSaver:
         limit = self._accelerator.project_configuration.total_limit
         old = surplus(states_in(os.path.dirname(newest.path)), newest.path, limit)
         if old:
-            _accelerates_logger.warning("Deleting %d checkpoints to make room for new checkpoint.", len(old))
+            _accelerates_logger.warning(f"Deleting {len(old)} checkpoints to make room for new checkpoint.")
         for state in old:
             with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
                 remove_state(state)
@@ -462,12 +493,11 @@ def _check_written(saving: _Saving) -> None:
         Exception: what Accelerate has failed with.
         CheckpointWriteError: a file was not written.
     """
+    errors = [error for handle in saving.handles if (error := handle.exception()) is not None]  # none is raised later
     if saving.failure is not None:
         raise saving.failure
-    for handle in saving.handles:
-        error = handle.exception()
-        if error is not None:
-            raise CheckpointWriteError(f"{saving.directory.path} was not saved: {error}") from error
+    if errors:
+        raise CheckpointWriteError(f"{saving.directory.path} was not saved: {errors[0]}") from errors[0]
 
 
 def nbytes_of(value: object) -> int:

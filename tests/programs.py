@@ -32,18 +32,25 @@ from fastensor.cli import main
 TIMEOUT_SECONDS = 120
 IMPORTED = ("torch", "fastensor")
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis", "pytest")
+"""What their first use imports, too."""
 
 
 class Program:
     """A running program of Python, with pipes to its standard input, output and error.
 
     The arguments are those of ``python``: a script, ``-c`` and code, or ``-m`` and a module. ``variables`` are added to
-    the environment. With ``lightning``, the packages of Lightning are imported before, too. Attributes and methods are
-    those of ``subprocess.Popen``.
+    the environment. With ``lightning`` or ``accelerate``, those packages are imported before, too. Attributes and
+    methods are those of ``subprocess.Popen``.
     """
 
     def __init__(
-        self, *arguments: object, folder: Path | None = None, lightning: bool = False, **variables: str
+        self,
+        *arguments: object,
+        folder: Path | None = None,
+        lightning: bool = False,
+        accelerate: bool = False,
+        **variables: str,
     ) -> None:
         self.returncode: int | None = None
         message = {
@@ -54,7 +61,8 @@ class Program:
         (theirs_in, ours_in), (ours_out, theirs_out), (ours_err, theirs_err) = os.pipe(), os.pipe(), os.pipe()
         report, theirs_report = os.pipe()
         theirs = [theirs_in, theirs_out, theirs_err, theirs_report]
-        socket.send_fds(_warm(*IMPORTED, *LIGHTNING * lightning), [json.dumps(message).encode()], theirs)
+        modules = (*IMPORTED, *LIGHTNING * lightning, *ACCELERATE * accelerate)
+        socket.send_fds(_warm(*modules), [json.dumps(message).encode()], theirs)
         for fd in theirs:
             os.close(fd)
         self.stdin = os.fdopen(ours_in, "w")

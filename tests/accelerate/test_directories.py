@@ -29,6 +29,8 @@ from fastensor_accelerate.directories import (
 )
 
 MOST_CALLS = 300
+CHANGES = ("mkdir", "rename", "link", "unlink", "symlink", "fsync")
+"""Calls between which a kill makes a difference."""
 NEW = {"model.safetensors": "new", "random_states_0.pkl": "new", "deep/file": "new", "deep/deeper/file": "new"}
 OLD = {
     "pytorch_model.bin": "old",
@@ -51,7 +53,8 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text() for name in files_in(folder)}
+    """The text of each file below a folder."""
+    return {name: (folder / name).read_text() for name in files_in(folder) if not name.endswith("/")}
 
 
 def named(folder: Path, number: int = 3) -> StateDirectory:
@@ -108,7 +111,7 @@ def test_what_was_discarded_is_gone(tmp_path: Path, kind: str) -> None:
     stage(state)
     for _ in range(2):
         state.discard()
-        assert _texts(tmp_path) == OLD
+        assert content(tmp_path) == OLD
         assert not [name for name in os.listdir(tmp_path) if "saving" in name]
 
 
@@ -124,7 +127,7 @@ def every_call(act: Callable[[], None], code: int | None) -> Any:
                 calls = iter(range(number))
 
                 def end(call: Call, calls: Any = calls) -> Any:
-                    if next(calls, None) is None:
+                    if call.name in CHANGES and next(calls, None) is None:
                         raise Killed
                     return call.perform()
 
@@ -218,12 +221,8 @@ def test_preparing_ends_at_the_nth_call(tmp_path: Path, code: int | None, kind: 
         state.prepare(durable=True)
         assert files_in(Path(state.staging)) == []
         committed = {"committed": "yes"} if kind == "explicit" else {}
-        assert _texts(tmp_path / "x") == {**OLD, **committed}
+        assert content(tmp_path / "x") == {**OLD, **committed}
         begin()
-
-
-def _texts(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text() for name in files_in(folder) if not name.endswith("/")}
 
 
 @ends

@@ -1,0 +1,235 @@
+"""What one of several processes of a job does. Run by ``test_processes.py``, which reads the JSON that it prints.
+
+Arguments: the name of a function of this module, ``asynchronous`` or ``synchronous``, and a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerators import Gate, Training, files_in, random_numbers, training
+from disks import FullDisk
+
+import fastensor
+import fastensor_accelerate
+from fastensor_accelerate import FastensorConfig, agreement
+
+
+def numbers_of(found: Training) -> list[Any]:
+    """What tells one state from another."""
+    state = found.state()
+    weights = [model["first.weight"].double().sum().item() for model in state["models"]]
+    moments = [optimizer["state"][0]["exp_avg"].double().sum().item() for optimizer in state["optimizers"]]
+    return [weights, moments, state["custom"], state["step"]]
+
+
+def begin(folder: Path | None, rank: int, **options: Any) -> Training:
+    found = training(folder, **options)
+    torch.manual_seed(rank)
+    return found
+
+
+def save_and_load(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """States that Accelerate names, and one of the script's, by all; and the one that a single process has saved."""
+    found = begin(folder / "project", rank, total_limit=1)
+    plain = begin(None, rank)
+    seen = []
+    found.train(2)
+    fastensor_accelerate.enable(config)
+    for _ in range(2):
+        found.train()
+        found.accelerator.save_state()
+    expected = numbers_of(found), random_numbers()
+    plain.train()
+    plain.accelerator.save_state(folder / "x")
+    expected_of_plain = numbers_of(plain), random_numbers()
+    for enabled in (True, False):
+        if not enabled:
+            fastensor_accelerate.disable()
+        found.train()
+        found.accelerator.load_state()
+        assert (numbers_of(found), random_numbers()) == expected
+        plain.train()
+        plain.accelerator.load_state(folder / "x")
+        assert (numbers_of(plain), random_numbers()) == expected_of_plain
+        seen.append([found.accelerator.save_iteration, files_in(folder)])
+    assert seen[0] == seen[1]
+    for enabled in (False, True):
+        if enabled:
+            fastensor_accelerate.enable(config)
+        plain.train()
+        plain.accelerator.load_state(folder / "single")
+        alone = numbers_of(plain)
+    return expected[0], expected_of_plain[0], alone, seen[0]
+
+
+def fail(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """One process fails: in a hook, and then at the disk."""
+    fastensor_accelerate.enable(config)
+    found = begin(folder, rank, total_limit=1)
+    said = []
+
+    def save_in_vain() -> None:
+        before = sorted(os.listdir(folder / "checkpoints"))
+        with pytest.raises(Exception) as caught:  # noqa: PT011, PT012  # an asynchronous one raises later
+            found.accelerator.save_state()
+            found.accelerator.load_state()
+        assert sorted(os.listdir(folder / "checkpoints")) == before
+        said.append([type(caught.value).__name__, str(caught.value)])
+        dist.barrier()
+
+    found.train()
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    at = numbers_of(found)
+    found.train()
+
+    def hook(*arguments: object) -> None:
+        raise ZeroDivisionError("the hook's")
+
+    if rank == 1:
+        handle = found.accelerator.register_save_state_pre_hook(hook)
+    save_in_vain()
+    if rank == 1:
+        handle.remove()
+    with pytest.MonkeyPatch.context() as patches:
+        FullDisk(patches).full = rank == 0
+        save_in_vain()
+    found.accelerator.load_state()
+    assert numbers_of(found) == at
+    found.train()
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    assert numbers_of(found) != at
+    return said, files_in(folder / "checkpoints"), found.accelerator.save_iteration
+
+
+def die(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """One process is killed while its files are not durable."""
+    fastensor_accelerate.enable(config)
+    found = begin(folder, rank, total_limit=1)
+    found.train()
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    dist.barrier()
+    if rank == 1:
+        Gate(pytest.MonkeyPatch())
+    found.accelerator.save_state()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for _ in range(2):
+        with pytest.raises(fastensor.CheckpointWriteError) as caught:
+            found.accelerator.save_state()
+        said.append(str(caught.value))
+    return said
+
+
+def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """As in scripts of diffusers; later the other process saves, too."""
+    agreement._ARRIVAL_SECONDS = 0.2
+    fastensor_accelerate.enable(config)
+    found = begin(None, rank)
+    states = []
+    for number in range(3):
+        found.train()
+        if found.accelerator.is_main_process:
+            found.accelerator.save_state(folder / f"checkpoint-{number}")
+        found.accelerator.wait_for_everyone()
+    states.append(numbers_of(found))
+    fastensor_accelerate.disable()  # publishes what is pending
+    found.accelerator.wait_for_everyone()
+    fastensor_accelerate.enable(config)
+    found.train()
+    found.accelerator.load_state(folder / "checkpoint-2")
+    states.append(numbers_of(found))
+    found.accelerator.save_state(folder / "all")
+    fastensor_accelerate.disable()
+    found.accelerator.wait_for_everyone()
+    return states, files_in(folder)
+
+
+def on_two_machines(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """Each process is the first of its machine, and both have the same filesystem."""
+    fastensor_accelerate.enable(config)
+    found = begin(folder / "project", rank, total_limit=1, save_on_each_node=False)
+    plain = begin(None, rank)
+    assert found.accelerator.is_local_main_process
+    for _ in range(5):
+        found.train()
+        found.accelerator.save_state()
+        plain.accelerator.save_state(folder / "x")
+    at = numbers_of(found)
+    found.train()
+    found.accelerator.load_state()
+    plain.accelerator.load_state(folder / "x")
+    assert numbers_of(found) == at
+    return files_in(folder / "project" / "checkpoints"), files_in(folder / "x")
+
+
+def share(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """The other process learns nothing by itself, and knows what the main process has learned."""
+    selector = fastensor.Selector(paper=True)
+    fastensor.use_selector(selector)
+    fastensor_accelerate.enable(config)
+    found = begin(folder, rank)
+    known = []
+    for _ in range(3):
+        found.accelerator.save_state()
+        found.accelerator._fastensor_saver.wait()
+        dist.barrier()
+        known.append(sorted(str(key) for key, _ in selector.dictionary))
+    explores = selector.explore
+    found.accelerator.end_training()
+    return known, selector.statistics().explored, explores, selector.explore
+
+
+def leave(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """Without a word: the exit of the process publishes what is pending."""
+    fastensor_accelerate.enable(config)
+    found = begin(folder, rank)
+    found.train()
+    found.accelerator.save_state()
+    return []
+
+
+def leave_group(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """When the process group is gone, nobody can agree."""
+    fastensor_accelerate.enable(config)
+    found = begin(folder, rank)
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    gate = Gate(pytest.MonkeyPatch())
+    found.accelerator.save_state()
+    dist.barrier()
+    dist.destroy_process_group()
+    gate.open()
+    with pytest.raises(fastensor.CheckpointWriteError) as caught:
+        found.accelerator.load_state()
+    return str(caught.value), os.listdir(folder / "checkpoints")
+
+
+def main() -> None:
+    name, mode, folder = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    config = FastensorConfig(asynchronous=mode == "asynchronous")
+    result = globals()[name](config, Path(folder), rank)
+    print(json.dumps(result), flush=True)
+    if name != "leave":
+        fastensor_accelerate.disable()
+        if dist.is_initialized() and name != "die":
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

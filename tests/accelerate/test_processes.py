@@ -1,0 +1,152 @@
+"""Jobs of two processes: they publish a state together or not at all, and say who has failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerators import MODES, by, files_in, training
+from programs import Program
+
+from fastensor_accelerate import FastensorConfig
+
+RANKS = Path(__file__).with_name("ranks.py")
+FILES = [
+    "custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl",
+    "scheduler.bin",
+]  # fmt: skip
+modes = pytest.mark.parametrize("config", MODES)
+
+
+def start(name: str, config: FastensorConfig, folder: Path, **variables: str) -> list[Program]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mode = "asynchronous" if config.asynchronous else "synchronous"
+    return [
+        Program(
+            RANKS, name, mode, folder, accelerate=True, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true",
+            **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", **variables},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def run(name: str, config: FastensorConfig, folder: Path, dies: int | None = None, **variables: str) -> list[Any]:
+    """What each process returns, and what it has written to its standard error; None if it dies."""
+    programs = start(name, config, folder, **variables)
+    with ThreadPoolExecutor(2) as threads:
+        outputs = [*threads.map(lambda program: program.communicate(), programs)]
+    found = []
+    for rank, (program, (out, err)) in enumerate(zip(programs, outputs, strict=True)):
+        if rank == dies:
+            assert program.returncode == -signal.SIGKILL
+            found.append(None)
+            continue
+        assert program.returncode == 0, f"process {rank}: {out}{err}"
+        found.append((json.loads(out.splitlines()[-1]), err))
+    return found
+
+
+@modes
+def test_two_processes_save_and_one_loads_and_the_other_way_round(tmp_path: Path, config: FastensorConfig) -> None:
+    single = training()
+    single.train(3)
+    with by(config):
+        single.accelerator.save_state(tmp_path / "single")
+    for name in ("random_states_0.pkl",):  # stock Accelerate has no random numbers for the other process either
+        assert (tmp_path / "single" / name).exists()
+    (main, _), (other, _) = run("save_and_load", config, tmp_path)
+    assert main == other
+    named, plain, alone, (iteration, files) = main
+    assert iteration == 2
+    expected = {f"project/checkpoints/checkpoint_1/{name}" for name in FILES} | {f"x/{name}" for name in FILES}
+    links = {f"project/checkpoints.saving/checkpoint_1/{name}" for name in FILES} if config.asynchronous else set()
+    assert {name for name in files if not name.startswith("single")} == expected | links
+    state = single.state()
+    assert alone[0] == [state["models"][0]["first.weight"].double().sum().item()]
+    assert alone[2:] == [[3], 3]
+    for reader in (None, config):
+        for folder, saved in ((tmp_path / "project" / "checkpoints" / "checkpoint_1", named), (tmp_path / "x", plain)):
+            with by(reader):
+                single.accelerator.load_state(folder)
+            state = single.state()
+            assert [state["models"][0]["first.weight"].double().sum().item()] == saved[0]
+            assert [state["custom"], state["step"]] == saved[2:]
+
+
+@modes
+def test_the_process_that_fails_is_named_and_nothing_is_published(tmp_path: Path, config: FastensorConfig) -> None:
+    ((main, files, iteration), _), ((other, others_files, others_iteration), _) = run("fail", config, tmp_path)
+    assert files == others_files
+    assert iteration == others_iteration
+    folder = f"checkpoint_{iteration - 1}"
+    assert files == [f"{folder}/{name}" for name in FILES]
+    (in_hook, at_disk), (in_own_hook, at_others_disk) = main, other
+    assert in_own_hook == ["ZeroDivisionError", "the hook's"]
+    assert in_hook[0] == "CheckpointWriteError"
+    assert "was not saved: process 1: ZeroDivisionError: the hook's" in in_hook[1]
+    assert at_disk[0] == at_others_disk[0] == "CheckpointWriteError"
+    assert "No space left" in at_disk[1]
+    assert "was not saved: process 0: CheckpointWriteError" in at_others_disk[1]
+    assert "No space left" in at_others_disk[1]
+
+
+def test_a_killed_process_leaves_the_state_before_and_the_other_raises(tmp_path: Path) -> None:
+    (said, _), _ = run("die", FastensorConfig(asynchronous=True), tmp_path, dies=1)
+    assert all("was not saved: a process cannot be reached" in text for text in said)
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+    found = training(tmp_path)
+    with by(FastensorConfig()):
+        found.accelerator.load_state()
+    assert found.state()["step"] == 1
+
+
+@modes
+def test_the_main_process_saves_alone(tmp_path: Path, config: FastensorConfig) -> None:
+    ((states, files), err), ((others, others_files), others_err) = run("main_alone", config, tmp_path)
+    assert states[0] == states[1] == others[0]
+    assert others[1] == [*states[1][:-1], 4], "the step is in each one's own file"
+    own = [name for name in FILES if name != "random_states_1.pkl"]
+    folders = [f"checkpoint-{number}/{name}" for number in range(3) for name in own]
+    assert files == others_files == [f"all/{name}" for name in FILES] + folders
+    assert err.count("by the main process alone") == 1
+    assert "alone" not in others_err
+
+
+@modes
+def test_machines_with_one_filesystem(tmp_path: Path, config: FastensorConfig) -> None:
+    (main, _), (other, _) = run("on_two_machines", config, tmp_path, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    assert main == other
+    assert main == [[f"checkpoint_4/{name}" for name in FILES], FILES]
+
+
+@modes
+def test_processes_choose_by_what_the_main_process_has_learned(tmp_path: Path, config: FastensorConfig) -> None:
+    ((known, explored, explores, explores_alone), _), (other, _) = run(
+        "share", config, tmp_path, FASTENSOR_EXPLORE="true"
+    )
+    assert explored > 0
+    assert other[1] == 0
+    assert (explores, other[2]) == (True, False)
+    assert (explores_alone, other[3]) == (True, True)
+    assert known[0]
+    for before, after in zip(known, other[0][1:], strict=False):
+        assert {*before} <= {*after}, "what was known before the next save"
+
+
+def test_the_exit_publishes_what_is_pending(tmp_path: Path) -> None:
+    run("leave", FastensorConfig(asynchronous=True), tmp_path)
+    assert files_in(tmp_path / "checkpoints") == [f"checkpoint_0/{name}" for name in FILES]
+
+
+def test_without_its_process_group_a_job_publishes_nothing(tmp_path: Path) -> None:
+    for (text, states), _ in run("leave_group", FastensorConfig(asynchronous=True), tmp_path):
+        assert "a process cannot be reached" in text
+        assert states == ["checkpoint_0"]
