@@ -7,6 +7,15 @@ if find_spec("accelerate") is None:
         "fastensor_accelerate needs Accelerate, which is not installed: pip install 'fastensor[accelerate]'"
     )
 
+import accelerate
+from packaging.version import Version
+
+if Version(accelerate.__version__) < Version("1.1"):  # as the extra `accelerate` says
+    raise ImportError(
+        "fastensor_accelerate needs Accelerate 1.1 or later: pip install -U 'fastensor[accelerate]'; found "
+        f"{accelerate.__version__}"
+    )
+
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.enable import FastensorAccelerator, disable, enable, is_enabled
 

@@ -52,13 +52,11 @@ class FastensorConfig:
         "what moves bytes: auto, or the name of a backend that `fastensor doctor` lists",
     )
     durable: bool = _option(
-        True, "--fastensor_durable", "whether a saved state is on stable storage: true (default) or false"
+        True, "--fastensor_durable", "a saved state is on stable storage before it replaces another one (default)"
     )
-    verify: bool = _option(True, "--fastensor_verify", "whether loads compare CRC32s: true (default) or false")
+    verify: bool = _option(True, "--fastensor_verify", "loads compare CRC32s (default)")
     asynchronous: bool = _option(
-        False,
-        "--fastensor_async",
-        "save_state returns when the state has been copied; default: when it is saved",
+        False, "--fastensor_async", "save_state returns when the state has been copied; default: when it is saved"
     )
     staging_bytes: int | None = _option(
         None,
@@ -82,7 +80,7 @@ class FastensorConfig:
         for option in dataclasses.fields(self):
             _check_type(option, getattr(self, option.name))
         if self.backend != registry.AUTO and self.backend not in (known := registry.names()):
-            raise ConfigError(f"backend is {self.backend!r}, which is no backend{_nearest(self.backend, known)}")
+            raise ConfigError(f"backend is {self.backend!r}, which is no backend{nearest(self.backend, known)}")
         try:
             WriterSettings(**self.writer_options())
         except ValueError as error:
@@ -108,7 +106,7 @@ class FastensorConfig:
         values = {}
         for name, value in options.items():
             if name not in known:
-                raise ConfigError(f"{where} has no option {name!r}{_nearest(str(name), known)}")
+                raise ConfigError(f"{where} has no option {name!r}{nearest(str(name), known)}")
             if value is not None:
                 values[name] = _read(known[name], value)
         return cls(**values)
@@ -179,7 +177,7 @@ def _write(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1, _NEAR)

@@ -94,7 +94,9 @@ def _save_state(
 def _load_state(
     self: Accelerator, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    return _saver_of(self).load_state(_stock("load_state", self), input_dir, load_kwargs=load_kwargs, **options)
+    if load_kwargs is not None:  # Accelerate has it since 1.8
+        options["load_kwargs"] = load_kwargs
+    return _saver_of(self).load_state(_stock("load_state", self), input_dir, **options)
 
 
 def _save(self: Accelerator, obj: Any, f: Any, safe_serialization: bool = False) -> None:

@@ -13,8 +13,10 @@ import dataclasses
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from accelerate import DistributedType
 from accelerate.commands import accelerate_cli, launch
 from accelerate.commands.config import cluster, config, config_args
 from accelerate.commands.config.config_utils import _ask_field, _ask_options, _convert_yes_no_to_bool
@@ -26,11 +28,13 @@ from fastensor_accelerate.config import (
     ConfigError,
     FastensorConfig,
     is_wanted_by_environment,
+    nearest,
     options_in_environment,
 )
 
 _MODULE = "fastensor_accelerate"
 """The module that runs a script with Fastensor enabled."""
+_TITLE = "Fastensor Arguments"
 _stock_launch_parser = accelerate_cli.launch_command_parser
 _stock_user_input = config.get_user_input
 
@@ -42,6 +46,35 @@ class FastensorClusterConfig(config_args.ClusterConfig):  # type: ignore[misc]  
     fastensor_config: dict[str, Any] | None = None
 
 
+@dataclass
+class FastensorSageMakerConfig(config_args.SageMakerConfig):  # type: ignore[misc]  # Accelerate has no types
+    """Accelerate's configuration for SageMaker. It may have the section, so that our message says what is wrong."""
+
+    fastensor_config: dict[str, Any] | None = None
+
+
+class _Parser(accelerate_cli.CustomArgumentParser):  # type: ignore[misc]  # Accelerate has no types
+    """Accelerate's parser; it suggests the nearest name for an unknown flag that looks like ours."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        for flag in (argument.partition("=")[0] for argument in unknown):
+            if flag.replace("-", "_").startswith(("__fastensor", "__no_fastensor")):
+                known = [name for name in self._option_string_actions if name.startswith(("--fastensor", "--no_fast"))]
+                raise ConfigError(
+                    f"there is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--'), known)}"
+                )
+        return found, unknown
+
+
+class _HelpFormatter(launch.CustomHelpFormatter):  # type: ignore[misc]  # Accelerate has no types
+    """Accelerate's formatter, which hides what the command line does not use, shows our flags always."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.titles.append(_TITLE)
+
+
 def main() -> None:
     """Run a command of ``accelerate``, which ``sys.argv`` names.
 
@@ -49,7 +82,9 @@ def main() -> None:
         SystemExit: the options mean nothing, or the script has failed.
     """
     config_args.ClusterConfig = cluster.ClusterConfig = FastensorClusterConfig
+    config_args.SageMakerConfig = FastensorSageMakerConfig
     config.get_user_input = _ask_everything
+    accelerate_cli.CustomArgumentParser = _Parser
     accelerate_cli.launch_command_parser = _launch_parser
     try:
         accelerate_cli.main()
@@ -60,73 +95,83 @@ def main() -> None:
 def _launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Accelerate's parser of ``launch`` with our flags."""
     parser: argparse.ArgumentParser = _stock_launch_parser(subparsers)
-    group = parser.add_argument_group("Fastensor Arguments", "Arguments related to saving and loading by Fastensor.")
-    group.add_argument(
-        "--fastensor", action="store_true", default=None, help="Whether to save and load states by Fastensor."
-    )
-    group.add_argument(
-        "--no_fastensor", action="store_true", default=None, help=f"Ignore the section {SECTION} and the environment."
-    )
+    parser.formatter_class = _HelpFormatter
+    group = parser.add_argument_group(_TITLE, "Arguments related to saving and loading by Fastensor.")
+    add = partial(group.add_argument, default=None)
+    add("--fastensor", action="store_true", help="Save and load states by Fastensor.")
+    add("--no_fastensor", action="store_true", help=f"Ignore the section {SECTION} and the environment.")
     for option in dataclasses.fields(FastensorConfig):
-        flag, default = option.metadata["flag"], option.default
-        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if default is False else {}
-        group.add_argument(flag, dest=_dest(option.name), default=None, help=option.metadata["help"], **kind)
+        flag, text, dest = option.metadata["flag"], option.metadata["help"], _dest(option.name)
+        if isinstance(option.default, bool):
+            add(flag, dest=dest, action="store_true", help=text)
+            add(flag.replace("--", "--no_"), dest=dest, action="store_const", const=False, help=f"not {flag}")
+        else:
+            add(flag, dest=dest, metavar=option.name.upper(), help=text)
     parser.set_defaults(func=_launch)
     return parser
 
 
 def _launch(args: argparse.Namespace) -> None:
     """Launch a script, with Fastensor if that is wanted."""
-    options = _options(args)
-    if options is None:
-        os.environ.pop(USE, None)
-    else:
-        _check_can_run_module(args)
+    found = _configuration(args)
+    options = None if args.no_fastensor else _options(args, found)
+    if args.no_fastensor:
+        os.environ[USE] = "false"
+    if options is not None:
+        _check_can_run_module(args, found)
         os.environ.update(options.to_environment())
         args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         args.training_script, args.module = _MODULE, True
     launch.launch_command(args)
 
 
-def _options(args: argparse.Namespace) -> FastensorConfig | None:
+def _configuration(args: argparse.Namespace) -> FastensorClusterConfig | FastensorSageMakerConfig | None:
+    """What the configuration file says that Accelerate will use; None if there is none."""
+    if args.config_file is None and (args.cpu or not os.path.isfile(config_args.default_config_file)):
+        return None
+    found: FastensorClusterConfig | FastensorSageMakerConfig = config_args.load_config_from_file(args.config_file)
+    return found
+
+
+def _options(
+    args: argparse.Namespace, configuration: FastensorClusterConfig | FastensorSageMakerConfig | None
+) -> FastensorConfig | None:
     """The options: flags over YAML over the environment over defaults. None if Fastensor is not wanted.
 
     Raises:
         ConfigError: an option is unknown, or its value means nothing.
     """
-    if args.no_fastensor:
-        return None
-    section = _section(args)
+    file = f"{SECTION} of {args.config_file or config_args.default_config_file}"
+    section = None if configuration is None else configuration.fastensor_config
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(f"{file} is a section of options, found {section!r}")
     environment = options_in_environment()
     named = {option.name: getattr(args, _dest(option.name)) for option in dataclasses.fields(FastensorConfig)}
     flags = {name: value for name, value in named.items() if value is not None}
     if not (args.fastensor or flags or section is not None or is_wanted_by_environment()):
         return None
     FastensorConfig.from_mapping(environment, "the environment")
-    FastensorConfig.from_mapping(section or {}, f"{SECTION} of {args.config_file or config_args.default_config_file}")
+    FastensorConfig.from_mapping(section or {}, file)
     return FastensorConfig.from_mapping({**environment, **(section or {}), **flags})
 
 
-def _section(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The section of the configuration file that Accelerate will use; None if there is none."""
-    default = config_args.default_config_file
-    if args.config_file is None and (args.cpu or not os.path.isfile(default)):
-        return None
-    found = getattr(config_args.load_config_from_file(args.config_file), SECTION, None)
-    if found is not None and not isinstance(found, dict):
-        raise ConfigError(f"{SECTION} of {args.config_file or default} is a section of options, found {found!r}")
-    return found
-
-
-def _check_can_run_module(args: argparse.Namespace) -> None:
+def _check_can_run_module(
+    args: argparse.Namespace, configuration: FastensorClusterConfig | FastensorSageMakerConfig | None
+) -> None:
     """
     Raises:
         ConfigError: processes of this job are not started by Python with a module.
     """
+    kind = getattr(configuration, "distributed_type", None)
     if args.no_python:
         raise ConfigError("--no_python runs a program in which Fastensor cannot be enabled; leave one of both out")
-    if args.tpu or args.tpu_use_cluster:
-        raise ConfigError("Fastensor does not run on TPUs; leave --fastensor out")
+    if args.tpu or args.tpu_use_cluster or (kind == DistributedType.XLA and not args.cpu):
+        raise ConfigError("Fastensor does not run on TPUs; launch with --no_fastensor")
+    if isinstance(configuration, FastensorSageMakerConfig):
+        raise ConfigError(
+            "SageMaker runs the script by itself: launch with --no_fastensor, and call fastensor_accelerate.enable() "
+            "in the script"
+        )
 
 
 def _ask_everything() -> Any:

@@ -208,18 +208,20 @@ class StateSaver:
             directory: where the files go, for messages.
 
         Yields:
-            A list. The functions that are put into it are called when the files are durable, and not at all if one is
-            not.
+            A list. The functions that are put into it are called when the files of all processes are durable, and not
+            at all if one is not.
 
         Raises:
-            Exception: what an earlier save has failed with.
+            Exception: what an earlier save has failed with, or the block.
+            CheckpointWriteError: a file was not written, or another process has failed.
         """
         self.wait()
-        saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter(), self._alone)
+        agreement = self._agree_with_all()  # in the thread that trains, in the same order in all processes
+        saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter(), agreement)
         afterwards: list[Callable[[], None]] = []
 
         def finish_saving() -> None:
-            _check_written(saving)
+            self._together(saving, partial(_check_written, saving))
             for do in afterwards:
                 do()
             self._account(saving)
@@ -228,11 +230,16 @@ class StateSaver:
         try:
             with self._writing(saving):
                 yield afterwards
+        except Exception as error:  # noqa: BLE001  # raised when the other processes know
+            saving.failure = error
         finally:
             self._saving_in_turn = False
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
         if self._config.asynchronous:
             self._in_turn(saving.directory.path, finish_saving)
+            if saving.failure is not None:
+                self.wait()
+                raise saving.failure
         else:
             finish_saving()
             self._log()

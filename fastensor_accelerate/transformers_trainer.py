@@ -7,6 +7,7 @@ one is written; with asynchronous saves that waits until the new one is durable.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,14 +18,19 @@ from fastensor_accelerate.seam import missing_seams
 from fastensor_accelerate.states import StateSaver
 
 _MODULE = "transformers.trainer"
-_LOADS = (
+_READS = (
     "_load_from_checkpoint",
     "_load_best_model",
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
     "_load_scaler",
+    "_push_from_checkpoint",
+    "_get_output_dir",  # called before a Trainer counts or removes checkpoints
 )
+"""What reads checkpoints, and so waits for the pending one."""
 _SAVES = ("_save_checkpoint", "save_model")
+_ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
+"""What removes old checkpoints: a function of the module, or a method of the Trainer before transformers 5.3."""
 _own: dict[str, Callable[..., Any]] = {}
 """The Trainer's own methods by name, while they are intercepted."""
 
@@ -41,12 +47,14 @@ def intercept(saver_of: Callable[[Any], StateSaver]) -> None:
     module = sys.modules.get(_MODULE)
     if module is None or _own or not hasattr(module, "Trainer"):
         return
-    names = (*_LOADS, *_SAVES, "train")
+    names = (*_READS, *_SAVES, "train")
     missing = missing_seams("transformers") + [f"Trainer.{name}" for name in names if not hasattr(module.Trainer, name)]
-    if missing or not hasattr(module, "rotate_checkpoints"):
+    if not hasattr(*_rotation(module)):
+        missing.append(_ROTATE[0])
+    if missing:
         warnings.warn(
             "checkpoints of transformers.Trainer are NOT saved or loaded by Fastensor: this version of transformers "
-            f"has no {', '.join(missing or ['rotate_checkpoints'])}. The documentation names the versions that work",
+            f"has no {', '.join(missing)}. The documentation names the versions that work",
             stacklevel=4,
         )
         return
@@ -66,7 +74,7 @@ def restore() -> None:
 def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., Any]:
     """What a method of the Trainer is replaced by."""
 
-    def load(trainer: Any, *args: Any, **options: Any) -> Any:
+    def read(trainer: Any, *args: Any, **options: Any) -> Any:
         with saver_of(trainer.accelerator).loading():
             return _own[name](trainer, *args, **options)
 
@@ -75,14 +83,15 @@ def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., A
             return _own[name](trainer, *args, **options)
 
     def save_checkpoint(trainer: Any, *args: Any, **options: Any) -> Any:
-        module: Any = sys.modules[_MODULE]
-        rotate = module.rotate_checkpoints
-        with saver_of(trainer.accelerator).saving_in_turn(trainer.args.output_dir) as afterwards:
-            module.rotate_checkpoints = lambda *args, **options: afterwards.append(partial(rotate, *args, **options))
+        owner, attribute = _rotation(sys.modules[_MODULE])
+        rotate = getattr(owner, attribute)
+        folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+        with saver_of(trainer.accelerator).saving_in_turn(folder) as afterwards:
+            setattr(owner, attribute, lambda *args, **options: afterwards.append(partial(rotate, *args, **options)))
             try:
                 return _own[name](trainer, *args, **options)
             finally:
-                module.rotate_checkpoints = rotate
+                setattr(owner, attribute, rotate)
 
     def train(trainer: Any, *args: Any, **options: Any) -> Any:
         result = _own[name](trainer, *args, **options)
@@ -92,4 +101,10 @@ def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., A
         return result
 
     named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train}
-    return named.get(name, load)
+    return named.get(name, read)
+
+
+def _rotation(module: Any) -> tuple[Any, str]:
+    """The object that has what removes old checkpoints, and its name there."""
+    function, method = _ROTATE
+    return (module, function) if hasattr(module, function) else (module.Trainer, method)

@@ -38,8 +38,11 @@ def test_public_names_exist_and_are_documented() -> None:
 
 
 def test_public_names_are_visible_to_type_checkers(tmp_path: Path) -> None:
-    names = [f"{m.__name__}.{name}" for m in (fastensor, fastensor_lightning) for name in m.__all__]
-    source = "import fastensor, fastensor_lightning\n" + "\n".join(f"reveal_type({name})" for name in names)
+    packages = (fastensor, fastensor_lightning, fastensor_accelerate)
+    names = [f"{package.__name__}.{name}" for package in packages for name in package.__all__]
+    source = f"import {', '.join(package.__name__ for package in packages)}\n" + "\n".join(
+        f"reveal_type({name})" for name in names
+    )
     (tmp_path / "use.py").write_text(source)
     # torch takes mypy half a minute. A folder of its own: what mypy keeps for other options is of no use to it.
     cache = ROOT / ".mypy_cache" / "of_users"
@@ -87,6 +90,15 @@ def test_the_source_holds_what_the_readme_links_to(tmp_path: Path) -> None:
         "LICENSE",
     }
     assert not tops & {"tests", "benchmarks", "examples"}
+
+
+def test_an_accelerate_that_is_too_old_is_refused() -> None:
+    code = "import accelerate; accelerate.__version__ = '1.0.1'; import fastensor_accelerate"
+    done = run("-c", code, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: fastensor_accelerate needs Accelerate 1.")
+    assert last.endswith("found 1.0.1")
 
 
 def test_errors_are_fastensor_errors_and_fitting_builtins() -> None:

@@ -32,11 +32,11 @@ class WriterSettings:
             raise ValueError(f"staging_bytes is at least {BUFFER_NBYTES} (one buffer), found {self.staging_bytes}")
         if self.when_busy not in get_args(WhenBusy):
             raise ValueError(f"when_busy is one of {get_args(WhenBusy)}, found {self.when_busy!r}")
-        if self.exit_seconds < 0:
+        if not self.exit_seconds >= 0:  # refuses NaN, too
             raise ValueError(f"exit_seconds is not negative, found {self.exit_seconds}")
         for name in ("max_bytes_per_second", "preemption_seconds"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} is positive or None, found {value}")
 
     def staging_budget(self) -> int:

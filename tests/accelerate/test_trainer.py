@@ -1,0 +1,534 @@
+"""``transformers.Trainer`` and TRL's: their files are stock's, their trainings go on bit for bit, nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from disks import FullDisk, SlowDisk
+from programs import run
+from states import assert_equal
+from torch.utils._pytree import tree_map
+
+import fastensor
+import fastensor_accelerate
+from fastensor.errors import CheckpointWriteError
+from fastensor.files import posix
+from fastensor_accelerate import FastensorConfig
+from fastensor_accelerate.enable import _saver_of
+from fastensor_accelerate.seam import _SEAMS, Files, replaced
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
+SYNCHRONOUS = FastensorConfig()
+ASYNCHRONOUS = FastensorConfig(asynchronous=True)
+MODES = [pytest.param(SYNCHRONOUS, id="synchronous"), pytest.param(ASYNCHRONOUS, id="asynchronous")]
+
+
+class Seen:
+    """The files that Fastensor has saved and loaded."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+        self.loaded: list[str] = []
+
+    def of(self, paths: list[str], folder: Path) -> set[str]:
+        return {str(Path(path).relative_to(folder)) for path in paths if Path(path).is_relative_to(folder)}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Records what goes through Fastensor, which does it as ever."""
+    found = Seen()
+    save, save_later, load = fastensor.save, fastensor.AsyncWriter.save, fastensor.load_with_report
+
+    def noting(function: Callable[..., Any], paths: list[str], at: int) -> Callable[..., Any]:
+        def note(*args: Any, **options: Any) -> Any:
+            paths.append(os.fspath(args[at]))
+            return function(*args, **options)
+
+        return note
+
+    monkeypatch.setattr(fastensor, "save", noting(save, found.saved, 1))
+    monkeypatch.setattr(fastensor.AsyncWriter, "save", noting(save_later, found.saved, 2))
+    monkeypatch.setattr(fastensor, "load_with_report", noting(load, found.loaded, 0))
+    return found
+
+
+@contextmanager
+def by(config: FastensorConfig | None) -> Iterator[None]:
+    """Trainings in the block save and load by Fastensor; by themselves if there are no options."""
+    if config is None:
+        yield
+        return
+    fastensor_accelerate.enable(config)
+    try:
+        yield
+    finally:
+        fastensor_accelerate.disable()
+        gc.collect()
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sentences of numbers."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) * (index + 1)) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+def model() -> Any:
+    transformers.set_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def options(folder: Path, **others: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "steps",
+        "dataloader_pin_memory": False, **others,
+    }  # fmt: skip
+
+
+def trainer(folder: Path, *callbacks: Any, **others: Any) -> Any:
+    args = TrainingArguments(**options(folder, **others))
+    data = Numbers()
+    return Trainer(model=model(), args=args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+
+
+def tensor_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.endswith(TENSOR_FILES)}
+
+
+def all_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def stock_content(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    loaded = torch.load(path, weights_only=False)
+    return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray) else leaf, loaded)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def weights(trained: Any) -> dict[str, torch.Tensor]:
+    return dict(trained.model.state_dict())
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights after four steps without any checkpoint."""
+    trained = trainer(tmp_path_factory.mktemp("uninterrupted"), save_strategy="no")
+    trained.train()
+    return weights(trained)
+
+
+# --- files
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_files_have_the_names_and_contents_of_stocks(tmp_path: Path, seen: Seen, config: FastensorConfig) -> None:
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    trainer(stock).train()
+    assert not seen.saved
+    with by(config):
+        trainer(ours).train()
+    assert all_files(ours) == all_files(stock)
+    assert checkpoints(ours) == ["checkpoint-2", "checkpoint-4"]
+    assert seen.of(seen.saved, ours) == tensor_files(ours)
+    assert {Path(name).name for name in tensor_files(ours)} == {
+        "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin",
+    }  # fmt: skip
+    for name in sorted(tensor_files(ours)):
+        fastensor.verify(ours / name)
+        if not name.endswith("training_args.bin"):  # holds the names of the folders
+            assert_equal(stock_content(ours / name), stock_content(stock / name))
+        if name.endswith(".safetensors"):
+            assert fastensor.inspect(ours / name).checked
+            assert fastensor.inspect(ours / name).metadata == fastensor.inspect(stock / name).metadata
+    assert type(stock_content(ours / "checkpoint-4/training_args.bin")) is TrainingArguments
+
+
+def test_a_model_that_the_script_saves_is_saved_by_fastensor(tmp_path: Path, seen: Seen) -> None:
+    with by(ASYNCHRONOUS):
+        trained = trainer(tmp_path / "out")
+        trained.save_model(str(tmp_path / "model"))
+        assert seen.of(seen.saved, tmp_path / "model") == tensor_files(tmp_path / "model")
+        assert GPT2LMHeadModel.from_pretrained(tmp_path / "model").config.n_embd == 32
+        assert_equal(stock_content(tmp_path / "model/model.safetensors").keys(), weights_of_file(trained))
+
+
+def weights_of_file(trained: Any) -> Any:
+    """The names of the tensors that are not tied to others."""
+    return {name: None for name in weights(trained) if name != "lm_head.weight"}.keys()
+
+
+def test_the_summary_counts_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with by(SYNCHRONOUS):
+        trainer(tmp_path).train()
+    assert "fastensor: saved 2 states (" in capsys.readouterr().err
+
+
+def test_a_model_that_is_none_of_transformers(tmp_path: Path, seen: Seen) -> None:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(64, 64)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            scores = self.table(input_ids)
+            return {"loss": torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "logits": scores}
+
+    def plain() -> Any:
+        args = TrainingArguments(**options(tmp_path))
+        transformers.set_seed(0)
+        return Trainer(model=Plain(), args=args, train_dataset=Numbers())
+
+    with by(SYNCHRONOUS):
+        first = plain()
+        first.train()
+        shutil.rmtree(tmp_path / "checkpoint-4")
+        second = plain()
+        second.train(resume_from_checkpoint=True)
+    assert seen.of(seen.saved, tmp_path) == tensor_files(tmp_path)
+    assert "checkpoint-2/model.safetensors" in seen.of(seen.loaded, tmp_path)
+    assert_equal(weights(second), weights(first))
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("resumes", [None, *MODES])
+@pytest.mark.parametrize("saves", [None, *MODES])
+def test_a_training_goes_on_bit_for_bit(
+    tmp_path: Path,
+    seen: Seen,
+    uninterrupted: dict[str, torch.Tensor],
+    saves: FastensorConfig | None,
+    resumes: FastensorConfig | None,
+) -> None:
+    with by(saves):
+        trainer(tmp_path).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    with by(resumes):
+        resumed = trainer(tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+    assert_equal(weights(resumed), uninterrupted)
+    loaded = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} if resumes else set()
+    assert seen.of(seen.loaded, tmp_path / "checkpoint-2") == loaded
+
+
+def test_shards_are_saved_and_loaded_by_fastensor(
+    tmp_path: Path, seen: Seen, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    def sharded() -> Any:
+        made = trainer(tmp_path)
+        made.model.save_pretrained = functools.partial(made.model.save_pretrained, max_shard_size="20KB")
+        return made
+
+    with by(ASYNCHRONOUS):
+        sharded().train()
+        shutil.rmtree(tmp_path / "checkpoint-4")
+        shards = {name for name in tensor_files(tmp_path / "checkpoint-2") if name.startswith("model-")}
+        assert len(shards) > 2
+        resumed = sharded()
+        resumed.train(resume_from_checkpoint=True)
+    assert seen.of(seen.saved, tmp_path) == tensor_files(tmp_path)
+    assert shards <= seen.of(seen.loaded, tmp_path / "checkpoint-2")
+    assert_equal(weights(resumed), uninterrupted)
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_the_best_model_is_loaded_at_the_end(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, config: FastensorConfig
+) -> None:
+    best = {
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+        "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1, "max_steps": 6,
+    }  # fmt: skip
+    SlowDisk(monkeypatch, 0.02)
+    stock = trainer(tmp_path / "stock", **best)
+    stock.train()
+    with by(config):
+        ours = trainer(tmp_path / "ours", **best)
+        ours.train()
+    assert_equal(weights(ours), weights(stock))
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "stock") == ["checkpoint-2"]
+    assert seen.of(seen.loaded, tmp_path / "ours") == {"checkpoint-2/model.safetensors"}
+
+
+def test_a_checkpoint_that_is_removed_at_the_end_was_written_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``save_total_limit=1`` the Trainer removes all but the best, also the one that is pending."""
+    SlowDisk(monkeypatch, 0.1)
+    with by(ASYNCHRONOUS):
+        trainer(
+            tmp_path, metric_for_best_model="loss", greater_is_better=True, eval_strategy="steps", eval_steps=2,
+            save_total_limit=1,
+        ).train()  # fmt: skip
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+
+
+# --- old checkpoints
+
+
+def wait_for_pending(training: Any) -> None:
+    _saver_of(training.accelerator).wait()
+
+
+class Gate:
+    """Files are durable only while it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        sync = posix.sync_file
+
+        def wait_and_sync(fd: int) -> None:
+            assert self.open.wait(60)
+            sync(fd)
+
+        monkeypatch.setattr(posix, "sync_file", wait_and_sync)
+
+
+def test_an_old_checkpoint_is_removed_when_the_new_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    there: list[list[str]] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 3:
+                wait_for_pending(training)
+                gate.open.clear()
+
+        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            there.append(checkpoints(tmp_path))
+            gate.open.set()
+
+    with by(ASYNCHRONOUS):
+        training = trainer(tmp_path, Watch(), save_total_limit=1)
+        training.train()
+    assert there == [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"]]
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
+
+
+class Fills(TrainerCallback):  # type: ignore[misc]
+    """The disk is full from a step on, up to another one."""
+
+    def __init__(self, disk: FullDisk, first: int, last: int) -> None:
+        self.disk, self.first, self.last = disk, first, last
+        self.steps = 0
+        self.training: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.steps = state.global_step + 1
+        if self.steps == self.first:
+            wait_for_pending(self.training)
+        self.disk.full = self.first <= self.steps <= self.last
+
+
+@pytest.mark.parametrize(
+    ("config", "max_steps", "steps"),
+    [
+        pytest.param(SYNCHRONOUS, 8, {4}, id="synchronous, at once"),
+        pytest.param(ASYNCHRONOUS, 8, {4, 6}, id="asynchronous, at the next file or save"),
+        pytest.param(ASYNCHRONOUS, 4, {4}, id="asynchronous, at the end"),
+    ],
+)
+def test_a_failed_save_is_raised_and_removes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: dict[str, torch.Tensor],
+    config: FastensorConfig,
+    max_steps: int,
+    steps: set[int],
+) -> None:
+    disk = FullDisk(monkeypatch)
+    fills = Fills(disk, 4, 5)
+    with by(config):
+        training = fills.training = trainer(tmp_path, fills, save_total_limit=1, max_steps=max_steps)
+        with pytest.raises(CheckpointWriteError) as raised:
+            training.train()
+        assert "checkpoint-4" in str(raised.value)
+        assert fills.steps in steps
+        disk.full = False
+        for path in tensor_files(tmp_path / "checkpoint-2"):
+            fastensor.verify(tmp_path / "checkpoint-2" / path)
+        resumed = trainer(tmp_path, save_total_limit=1)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # nothing is raised twice
+    if max_steps == 4:
+        assert_equal(weights(resumed), uninterrupted)
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
+
+
+def test_what_is_pushed_was_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[set[str]] = []
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(tensor_files(Path(folder)))
+    )
+    SlowDisk(monkeypatch, 0.05)
+    with by(ASYNCHRONOUS):
+        training = trainer(tmp_path, max_steps=2)
+        training.args.push_to_hub = True
+        training.train()
+    assert pushed == [tensor_files(tmp_path / "checkpoint-2")]
+
+
+# --- TRL
+
+
+def sft(folder: Path, **others: Any) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[PAD]", "[EOS]", *(f"w{number}" for number in range(62))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    texts = [" ".join(f"w{(index * step) % 62}" for step in range(8)) for index in range(32)]
+    return trl.SFTTrainer(
+        model=model(),
+        args=trl.SFTConfig(**options(folder, max_length=16, bf16=False, gradient_checkpointing=False, **others)),
+        train_dataset=datasets.Dataset.from_dict({"text": texts}),
+        processing_class=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"
+        ),
+    )
+
+
+def test_trl(tmp_path: Path, seen: Seen) -> None:
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    whole = sft(stock)
+    whole.train()
+    with by(ASYNCHRONOUS):
+        sft(ours).train()
+        assert all_files(ours) == all_files(stock)
+        assert seen.of(seen.saved, ours) == tensor_files(ours)
+        shutil.rmtree(ours / "checkpoint-4")
+        resumed = sft(ours)
+        resumed.train(resume_from_checkpoint=True)
+    assert_equal(weights(resumed), weights(whole))
+    assert "model.safetensors" in seen.of(seen.loaded, ours / "checkpoint-2")
+    shutil.rmtree(ours / "checkpoint-4")
+    back = sft(ours)
+    back.train(resume_from_checkpoint=True)
+    assert_equal(weights(back), weights(whole))
+
+
+# --- switching on and off
+
+
+def everything() -> dict[str, Any]:
+    """What enabling or a save replaces."""
+    module = sys.modules["transformers.trainer"]
+    names = [f"{owner.__name__}.{name}" for owner in (Accelerator, Trainer, module) for name in vars(owner)]
+    values = [value for owner in (Accelerator, Trainer, module) for value in vars(owner).values()]
+    return {**dict(zip(names, values, strict=True)), **{name: seam_value(name) for name in _SEAMS}}
+
+
+def seam_value(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, None)
+
+
+def test_disable_restores_everything(tmp_path: Path) -> None:
+    before = everything()
+    for _ in range(2):
+        fastensor_accelerate.enable(SYNCHRONOUS)
+        fastensor_accelerate.enable(ASYNCHRONOUS)
+        assert fastensor_accelerate.is_enabled()
+        changed = {name for name, value in everything().items() if value is not before.get(name)}
+        assert changed >= {"Accelerator.save_state", "Trainer._save_checkpoint", "Trainer.train"}
+        trainer(tmp_path).train()
+        fastensor_accelerate.disable()
+        fastensor_accelerate.disable()
+        after = everything()
+        assert after.keys() == before.keys()
+        assert [name for name in before if after[name] is not before[name]] == []
+        assert not fastensor_accelerate.is_enabled()
+
+
+def test_what_is_replaced_in_a_save_is_restored_when_it_fails() -> None:
+    before = everything()
+
+    def fail() -> None:
+        with replaced(Files(SYNCHRONOUS, lambda *args, **options: None, lambda report: None)):
+            assert not [name for name in _SEAMS if before[name] is not None and seam_value(name) is before[name]]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not [name for name in _SEAMS if seam_value(name) is not before[name]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer.rotate_checkpoints",
+        "trainer.safetensors",
+        "modeling_utils.safe_save_file",
+        "trainer_utils.safe_load_file",
+        "Trainer._load_rng_state",
+        "Trainer._push_from_checkpoint",
+    ],
+)
+def test_a_version_without_a_seam_is_told_loudly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, _, attribute = name.partition(".")
+    monkeypatch.delattr(Trainer if owner == "Trainer" else sys.modules[f"transformers.{owner}"], attribute)
+    stock = dict(vars(Trainer))
+    said = f"NOT saved or loaded by Fastensor.*{name.removeprefix('trainer.')}"
+    with pytest.warns(UserWarning, match=said):
+        fastensor_accelerate.enable(SYNCHRONOUS)
+    try:
+        assert dict(vars(Trainer)) == stock
+        with pytest.warns(UserWarning, match=said):  # and when a Trainer makes its Accelerator
+            Accelerator(cpu=True)
+    finally:
+        fastensor_accelerate.disable()
+
+
+def test_enable_before_transformers_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys\n"
+        "import fastensor_accelerate\n"
+        "fastensor_accelerate.enable()\n"
+        "assert 'transformers.trainer' not in sys.modules\n"
+        "import torch\n"
+        "from transformers import Trainer, TrainingArguments\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x): return {'loss': super().forward(x).sum()}\n"
+        f"args = TrainingArguments(**{options(Path('out'))!r})\n"
+        "Trainer(model=Model(1, 1), args=args, train_dataset=[{'x': torch.ones(1)}] * 8).train()\n"
+    )
+    done = run(tmp_path / "train.py", folder=tmp_path)
+    assert "fastensor: saved 2 states (" in done.stderr
+    assert "NOT saved" not in done.stderr
+    assert fastensor.inspect(tmp_path / "out/checkpoint-4/model.safetensors").checked
