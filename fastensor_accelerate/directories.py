@@ -94,7 +94,8 @@ class StateDirectory:
             _sync_tree(self.staging)
         os.rename(self.staging, committed)
         if self.is_named_by_accelerate and link:
-            os.symlink(os.path.relpath(self.path, os.path.dirname(self.staging)), self.staging)
+            with contextlib.suppress(FileExistsError):  # a script has made a directory of that name
+                os.symlink(os.path.relpath(self.path, os.path.dirname(self.staging)), self.staging)
         if durable:
             posix.sync_directory(os.path.dirname(committed))
             posix.sync_directory(os.path.dirname(self.staging))
@@ -195,7 +196,8 @@ def states_in(checkpoints: str) -> list[str]:
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    numbered = [(int(found[0]), name) for name in os.listdir(checkpoints) if (found := _NUMBER.findall(name))]
+    folders = [entry.name for entry in os.scandir(checkpoints) if entry.is_dir()]
+    numbered = [(int(found[0]), name) for name in folders if (found := _NUMBER.findall(name))]
     return [os.path.join(checkpoints, name) for _, name in sorted(numbered)]
 
 
@@ -288,15 +290,28 @@ def _names_in(directory: str) -> list[str]:
         return []
 
 
+def publish_last(hidden: str, path: str) -> None:
+    """Give a file its name when everything else in its directory is on stable storage.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    directory = os.path.dirname(path)
+    _sync_tree(directory)
+    os.rename(hidden, path)
+    posix.sync_directory(directory)
+
+
 def _sync_tree(directory: str) -> None:
     """Sync every file and directory below a directory, and the directory."""
     for folder, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(folder, name)
             if not os.path.islink(path):
-                fd = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                with contextlib.suppress(FileNotFoundError):  # a temporary file of the script, renamed by now
+                    fd = os.open(path, os.O_RDONLY)
+                    try:
+                        posix.sync_file(fd)
+                    finally:
+                        os.close(fd)
         posix.sync_directory(folder)

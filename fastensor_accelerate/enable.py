@@ -63,6 +63,8 @@ def disable() -> None:
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
             closing.callback(saver.close)
+            if not isinstance(saver.accelerator, FastensorAccelerator):
+                saver.accelerator.__dict__.pop(_SAVER, None)  # the next enable() gives it other options
 
 
 def is_enabled() -> bool:

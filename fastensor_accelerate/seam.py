@@ -8,9 +8,10 @@ writes, how tied weights are cleaned, and which globals are safe to load stays t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch
 import fastensor
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
+from fastensor.errors import CorruptCheckpointError
 from fastensor_accelerate.config import FastensorConfig
 
 
@@ -37,11 +39,13 @@ class Files:
         config: the options.
         write: writes a file: takes what :func:`fastensor.save` takes.
         loaded: called with the report of every load.
+        damaged: gets the errors of damaged files.
     """
 
     config: FastensorConfig
     write: Write
     loaded: Callable[[fastensor.LoadReport], None]
+    damaged: list[CorruptCheckpointError] = field(default_factory=list)
 
     def torch_save(self, obj: object, f: Location, *args: Any, **options: Any) -> None:
         """``torch.save``. With other arguments than object and file, torch writes the file itself."""
@@ -70,9 +74,13 @@ class Files:
 
     def _load(self, path: Location, map_location: Any, **options: Any) -> Any:
         verify = self.config.verify and not options.get("mmap")
-        found, report = fastensor.load_with_report(
-            path, map_location, verify=verify, backend=self.config.backend, **options
-        )
+        try:
+            found, report = fastensor.load_with_report(
+                path, map_location, verify=verify, backend=self.config.backend, **options
+            )
+        except CorruptCheckpointError as error:
+            self.damaged.append(error)
+            raise
         self.loaded(report)
         return found
 
@@ -89,10 +97,14 @@ class _Module(ModuleType):
         return getattr(self._module, name)
 
 
+_lock = threading.RLock()
+"""Held while names are replaced, so that each thread puts back what was there before."""
+
+
 @contextmanager
 def replaced(files: Files) -> Iterator[None]:
-    """Accelerate, and transformers if it is imported, save and load by ``files`` in the block."""
-    with ExitStack() as undo:
+    """Accelerate, and transformers if it is imported, save and load by ``files`` in the block. One thread at a time."""
+    with _lock, ExitStack() as undo:
         for name in _SEAMS:
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)

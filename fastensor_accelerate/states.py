@@ -27,7 +27,7 @@ from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
-from fastensor.errors import CheckpointWriteError
+from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
 from fastensor_accelerate.agreement import Agreement, everyone_calls, has_others
@@ -79,7 +79,7 @@ class StateSaver:
     """
 
     def __init__(self, accelerator: Accelerator, config: FastensorConfig) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._config = config
         self._writer: fastensor.AsyncWriter | None = None
         self._agreement: Agreement | None = None
@@ -98,7 +98,7 @@ class StateSaver:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the Accelerator has a saver of its own, with nothing pending."""
-        return StateSaver, (self._accelerator, self._config)
+        return StateSaver, (self.accelerator, self._config)
 
     def save_state(self, stock: Callable[..., Path], output_dir: str | None, **options: Any) -> Path:
         """Save a state as ``Accelerator.save_state`` does, whole or not at all.
@@ -118,17 +118,17 @@ class StateSaver:
                 were there before are kept.
             CheckpointWriteError: the state cannot be written, or another process has failed.
         """
-        naming = self._accelerator.project_configuration.automatic_checkpoint_naming
+        naming = self.accelerator.project_configuration.automatic_checkpoint_naming
         if self._is_other_engines() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
         if not naming and not self._everyone_calls():
-            if not self._accelerator.is_main_process:  # the main process does not wait for this one's files
+            if not self.accelerator.is_main_process:  # the main process does not wait for this one's files
                 with self.saving():
                     return stock(output_dir, **options)
             agreement = self._alone
         else:
             agreement = self._agree_with_all()
-        project = self._accelerator.project_configuration
+        project = self.accelerator.project_configuration
         iteration = project.iteration
         returned, directory = self._directory(output_dir)
         saving = _Saving(directory, time.perf_counter(), agreement)
@@ -167,13 +167,13 @@ class StateSaver:
             return stock(input_dir, **options)
         self.wait()
         directory = None
-        if input_dir is not None:
+        if input_dir:
             directory = published_path(os.path.expanduser(input_dir))
             if directory.is_dir():
                 finish(directory, durable=self._config.durable)
         try:
             with self.loading():
-                stock(None if directory is None else str(directory), **options)
+                stock(input_dir if directory is None else str(directory), **options)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
                 error.add_note(f"a save to {directory} has begun and was never finished; load another state")
@@ -185,10 +185,14 @@ class StateSaver:
 
         Raises:
             Exception: what the save of the pending state has failed with.
+            CorruptCheckpointError: a file is damaged, even if the block has gone on without it.
         """
         self.wait()
-        with self.saving():
+        damaged: list[CorruptCheckpointError] = []
+        with replaced(Files(self._config, self._write_now, self._totals.add_load, damaged)):
             yield
+        if damaged:  # Accelerate goes on without the states of random number generators
+            raise damaged[0]
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -257,7 +261,7 @@ class StateSaver:
     def print_summary(self) -> None:
         """Say in one line on ``stderr`` what the saves and loads have cost, in the main process."""
         summary = self._totals.summary()
-        if summary and self._accelerator.is_main_process:
+        if summary and self.accelerator.is_main_process:
             print(f"fastensor: {summary}", file=sys.stderr)
 
     def close(self) -> None:
@@ -292,17 +296,17 @@ class StateSaver:
     def _agree_with_all(self) -> Agreement:
         if self._agreement is None:
             self._agreement = Agreement()
-            if has_others() and self._accelerator.distributed_type.value.startswith("MULTI_"):  # data parallel
-                folder = os.path.abspath(self._accelerator.project_dir or os.curdir)
-                self._sharing = share_choice(self._config.backend, folder, self._accelerator.device)
+            if has_others() and self.accelerator.distributed_type.value.startswith("MULTI_"):  # data parallel
+                folder = os.path.abspath(self.accelerator.project_dir or os.curdir)
+                self._sharing = share_choice(self._config.backend, folder, self.accelerator.device)
         return self._agreement
 
     def _directory(self, output_dir: str | None) -> tuple[Path, StateDirectory]:
         """What Accelerate's ``save_state`` returns, and the directory, wherever the process goes to meanwhile."""
-        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
+        if not self.accelerator.project_configuration.automatic_checkpoint_naming:
             assert output_dir is not None
             return Path(output_dir), state_in(os.path.abspath(output_dir))
-        folder, number = self._accelerator.project_dir, self._accelerator.save_iteration
+        folder, number = self.accelerator.project_dir, self.accelerator.save_iteration
         return Path(named_state(folder, number).path), named_state(os.path.abspath(folder), number)
 
     def _check(self, directory: StateDirectory) -> None:
@@ -314,8 +318,8 @@ class StateSaver:
         """
         self.wait()
         if directory.is_named_by_accelerate and directory.exists:
-            number = self._accelerator.save_iteration
-            path = named_state(self._accelerator.project_dir, number).path
+            number = self.accelerator.save_iteration
+            path = named_state(self.accelerator.project_dir, number).path
             raise ValueError(  # in Accelerate's words
                 f"Checkpoint directory {path} ({number}) already exists. Please manually override "
                 "`self.save_iteration` with what iteration to start with."
@@ -327,9 +331,9 @@ class StateSaver:
         Raises:
             CheckpointWriteError: there is no room for the state beside the older ones.
         """
-        if not self._accelerator.is_main_process or self._accelerator.distributed_type == DistributedType.FSDP:
+        if not self.accelerator.is_main_process or self.accelerator.distributed_type == DistributedType.FSDP:
             return
-        nbytes = nbytes_of([weights, [dict(optimizer.state) for optimizer in self._accelerator._optimizers]])
+        nbytes = nbytes_of([weights, [dict(optimizer.state) for optimizer in self.accelerator._optimizers]])
         free = shutil.disk_usage(output_dir).free
         if nbytes > free:
             wait_for_space()
@@ -346,15 +350,18 @@ class StateSaver:
 
     def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
         """Have Accelerate write the state to the staging directory."""
-        project = self._accelerator.project_configuration
+        project = self.accelerator.project_configuration
         naming, iteration = project.automatic_checkpoint_naming, project.iteration
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
-        last_hook = self._accelerator.register_save_state_pre_hook(partial(self._make_room, saving))
+        last_hook = self.accelerator.register_save_state_pre_hook(partial(self._make_room, saving))
         try:
             with self._writing(saving):
                 stock(saving.directory.staging, **options)
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = error
+        except BaseException:
+            saving.agreement.end()  # the others do not wait for this process, which leaves the save
+            raise
         finally:
             last_hook.remove()
             project.automatic_checkpoint_naming, project.iteration = naming, iteration
@@ -406,7 +413,7 @@ class StateSaver:
         try:
             self._together(saving, partial(_check_written, saving))
         except BaseException:
-            if self._accelerator.is_local_main_process:
+            if self.accelerator.is_local_main_process:
                 saving.directory.discard()
             raise
 
@@ -437,7 +444,7 @@ class StateSaver:
         self._to_log.append(metrics)
 
     def _remove_surplus(self, newest: StateDirectory) -> None:
-        limit = self._accelerator.project_configuration.total_limit
+        limit = self.accelerator.project_configuration.total_limit
         old = surplus(states_in(os.path.dirname(newest.path)), newest.path, limit)
         if old:
             _accelerates_logger.warning(f"Deleting {len(old)} checkpoints to make room for new checkpoint.")
@@ -466,17 +473,17 @@ class StateSaver:
         Raises:
             Exception: as :meth:`_together`.
         """
-        main, first = self._accelerator.is_main_process, self._accelerator.is_local_main_process
+        main, first = self.accelerator.is_main_process, self.accelerator.is_local_main_process
         self._together(saving, lambda: do() if main else None)
         self._together(saving, lambda: do() if first and not main and is_due() else None)
 
     # --- what they need
 
     def _is_other_engines(self) -> bool:
-        kind = self._accelerator.distributed_type
+        kind = self.accelerator.distributed_type
         if kind not in _OTHER_ENGINES:
             return False
-        if self._accelerator.is_main_process and not self._said_other_engine:
+        if self.accelerator.is_main_process and not self._said_other_engine:
             self._said_other_engine = True
             _logger.warning("states of %s are saved and loaded by its own engine, not by Fastensor", kind.value)
         return True
@@ -490,7 +497,7 @@ class StateSaver:
         """Give trackers what was not logged. They are not made for several threads."""
         while self._to_log:
             metrics = self._to_log.popleft()
-            for tracker in self._accelerator.trackers if self._accelerator.is_main_process else ():
+            for tracker in self.accelerator.trackers if self.accelerator.is_main_process else ():
                 tracker.log(metrics.as_metrics(), step=self.step)
 
 

@@ -11,9 +11,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from fastensor_accelerate.directories import publish_last
 from fastensor_accelerate.seam import missing_seams
 from fastensor_accelerate.states import StateSaver
 
@@ -24,11 +26,11 @@ _READS = (
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
     "_load_scaler",
-    "_push_from_checkpoint",
     "_get_output_dir",  # called before a Trainer counts or removes checkpoints
 )
 """What reads checkpoints, and so waits for the pending one."""
 _SAVES = ("_save_checkpoint", "save_model")
+_PUSH = "_push_from_checkpoint"
 _ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
 """What removes old checkpoints: a function of the module, or a method of the Trainer before transformers 5.3."""
 _own: dict[str, Callable[..., Any]] = {}
@@ -48,7 +50,8 @@ def intercept(saver_of: Callable[[Any], StateSaver]) -> None:
     if module is None or _own or not hasattr(module, "Trainer"):
         return
     names = (*_READS, *_SAVES, "train")
-    missing = missing_seams("transformers") + [f"Trainer.{name}" for name in names if not hasattr(module.Trainer, name)]
+    missing = missing_seams("transformers")
+    missing += [f"Trainer.{name}" for name in (*names, _PUSH) if not hasattr(module.Trainer, name)]
     if not hasattr(*_rotation(module)):
         missing.append(_ROTATE[0])
     if missing:
@@ -83,15 +86,27 @@ def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., A
             return _own[name](trainer, *args, **options)
 
     def save_checkpoint(trainer: Any, *args: Any, **options: Any) -> Any:
-        owner, attribute = _rotation(sys.modules[_MODULE])
-        rotate = getattr(owner, attribute)
         folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
-        with saver_of(trainer.accelerator).saving_in_turn(folder) as afterwards:
-            setattr(owner, attribute, lambda *args, **options: afterwards.append(partial(rotate, *args, **options)))
-            try:
-                return _own[name](trainer, *args, **options)
-            finally:
-                setattr(owner, attribute, rotate)
+        with saver_of(trainer.accelerator).saving_in_turn(folder) as afterwards, ExitStack() as undo:
+
+            def put_off(owner: Any, attribute: str) -> None:
+                now = getattr(owner, attribute)
+                replace(owner, attribute, lambda *args, **options: afterwards.append(partial(now, *args, **options)))
+
+            def replace(owner: Any, attribute: str, function: Callable[..., None]) -> None:
+                is_own, before = attribute in vars(owner), getattr(owner, attribute)
+                setattr(owner, attribute, function)
+                undo.callback(setattr, owner, attribute, before) if is_own else undo.callback(delattr, owner, attribute)
+
+            def write_hidden(path: str) -> None:
+                write(f"{path}.saving")
+                afterwards.append(partial(publish_last, f"{path}.saving", path))
+
+            write = trainer.state.save_to_json
+            replace(trainer.state, "save_to_json", write_hidden)  # without it, no Trainer resumes from the checkpoint
+            put_off(trainer, _PUSH)
+            put_off(*_rotation(sys.modules[_MODULE]))
+            return _own[name](trainer, *args, **options)
 
     def train(trainer: Any, *args: Any, **options: Any) -> Any:
         result = _own[name](trainer, *args, **options)

@@ -299,3 +299,9 @@ def test_where_a_state_is_found(tmp_path: Path) -> None:
     state.publish(durable=False, link=True)
     assert published_path(state.staging).samefile(state.path)
     assert published_path(tmp_path / "other") == tmp_path / "other"
+
+
+def test_a_file_among_the_states_is_none_of_them(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_1").mkdir()
+    (tmp_path / "notes_0.txt").touch()
+    assert states_in(str(tmp_path)) == [str(tmp_path / "checkpoint_1")]

@@ -839,3 +839,31 @@ def test_fsdp_with_full_state_dicts(tmp_path: Path, seen: Seen, config: Fastenso
     assert {"pytorch_model_fsdp.bin", "optimizer.bin"} <= {*saved}
     assert {"pytorch_model_fsdp.bin", "optimizer.bin"} <= {*seen.take("loaded")}
     assert_equal(found.state(), at)
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_damaged_random_states_are_an_error(tmp_path: Path, config: FastensorConfig) -> None:
+    """Accelerate goes on without them, and says so in its log only."""
+    with by(config):
+        ours = training()
+        ours.accelerator.save_state(str(tmp_path / "x"))
+        ours.accelerator.end_training()
+        path = tmp_path / "x" / "random_states_0.pkl"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(fastensor.CorruptCheckpointError, match="random_states_0"):
+            ours.accelerator.load_state(str(tmp_path / "x"))
+
+
+def test_enabled_again_with_other_options(tmp_path: Path) -> None:
+    with by(FastensorConfig(asynchronous=True)):
+        ours = training(tmp_path)
+        assert "checkpoints.saving" in str(ours.accelerator.save_state())
+    with by(FastensorConfig()):
+        assert "checkpoints.saving" not in str(ours.accelerator.save_state())
+
+
+def test_an_empty_name_is_refused_as_by_stock() -> None:
+    with by(FastensorConfig()), pytest.raises(ValueError, match="folder does not exist"):
+        training().accelerator.load_state("")

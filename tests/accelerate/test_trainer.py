@@ -27,7 +27,7 @@ import fastensor
 import fastensor_accelerate
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
-from fastensor_accelerate import FastensorConfig
+from fastensor_accelerate import FastensorConfig, transformers_trainer
 from fastensor_accelerate.enable import _saver_of
 from fastensor_accelerate.seam import _SEAMS, Files, replaced
 
@@ -532,3 +532,26 @@ def test_enable_before_transformers_is_imported(tmp_path: Path) -> None:
     assert "fastensor: saved 2 states (" in done.stderr
     assert "NOT saved" not in done.stderr
     assert fastensor.inspect(tmp_path / "out/checkpoint-4/model.safetensors").checked
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_the_file_without_which_no_training_resumes_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: FastensorConfig
+) -> None:
+    """A checkpoint of a killed process is whole, or a Trainer refuses it."""
+    there: list[set[str]] = []
+    publish = transformers_trainer.publish_last
+
+    def look(hidden: str, path: str) -> None:
+        assert not os.path.exists(path)
+        there.append({*os.listdir(os.path.dirname(path))})
+        publish(hidden, path)
+
+    monkeypatch.setattr(transformers_trainer, "publish_last", look)
+    with by(config):
+        trainer(tmp_path).train()
+    assert len(there) == 2
+    for found, folder in zip(there, checkpoints(tmp_path), strict=True):
+        last = {"trainer_state.json.saving"}
+        assert found - last == {*os.listdir(tmp_path / folder)} - {"trainer_state.json"}
+        assert last < found

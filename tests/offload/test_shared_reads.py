@@ -86,3 +86,45 @@ def test_direct_io_that_is_refused_in_all_threads(make: Any) -> None:
     saved = Saved(offload)
     with reading(direct.DirectSlots, refuse):
         saved.check_backward()
+
+
+def test_reads_that_close_cancels_are_waited_for_by_nobody(make: Any) -> None:
+    """More ranges are needed than there are threads when the offload is closed: all who need one get an error."""
+    offload = make(backend="numpy")
+    graphs = [Saved(offload) for _ in range(jobs.THREADS + 3)]
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    ends: list[str] = []
+
+    def before_read() -> None:
+        begun.release()
+        assert go_on.wait(60)
+
+    def need(graph: Saved) -> None:
+        try:
+            _ = graph.loss.grad_fn.next_functions[0][0]._saved_result  # type: ignore[union-attr]
+        except OffloadError:
+            ends.append("lost")
+        else:
+            ends.append("read")
+
+    needing = [threading.Thread(target=need, args=[graph], daemon=True) for graph in graphs]
+    shut_down = jobs.shut_down
+
+    def cancel_and_go_on(pool: Any) -> None:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if pool._thread_name_prefix.endswith("read"):
+            go_on.set()
+        shut_down(pool)
+
+    with reading(numpy.BufferedSlots, before_read), mock.patch.object(jobs, "shut_down", cancel_and_go_on):
+        for thread in needing:
+            thread.start()
+        for _ in range(jobs.THREADS):
+            assert begun.acquire(timeout=60)
+        closing = threading.Thread(target=offload.close, daemon=True)
+        closing.start()
+        for thread in (*needing, closing):
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in (*needing, closing))
+        offload.settle()
+    assert len(ends) == len(graphs)

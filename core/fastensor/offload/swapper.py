@@ -19,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Set
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Swapper:
 
     def _wait_for(self, job: Future[Any], what: str) -> None:
         started = time.perf_counter()
-        wait([job])
+        _wait_until_done([job])
         with self._lock:
             self._counters.seconds[what] += time.perf_counter() - started
 
@@ -153,11 +154,12 @@ class Swapper:
         while True:
             with self._lock:
                 self._let_go_released()
-                jobs: list[Future[Any]] = [saved.write for saved in self._pending.oldest_first() if saved.write]
-                jobs += [saved.read for saved in self._loaded.oldest_first() if saved.read]
-            if not jobs:
+                jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
+                jobs += [saved.read for saved in self._loaded.oldest_first()]
+            running = [job for job in jobs if job is not None and not job.cancelled()]
+            if not running:
                 return
-            wait(jobs)
+            _wait_until_done(running)
 
     def close(self) -> None:
         """Stop the threads, and give files and memory back. What is not in the memory that it was saved from is lost:
@@ -442,3 +444,11 @@ class Swapper:
     def _note_peaks(self) -> None:
         for name, budget in (("pending", self._pending), ("dram", self._in_dram), ("loaded", self._loaded)):
             self._counters.note_peak(f"peak_{name}_bytes", budget.nbytes)
+
+
+def _wait_until_done(jobs: Iterable[Future[Any]]) -> None:
+    """Return when all jobs are done or cancelled. ``concurrent.futures.wait`` does not return for a job that was
+    cancelled when its pool was shut down."""
+    for job in jobs:
+        with suppress(CancelledError):
+            job.exception()
