@@ -414,7 +414,8 @@ class StateSaver:
         self._on_each_machine(saving, publish, lambda: directory.is_staged)
         self._account(saving)
         if directory.is_named_by_accelerate:
-            self._on_each_machine(saving, lambda: self._remove_surplus(directory), lambda: True)
+            what = f"{directory.path} is saved, but older states were not removed"
+            self._on_each_machine(saving, lambda: self._remove_surplus(directory), lambda: True, what)
 
     def _in_turn(self, path: str, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
@@ -439,8 +440,13 @@ class StateSaver:
                 remove_state(state)
         newest.tidy()
 
-    def _together(self, saving: _Saving, do: Callable[[], None]) -> None:
+    def _together(self, saving: _Saving, do: Callable[[], None], what: str = "") -> None:
         """Do something in all processes.
+
+        Args:
+            saving: for which state.
+            do: what this process does.
+            what: says what has come of it if a process fails; by default, that the state was not saved.
 
         Raises:
             Exception: what this process has failed with; or another one, as a CheckpointWriteError.
@@ -450,9 +456,11 @@ class StateSaver:
             do()
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             failure = error
-        saving.agreement.exchange(failure, f"{saving.directory.path} was not saved")
+        saving.agreement.exchange(failure, what or f"{saving.directory.path} was not saved")
 
-    def _on_each_machine(self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool]) -> None:
+    def _on_each_machine(
+        self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool], what: str = ""
+    ) -> None:
         """Do something in the main process, and then in the first process of every other machine where it is due:
         machines have the same filesystem, or each its own.
 
@@ -460,8 +468,8 @@ class StateSaver:
             Exception: as :meth:`_together`.
         """
         main, first = self._accelerator.is_main_process, self._accelerator.is_local_main_process
-        self._together(saving, lambda: do() if main else None)
-        self._together(saving, lambda: do() if first and not main and is_due() else None)
+        self._together(saving, lambda: do() if main else None, what)
+        self._together(saving, lambda: do() if first and not main and is_due() else None, what)
 
     # --- what they need
 
