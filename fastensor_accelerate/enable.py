@@ -63,8 +63,7 @@ def disable() -> None:
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
             closing.callback(saver.close)
-            if not isinstance(saver.accelerator, FastensorAccelerator):
-                saver.accelerator.__dict__.pop(_SAVER, None)  # the next enable() gives it other options
+            saver.keeps_options = isinstance(saver.accelerator, FastensorAccelerator)
 
 
 def is_enabled() -> bool:
@@ -77,6 +76,8 @@ def _saver_of(accelerator: Accelerator) -> StateSaver:
     if saver is None:
         saver = StateSaver(accelerator, _config or FastensorConfig())
         setattr(accelerator, _SAVER, saver)
+    elif _config is not None and not saver.keeps_options:  # enabled again after disable()
+        saver.config, saver.keeps_options = _config, True
     return saver
 
 

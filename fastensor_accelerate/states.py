@@ -80,7 +80,9 @@ class StateSaver:
 
     def __init__(self, accelerator: Accelerator, config: FastensorConfig) -> None:
         self.accelerator = accelerator
-        self._config = config
+        self.config = config
+        self.keeps_options = True
+        """Whether the next :func:`~fastensor_accelerate.enable` leaves the options as they are."""
         self._writer: fastensor.AsyncWriter | None = None
         self._agreement: Agreement | None = None
         """With all processes of the job; made when they first save together."""
@@ -98,7 +100,7 @@ class StateSaver:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the Accelerator has a saver of its own, with nothing pending."""
-        return StateSaver, (self.accelerator, self._config)
+        return StateSaver, (self.accelerator, self.config)
 
     def save_state(self, stock: Callable[..., Path], output_dir: str | None, **options: Any) -> Path:
         """Save a state as ``Accelerator.save_state`` does, whole or not at all.
@@ -135,11 +137,11 @@ class StateSaver:
         self._together(saving, lambda: self._check(directory))  # all processes raise, or none
         if self._sharing is not None and agreement is self._agreement:
             self._sharing.sync()
-        durable = self._config.durable
+        durable = self.config.durable
         self._on_each_machine(saving, lambda: directory.prepare(durable=durable), lambda: not directory.is_staged)
         self._write(saving, stock, options)
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
-        if not self._config.asynchronous:
+        if not self.config.asynchronous:
             self._agree(saving)
             project.iteration = iteration + 1
             self._publish(saving)
@@ -170,7 +172,7 @@ class StateSaver:
         if input_dir:
             directory = published_path(os.path.expanduser(input_dir))
             if directory.is_dir():
-                finish(directory, durable=self._config.durable)
+                finish(directory, durable=self.config.durable)
         try:
             with self.loading():
                 stock(input_dir if directory is None else str(directory), **options)
@@ -189,7 +191,7 @@ class StateSaver:
         """
         self.wait()
         damaged: list[CorruptCheckpointError] = []
-        with replaced(Files(self._config, self._write_now, self._totals.add_load, damaged)):
+        with replaced(Files(self.config, self._write_now, self._totals.add_load, damaged)):
             yield
         if damaged:  # Accelerate goes on without the states of random number generators
             raise damaged[0]
@@ -201,7 +203,7 @@ class StateSaver:
         if self._saving_in_turn:
             yield
             return
-        with replaced(Files(self._config, self._write_now, self._totals.add_load)):
+        with replaced(Files(self.config, self._write_now, self._totals.add_load)):
             yield
 
     @contextmanager
@@ -239,7 +241,7 @@ class StateSaver:
         finally:
             self._saving_in_turn = False
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
-        if self._config.asynchronous:
+        if self.config.asynchronous:
             self._in_turn(saving.directory.path, finish_saving)
             if saving.failure is not None:
                 self.wait()
@@ -298,7 +300,7 @@ class StateSaver:
             self._agreement = Agreement()
             if has_others() and self.accelerator.distributed_type.value.startswith("MULTI_"):  # data parallel
                 folder = os.path.abspath(self.accelerator.project_dir or os.curdir)
-                self._sharing = share_choice(self._config.backend, folder, self.accelerator.device)
+                self._sharing = share_choice(self.config.backend, folder, self.accelerator.device)
         return self._agreement
 
     def _directory(self, output_dir: str | None) -> tuple[Path, StateDirectory]:
@@ -345,7 +347,7 @@ class StateSaver:
                 "removed when a new one is durable",
                 saving.directory.path,
             )
-        if self._config.asynchronous:
+        if self.config.asynchronous:
             reserve(self._open_writer(), nbytes)
 
     def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
@@ -367,14 +369,14 @@ class StateSaver:
             project.automatic_checkpoint_naming, project.iteration = naming, iteration
 
     def _writing(self, saving: _Saving) -> AbstractContextManager[None]:
-        write = self._write_later if self._config.asynchronous else self._write_now
-        return replaced(Files(self._config, partial(write, saving=saving), self._totals.add_load))
+        write = self._write_later if self.config.asynchronous else self._write_now
+        return replaced(Files(self.config, partial(write, saving=saving), self._totals.add_load))
 
     def _write_now(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any
     ) -> None:
         report = fastensor.save(
-            obj, path, container=container, backend=self._config.backend, durable=self._config.durable, **options
+            obj, path, container=container, backend=self.config.backend, durable=self.config.durable, **options
         )
         if saving is not None:
             saving.metrics.nbytes += report.nbytes
@@ -386,7 +388,7 @@ class StateSaver:
             self._write_now(obj, path, container=container, saving=saving, **options)
             return
         handle = self._open_writer().save(
-            obj, path, container=container, backend=self._config.backend, durable=self._config.durable, **options
+            obj, path, container=container, backend=self.config.backend, durable=self.config.durable, **options
         )
         saving.handles.append(handle)
 
@@ -424,11 +426,12 @@ class StateSaver:
             Exception: the filesystem refused.
         """
         directory = saving.directory
-        publish = partial(directory.publish, durable=self._config.durable, link=self._config.asynchronous)
+        publish = partial(directory.publish, durable=self.config.durable, link=self.config.asynchronous)
         self._on_each_machine(saving, publish, lambda: directory.is_staged)
         self._account(saving)
         if directory.is_named_by_accelerate:
-            self._on_each_machine(saving, lambda: self._remove_surplus(directory), lambda: True)
+            what = f"{directory.path} is saved, but older states were not removed"
+            self._on_each_machine(saving, lambda: self._remove_surplus(directory), lambda: True, what)
 
     def _in_turn(self, path: str, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
@@ -438,7 +441,7 @@ class StateSaver:
         metrics = saving.metrics
         metrics.nbytes += sum(handle.result().nbytes for handle in saving.handles)
         metrics.seconds = time.perf_counter() - saving.started
-        if not self._config.asynchronous:
+        if not self.config.asynchronous:
             metrics.stall_seconds = metrics.seconds
         self._totals.add_state(metrics)
         self._to_log.append(metrics)
@@ -453,8 +456,13 @@ class StateSaver:
                 remove_state(state)
         newest.tidy()
 
-    def _together(self, saving: _Saving, do: Callable[[], None]) -> None:
+    def _together(self, saving: _Saving, do: Callable[[], None], what: str = "") -> None:
         """Do something in all processes.
+
+        Args:
+            saving: for which state.
+            do: what this process does.
+            what: says what has come of it if a process fails; by default, that the state was not saved.
 
         Raises:
             Exception: what this process has failed with; or another one, as a CheckpointWriteError.
@@ -464,9 +472,11 @@ class StateSaver:
             do()
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             failure = error
-        saving.agreement.exchange(failure, f"{saving.directory.path} was not saved")
+        saving.agreement.exchange(failure, what or f"{saving.directory.path} was not saved")
 
-    def _on_each_machine(self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool]) -> None:
+    def _on_each_machine(
+        self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool], what: str = ""
+    ) -> None:
         """Do something in the main process, and then in the first process of every other machine where it is due:
         machines have the same filesystem, or each its own.
 
@@ -474,8 +484,8 @@ class StateSaver:
             Exception: as :meth:`_together`.
         """
         main, first = self.accelerator.is_main_process, self.accelerator.is_local_main_process
-        self._together(saving, lambda: do() if main else None)
-        self._together(saving, lambda: do() if first and not main and is_due() else None)
+        self._together(saving, lambda: do() if main else None, what)
+        self._together(saving, lambda: do() if first and not main and is_due() else None, what)
 
     # --- what they need
 
@@ -490,7 +500,7 @@ class StateSaver:
 
     def _open_writer(self) -> fastensor.AsyncWriter:
         if self._writer is None:
-            self._writer = fastensor.AsyncWriter(**self._config.writer_options())
+            self._writer = fastensor.AsyncWriter(**self.config.writer_options())
         return self._writer
 
     def _log(self) -> None:

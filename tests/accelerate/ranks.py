@@ -162,7 +162,7 @@ def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
 def on_two_machines(config: FastensorConfig, folder: Path, rank: int) -> Any:
     """Each process is the first of its machine, and both have the same filesystem."""
     fastensor_accelerate.enable(config)
-    found = begin(folder / "project", rank, total_limit=1, save_on_each_node=False)
+    found = begin(folder / "project", rank, total_limit=1, save_on_each_node=True)
     plain = begin(None, rank)
     assert found.accelerator.is_local_main_process
     for _ in range(5):

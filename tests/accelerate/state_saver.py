@@ -58,7 +58,7 @@ class Training:
             tensor.fill_(value)
 
     def value(self) -> int:
-        found = {float(number) for tensor in self.tensors() for number in tensor.unique()}
+        found = {float(number) for tensor in self.tensors() for number in tensor.aminmax()}
         assert len(found) == 1, f"a mixture of states: {found}"
         return int(found.pop())
 

@@ -118,7 +118,7 @@ ways = pytest.mark.parametrize(
 @ways
 def test_killed_in_a_save(tmp_path: Path, tally: Counter[str], kind: str, mode: str) -> None:
     with saver(tmp_path, kind, mode) as saving:
-        kill_before_each(saving, tally, 37)
+        kill_before_each(saving, tally, 61)
         kill_at_random_moments(saving, tally, 3, seed=0)
 
 
