@@ -10,9 +10,9 @@ if find_spec("accelerate") is None:
 import accelerate
 from packaging.version import Version
 
-if Version(accelerate.__version__) < Version("1.1"):  # as the extra `accelerate` says
+if Version(accelerate.__version__) < Version("1.10"):  # as the extra `accelerate` says
     raise ImportError(
-        "fastensor_accelerate needs Accelerate 1.1 or later: pip install -U 'fastensor[accelerate]'; found "
+        "fastensor_accelerate needs Accelerate 1.10 or later: pip install -U 'fastensor[accelerate]'; found "
         f"{accelerate.__version__}"
     )
 
