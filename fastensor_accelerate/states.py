@@ -28,6 +28,7 @@ from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
+from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
 from fastensor_accelerate.agreement import Agreement, everyone_calls, has_others
@@ -137,8 +138,7 @@ class StateSaver:
         self._together(saving, lambda: self._check(directory))  # all processes raise, or none
         if self._sharing is not None and agreement is self._agreement:
             self._sharing.sync()
-        durable = self.config.durable
-        self._on_each_machine(saving, lambda: directory.prepare(durable=durable), lambda: not directory.is_staged)
+        self._on_each_machine(saving, lambda: self._prepare(directory), lambda: not directory.is_staged)
         self._write(saving, stock, options)
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
         if not self.config.asynchronous:
@@ -327,6 +327,20 @@ class StateSaver:
                 "`self.save_iteration` with what iteration to start with."
             )
 
+    def _prepare(self, directory: StateDirectory) -> None:
+        """Make the staging directory, and remove states that a process which was killed in time had left to remove:
+        they would add up.
+
+        Raises:
+            OSError: the filesystem refused.
+        """
+        directory.prepare(durable=self.config.durable)
+        folder = os.path.dirname(directory.path)
+        if directory.is_named_by_accelerate and (states := states_in(folder)):
+            if self.config.durable:
+                posix.sync_directory(folder)  # the newest one was perhaps published a moment before
+            self._remove_surplus(states[-1])
+
     def _make_room(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
 
@@ -431,7 +445,9 @@ class StateSaver:
         self._account(saving)
         if directory.is_named_by_accelerate:
             what = f"{directory.path} is saved, but older states were not removed"
-            self._on_each_machine(saving, lambda: self._remove_surplus(directory), lambda: True, what)
+            self._on_each_machine(saving, lambda: self._remove_surplus(directory.path), lambda: True, what)
+            if self.accelerator.is_local_main_process:
+                directory.tidy()
 
     def _in_turn(self, path: str, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
@@ -446,15 +462,19 @@ class StateSaver:
         self._totals.add_state(metrics)
         self._to_log.append(metrics)
 
-    def _remove_surplus(self, newest: StateDirectory) -> None:
+    def _remove_surplus(self, newest: str) -> None:
+        """Remove the states that are too old beside the newest one.
+
+        Raises:
+            OSError: the filesystem refused.
+        """
         limit = self.accelerator.project_configuration.total_limit
-        old = surplus(states_in(os.path.dirname(newest.path)), newest.path, limit)
+        old = surplus(states_in(os.path.dirname(newest)), newest, limit)
         if old:
             _accelerates_logger.warning(f"Deleting {len(old)} checkpoints to make room for new checkpoint.")
         for state in old:
             with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
                 remove_state(state)
-        newest.tidy()
 
     def _together(self, saving: _Saving, do: Callable[[], None], what: str = "") -> None:
         """Do something in all processes.
