@@ -359,7 +359,7 @@ def test_after_an_interrupt_the_next_step_begins_anew(make: Any, kind: type[Base
     with offload.step():
         loss, wanted = large()
     offload.settle()
-    with mock.patch.object(swapper, "wait", mock.Mock(side_effect=kind)), pytest.raises(kind):
+    with mock.patch.object(swapper, "_wait_until_done", mock.Mock(side_effect=kind)), pytest.raises(kind):
         loss.backward(retain_graph=True)
     with pytest.raises(OffloadError, match="lost"):
         loss.backward()
