@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ _POLL_SECONDS = 0.005
 
 _logger = logging.getLogger("fastensor")
 _calls = itertools.count()
-"""Numbers the calls of :func:`everyone_calls`, alike in all processes."""
+"""Numbers the calls of :func:`_everyone_calls`, alike in all processes."""
 
 
 class Agreement:
@@ -65,6 +66,23 @@ class Agreement:
         if failed:
             raise CheckpointWriteError(f"{what}: {'; '.join(failed)}")
 
+    def together(self, do: Callable[[], None], what: str) -> None:
+        """Do something in all processes. Returns when all have done it.
+
+        Args:
+            do: what this process does.
+            what: says what was not done if a process fails, for messages.
+
+        Raises:
+            Exception: what this process has failed with; or another one, as a CheckpointWriteError.
+        """
+        failure = None
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001  # raised when the other processes know
+            failure = error
+        self.exchange(failure, what)
+
     def end(self) -> None:
         """Give the process group back. Others that wait in it are told that this process cannot be reached."""
         group, self._group = self._group, None
@@ -92,7 +110,41 @@ def has_others() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def everyone_calls() -> bool:
+class SavingProcesses:
+    """The processes of a job that call ``save_state``: all, or the main process alone. Accelerate leaves that to
+    scripts. All processes make it, and call its methods, at the same points."""
+
+    def __init__(self) -> None:
+        self._all: Agreement | None = None
+        self._main_saves_alone = False
+
+    def all(self) -> Agreement:
+        """The agreement of all processes, made by the first call."""
+        if self._all is None:
+            self._all = Agreement()
+        return self._all
+
+    def callers(self) -> Agreement | None:
+        """The agreement of those that call ``save_state`` now. None in a process that the main process does not wait
+        for.
+
+        Raises:
+            CheckpointWriteError: the main process does not come, or cannot be reached.
+        """
+        if has_others() and not self._main_saves_alone:
+            self._main_saves_alone = not _everyone_calls()
+        if not self._main_saves_alone:
+            return self.all()
+        return Agreement(alone=True) if dist.get_rank() == 0 else None
+
+    def end(self) -> None:
+        """Give the process group back. The next call makes another one."""
+        if self._all is not None:
+            self._all.end()
+            self._all = None
+
+
+def _everyone_calls() -> bool:
     """Find out whether all processes of a job are here, or the main process alone. All give the same answer.
 
     A script may call ``save_state`` with a directory in the main process alone, as scripts of diffusers do. Nothing

@@ -31,7 +31,7 @@ from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
-from fastensor_accelerate.agreement import Agreement, everyone_calls, has_others
+from fastensor_accelerate.agreement import Agreement, SavingProcesses
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import (
     StateDirectory,
@@ -65,6 +65,10 @@ class _Saving:
     failure: Exception | None = None
     """What Accelerate's own part has failed with."""
 
+    def together(self, do: Callable[[], None], what: str = "") -> None:
+        """:meth:`Agreement.together` for this state. By default, ``what`` says that it was not saved."""
+        self.agreement.together(do, what or f"{self.directory.path} was not saved")
+
 
 savers: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 """All savers of this process."""
@@ -85,11 +89,7 @@ class StateSaver:
         self.keeps_options = True
         """Whether the next :func:`~fastensor_accelerate.enable` leaves the options as they are."""
         self._writer: fastensor.AsyncWriter | None = None
-        self._agreement: Agreement | None = None
-        """With all processes of the job; made when they first save together."""
-        self._alone = Agreement(alone=True)
-        self._others_come = True
-        """Whether the other processes call ``save_state`` with directories that the script names, too."""
+        self._processes = SavingProcesses()
         self._sharing: Sharing | None = None
         self._to_log: deque[StateMetrics] = deque()
         self._totals = Totals()
@@ -122,27 +122,24 @@ class StateSaver:
             CheckpointWriteError: the state cannot be written, or another process has failed.
         """
         naming = self.accelerator.project_configuration.automatic_checkpoint_naming
-        if self._is_other_engines() or (output_dir is None and not naming):  # Accelerate says what is wrong
+        if self._has_own_engine() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
-        if not naming and not self._everyone_calls():
-            if not self.accelerator.is_main_process:  # the main process does not wait for this one's files
-                with self.saving():
-                    return stock(output_dir, **options)
-            agreement = self._alone
-        else:
-            agreement = self._agree_with_all()
+        agreement = self._processes.all() if naming else self._processes.callers()
+        if agreement is None:  # the main process does not wait for this one's files
+            with self.saving():
+                return stock(output_dir, **options)
         project = self.accelerator.project_configuration
         iteration = project.iteration
         returned, directory = self._directory(output_dir)
         saving = _Saving(directory, time.perf_counter(), agreement)
-        self._together(saving, lambda: self._check(directory))  # all processes raise, or none
-        if self._sharing is not None and agreement is self._agreement:
-            self._sharing.sync()
+        saving.together(lambda: self._check(directory))  # all processes raise, or none
+        if agreement.size > 1:
+            self._share_choice()
         self._on_each_machine(saving, lambda: self._prepare(directory), lambda: not directory.is_staged)
         self._write(saving, stock, options)
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
         if not self.config.asynchronous:
-            self._agree(saving)
+            self._confirm(saving)
             project.iteration = iteration + 1
             self._publish(saving)
             self._log()
@@ -165,7 +162,7 @@ class StateSaver:
             Exception: what Accelerate raises, or what the pending state has failed with.
             CorruptCheckpointError: a file is damaged.
         """
-        if self._is_other_engines():
+        if self._has_own_engine():
             return stock(input_dir, **options)
         self.wait()
         directory = None
@@ -222,12 +219,12 @@ class StateSaver:
             CheckpointWriteError: a file was not written, or another process has failed.
         """
         self.wait()
-        agreement = self._agree_with_all()  # in the thread that trains, in the same order in all processes
+        agreement = self._processes.all()  # in the thread that trains, in the same order in all processes
         saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter(), agreement)
         afterwards: list[Callable[[], None]] = []
 
         def finish_saving() -> None:
-            self._together(saving, partial(_check_written, saving))
+            saving.together(partial(_check_written, saving))
             for do in afterwards:
                 do()
             self._account(saving)
@@ -275,33 +272,23 @@ class StateSaver:
         try:
             self.wait()
         finally:
-            for group in (self._sharing, self._agreement):
-                if group is not None:
-                    group.end()
-            self._sharing = self._agreement = None
+            self._processes.end()
+            if self._sharing is not None:
+                self._sharing.end()
+                self._sharing = None
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
 
     # --- the steps of a save
 
-    def _everyone_calls(self) -> bool:
-        """Whether all processes call ``save_state``, or the main process alone: Accelerate leaves that to scripts.
-
-        Raises:
-            CheckpointWriteError: the main process does not come.
-        """
-        if self._others_come and has_others():
-            self._others_come = everyone_calls()
-        return self._others_come
-
-    def _agree_with_all(self) -> Agreement:
-        if self._agreement is None:
-            self._agreement = Agreement()
-            if has_others() and self.accelerator.distributed_type.value.startswith("MULTI_"):  # data parallel
-                folder = os.path.abspath(self.accelerator.project_dir or os.curdir)
-                self._sharing = share_choice(self.config.backend, folder, self.accelerator.device)
-        return self._agreement
+    def _share_choice(self) -> None:
+        """Have the processes of data parallel training choose backends alike, and learn from each other."""
+        if self._sharing is None and self.accelerator.distributed_type.value.startswith("MULTI_"):
+            folder = os.path.abspath(self.accelerator.project_dir or os.curdir)
+            self._sharing = share_choice(self.config.backend, folder, self.accelerator.device)
+        if self._sharing is not None:
+            self._sharing.sync()
 
     def _directory(self, output_dir: str | None) -> tuple[Path, StateDirectory]:
         """What Accelerate's ``save_state`` returns, and the directory, wherever the process goes to meanwhile."""
@@ -413,21 +400,21 @@ class StateSaver:
             Exception: the state was not published, and :meth:`save_state` has not said that.
         """
         try:
-            self._agree(saving)
+            self._confirm(saving)
         except Exception as error:
             if error is saving.failure:
                 return
             raise
         self._publish(saving)
 
-    def _agree(self, saving: _Saving) -> None:
+    def _confirm(self, saving: _Saving) -> None:
         """Return if all processes have written their files.
 
         Raises:
             Exception: there is no such state.
         """
         try:
-            self._together(saving, partial(_check_written, saving))
+            saving.together(partial(_check_written, saving))
         except BaseException:
             if self.accelerator.is_local_main_process:
                 saving.directory.discard()
@@ -476,24 +463,6 @@ class StateSaver:
             with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
                 remove_state(state)
 
-    def _together(self, saving: _Saving, do: Callable[[], None], what: str = "") -> None:
-        """Do something in all processes.
-
-        Args:
-            saving: for which state.
-            do: what this process does.
-            what: says what has come of it if a process fails; by default, that the state was not saved.
-
-        Raises:
-            Exception: what this process has failed with; or another one, as a CheckpointWriteError.
-        """
-        failure = None
-        try:
-            do()
-        except Exception as error:  # noqa: BLE001  # raised when the other processes know
-            failure = error
-        saving.agreement.exchange(failure, what or f"{saving.directory.path} was not saved")
-
     def _on_each_machine(
         self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool], what: str = ""
     ) -> None:
@@ -501,15 +470,15 @@ class StateSaver:
         machines have the same filesystem, or each its own.
 
         Raises:
-            Exception: as :meth:`_together`.
+            Exception: what this process has failed with; or another one, as a CheckpointWriteError.
         """
         main, first = self.accelerator.is_main_process, self.accelerator.is_local_main_process
-        self._together(saving, lambda: do() if main else None, what)
-        self._together(saving, lambda: do() if first and not main and is_due() else None, what)
+        saving.together(lambda: do() if main else None, what)
+        saving.together(lambda: do() if first and not main and is_due() else None, what)
 
     # --- what they need
 
-    def _is_other_engines(self) -> bool:
+    def _has_own_engine(self) -> bool:
         kind = self.accelerator.distributed_type
         if kind not in _OTHER_ENGINES:
             return False

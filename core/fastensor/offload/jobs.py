@@ -104,7 +104,9 @@ class Jobs:
             stays where it is, without frames: see :func:`fastensor.offload.moving.write`, and :class:`StoppedError`.
         """
         try:
-            if saved in self._in_dram:
+            with self._lock:
+                stays = saved in self._in_dram
+            if stays:
                 self._stage(saved)
                 return None
             return self._store(saved)
@@ -177,12 +179,13 @@ class Jobs:
         """Read a range with the backend that has written it, or else with ``numpy``."""
         backends = tuple(dict.fromkeys((stored.backend, "numpy")))
         transfer = self._tiers.transfer("read", reading.saved, backends)
-        transfer.run(lambda backend: self._lead(reading, stored, backend.name), self._tiers.slots.record_fallback)
+        read = self._read_with_helpers
+        transfer.run(lambda backend: read(reading, stored, backend.name), self._tiers.slots.record_fallback)
         if self._config.verify:
             moving.check(reading, stored)
         transfer.done(time.perf_counter() - transfer.started)
 
-    def _lead(self, reading: Reading, stored: StoredBytes, backend: str) -> None:
+    def _read_with_helpers(self, reading: Reading, stored: StoredBytes, backend: str) -> None:
         """Read a range with one backend, together with the helpers."""
         if backend != stored.backend:  # the helpers' backend does not work any more: begin again, alone
             reading.todo.clear()
