@@ -34,11 +34,11 @@ demo: $(STAMP)
 	$(BIN)/python examples/resume_after_kill.py
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
+	$(BIN)/python -m pytest -n 3 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
 	    tests/offload/test_gradients.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not torture" --ignore tests/gds
+	$(BIN)/python -m pytest -n 3 -m "not gpu and not torture" --ignore tests/gds
 	$(MAKE) test-gds
 
 # In an environment of its own, so that the others find a machine without kvikio. FASTENSOR_TESTS_NEED_GDS=1 makes it an

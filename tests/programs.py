@@ -152,6 +152,7 @@ def run(
     *arguments: object,
     cold: bool = False,
     lightning: bool = False,
+    accelerate: bool = False,
     check: bool = True,
     folder: Path | None = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -163,7 +164,7 @@ def run(
         environment = {**os.environ, **variables}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     else:
-        with Program(*arguments, folder=folder, lightning=lightning, **variables) as program:
+        with Program(*arguments, folder=folder, lightning=lightning, accelerate=accelerate, **variables) as program:
             out, err = program.communicate(timeout=timeout)
         done = subprocess.CompletedProcess(arguments, program.wait(), out, err)
     assert not check or done.returncode == 0, f"status {done.returncode}\n{done.stdout}{done.stderr}"
