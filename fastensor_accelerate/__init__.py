@@ -16,7 +16,18 @@ if Version(accelerate.__version__) < Version("1.10"):  # as the extra `accelerat
         f"{accelerate.__version__}"
     )
 
+from fastensor_accelerate.activation_offload import ActivationOffloadHook, attach, detach
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.enable import FastensorAccelerator, disable, enable, is_enabled
 
-__all__ = ["ConfigError", "FastensorAccelerator", "FastensorConfig", "disable", "enable", "is_enabled"]
+__all__ = [
+    "ActivationOffloadHook",
+    "ConfigError",
+    "FastensorAccelerator",
+    "FastensorConfig",
+    "attach",
+    "detach",
+    "disable",
+    "enable",
+    "is_enabled",
+]

@@ -12,6 +12,7 @@ from typing import Any, Self
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.errors import FastensorError
+from fastensor.offload import OffloadConfig
 
 USE = "ACCELERATE_USE_FASTENSOR"
 """The environment variable that switches Fastensor on."""
@@ -33,7 +34,7 @@ def _option(default: Any, flag: str, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastensorConfig:
-    """How the states of an Accelerator are saved and loaded.
+    """How the states of an Accelerator are saved and loaded, and whether activations are offloaded.
 
     Raises:
         ConfigError: a value means nothing, or names a backend that does not exist.
@@ -76,6 +77,36 @@ class FastensorConfig:
         "SIGTERM ends the process only when the pending state is durable, or after so many seconds; default: at once",
     )
 
+    offload: bool = _option(
+        False, "--fastensor_offload", "activations of models that are trained go to an SSD until the backward pass"
+    )
+    offload_directories: tuple[str, ...] = _option(
+        (),
+        "--fastensor_offload_directories",
+        "folders on SSDs for activations, separated by commas; default: the project's folder, or a temporary one",
+    )
+    offload_min_bytes: int | None = _option(
+        None, "--fastensor_offload_min_bytes", "smaller activations stay in memory; default: 262144"
+    )
+    offload_dram_bytes: int | None = _option(
+        None, "--fastensor_offload_dram_bytes", "most bytes of activations that stay in host memory; default: 0"
+    )
+    offload_ssd_bytes: int | None = _option(
+        None,
+        "--fastensor_offload_ssd_bytes",
+        "most bytes of activations on the SSDs; default: 0.9 of what is free",
+    )
+    offload_include: tuple[str, ...] = _option(
+        (),
+        "--fastensor_offload_include",
+        "patterns of names of modules whose activations are offloaded, separated by commas; default: all",
+    )
+    offload_exclude: tuple[str, ...] = _option(
+        (),
+        "--fastensor_offload_exclude",
+        "patterns of names of modules whose activations stay in memory, separated by commas",
+    )
+
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             _check_type(option, getattr(self, option.name))
@@ -85,11 +116,23 @@ class FastensorConfig:
             WriterSettings(**self.writer_options())
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        try:
+            self.offload_config()
+        except ValueError as error:
+            raise ConfigError(f"offload_{error}") from error
 
     def writer_options(self) -> dict[str, Any]:
         """The keywords of :class:`fastensor.AsyncWriter`."""
         names = ("staging_bytes", "max_bytes_per_second", "exit_seconds", "preemption_seconds")
         return {name: getattr(self, name) for name in names}
+
+    def offload_config(self) -> OffloadConfig:
+        """How activations are offloaded, if :attr:`offload` is true."""
+        given = {
+            name: getattr(self, f"offload_{name}")
+            for name in ("directories", "min_bytes", "dram_bytes", "ssd_bytes", "include", "exclude")
+        }
+        return OffloadConfig(**{name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], where: str = SECTION) -> Self:
@@ -145,6 +188,9 @@ def is_wanted_by_environment() -> bool | None:
 
 def _read(option: dataclasses.Field[Any], value: Any) -> Any:
     """A value of an option's type from the text that a flag, the environment or YAML gives."""
+    if _is_tuple(option) and isinstance(value, list | str):
+        texts = value.split(",") if isinstance(value, str) else value
+        return tuple(text.strip() if isinstance(text, str) else text for text in texts if text != "")
     if not isinstance(value, str):
         return float(value) if type(value) is int and "float" in str(option.type) else value
     kind = str(option.type)
@@ -159,7 +205,15 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"{option.name} is a number ({kind}), found {value!r}") from None
 
 
+def _is_tuple(option: dataclasses.Field[Any]) -> bool:
+    return str(option.type).startswith("tuple")
+
+
 def _check_type(option: dataclasses.Field[Any], value: Any) -> None:
+    if _is_tuple(option):
+        if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
+            raise ConfigError(f"{option.name} is a list of texts, found {value!r}")
+        return
     expected = str(option.type).split(" | ")
     found = "None" if value is None else type(value).__name__
     if found not in expected and not (found == "int" and "float" in expected):
@@ -174,6 +228,8 @@ def _as_bool(name: str, text: str) -> bool:
 
 
 def _write(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -10,22 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch.nn import Module
 
 from fastensor_accelerate import transformers_trainer
+from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.states import StateSaver, savers
 
 _SAVER = "_fastensor_saver"
 """The attribute of an Accelerator that holds its saver."""
+_OFFLOADS = "_fastensor_offloads"
+"""The attribute of an Accelerator that holds the offloads of its models."""
 _own: dict[str, Callable[..., Any]] = {}
 """Accelerate's own methods by name, while Fastensor is enabled."""
 _config: FastensorConfig | None = None
 
 
 def enable(config: FastensorConfig | None = None) -> None:
-    """Have every Accelerator of this process save and load its states by Fastensor.
+    """Have every Accelerator of this process save and load its states by Fastensor, and offload activations if the
+    options say so.
 
-    Call it at any time, in the main thread, on every process of a job. It is harmless if Fastensor is enabled already:
+    Call it at any time, in the main thread, on every process of a job; before models are prepared if their activations
+    are to be offloaded. It is harmless if Fastensor is enabled already:
     then Accelerators that have not saved or loaded yet get the new options.
 
     Args:
@@ -44,12 +50,12 @@ def enable(config: FastensorConfig | None = None) -> None:
         for name, method in _METHODS.items():
             _own[name] = getattr(Accelerator, name)
             setattr(Accelerator, name, functools.wraps(_own[name])(method))
-    transformers_trainer.intercept(_saver_of)
+    transformers_trainer.intercept(_saver_of, _offloads_of)
 
 
 def disable() -> None:
-    """Have Accelerators save and load by themselves again, after pending states are published. Harmless if Fastensor
-    is not enabled.
+    """Have Accelerators save and load by themselves again, after pending states are published, and detach their models.
+    Harmless if Fastensor is not enabled.
 
     Raises:
         Exception: what the save of a pending state has failed with.
@@ -63,6 +69,7 @@ def disable() -> None:
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
             closing.callback(saver.close)
+            closing.callback(_close_offloads, saver.accelerator)
             saver.keeps_options = isinstance(saver.accelerator, FastensorAccelerator)
 
 
@@ -79,6 +86,23 @@ def _saver_of(accelerator: Accelerator) -> StateSaver:
     elif _config is not None and not saver.keeps_options:  # enabled again after disable()
         saver.config, saver.keeps_options = _config, True
     return saver
+
+
+def _offloads_of(accelerator: Accelerator) -> PreparedOffloads | None:
+    """The offloads of an Accelerator's models; None if the options do not offload."""
+    config = _saver_of(accelerator).config
+    if not config.offload:
+        return None
+    if _OFFLOADS not in accelerator.__dict__:
+        setattr(accelerator, _OFFLOADS, PreparedOffloads(accelerator, config.offload_config()))
+    offloads: PreparedOffloads = accelerator.__dict__[_OFFLOADS]
+    return offloads
+
+
+def _close_offloads(accelerator: Accelerator) -> None:
+    offloads: PreparedOffloads | None = accelerator.__dict__.pop(_OFFLOADS, None)
+    if offloads is not None:
+        offloads.close()
 
 
 def _stock(name: str, accelerator: Accelerator) -> Callable[..., Any]:
@@ -107,10 +131,34 @@ def _save(self: Accelerator, obj: Any, f: Any, safe_serialization: bool = False)
         _stock("save", self)(obj, f, safe_serialization=safe_serialization)
 
 
+def _prepare_model(
+    self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+) -> Module:
+    prepared: Module = _stock("prepare_model", self)(
+        model, device_placement=device_placement, evaluation_mode=evaluation_mode
+    )
+    if not evaluation_mode and (offloads := _offloads_of(self)) is not None:
+        offloads.add(prepared)
+    return prepared
+
+
+def _backward(self: Accelerator, loss: Any, **options: Any) -> None:
+    _stock("backward", self)(loss, **options)
+    if (offloads := _offloads_of(self)) is not None:
+        offloads.check()
+
+
 def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any) -> None:
     if step is not None:
         _saver_of(self).step = step
     _stock("log", self)(values, step, *args, **options)
+    if (offloads := _offloads_of(self)) is not None:
+        offloads.log(step)
+
+
+def _free_memory(self: Accelerator, *objects: Any) -> Any:
+    _close_offloads(self)
+    return _stock("free_memory", self)(*objects)
 
 
 def _end_training(self: Accelerator) -> None:
@@ -118,13 +166,14 @@ def _end_training(self: Accelerator) -> None:
     try:
         saver.close()
     finally:
+        _close_offloads(self)
         _stock("end_training", self)()
     saver.print_summary()
 
 
 def _init(self: Accelerator, *args: Any, **options: Any) -> None:
     _stock("__init__", self)(*args, **options)
-    transformers_trainer.intercept(_saver_of)  # a Trainer makes its Accelerator before the first step
+    transformers_trainer.intercept(_saver_of, _offloads_of)  # a Trainer makes its Accelerator before the first step
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -132,13 +181,17 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
+    "prepare_model": _prepare_model,
+    "backward": _backward,
+    "free_memory": _free_memory,
     "log": _log,
     "end_training": _end_training,
 }
 
 
 class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """An Accelerator that saves and loads its states by Fastensor, without :func:`enable`.
+    """An Accelerator that saves and loads its states by Fastensor, and offloads activations if the options say so,
+    without :func:`enable`.
 
     Args:
         args, kwargs: as for ``accelerate.Accelerator``.
@@ -156,5 +209,8 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
     save_state = functools.wraps(Accelerator.save_state)(_save_state)
     load_state = functools.wraps(Accelerator.load_state)(_load_state)
     save = functools.wraps(Accelerator.save)(_save)
+    prepare_model = functools.wraps(Accelerator.prepare_model)(_prepare_model)
+    backward = functools.wraps(Accelerator.backward)(_backward)
+    free_memory = functools.wraps(Accelerator.free_memory)(_free_memory)
     log = functools.wraps(Accelerator.log)(_log)
     end_training = functools.wraps(Accelerator.end_training)(_end_training)

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.directories import publish_last
 from fastensor_accelerate.seam import missing_seams
 from fastensor_accelerate.states import StateSaver
@@ -30,6 +31,8 @@ _READS = (
 )
 """What reads checkpoints, and so waits for the pending one."""
 _SAVES = ("_save_checkpoint", "save_model")
+_LOSS = "compute_loss_context_manager"
+"""Makes the context in which a Trainer computes losses: whatever a loss is, what is saved for it is offloaded."""
 _PUSH = "_push_from_checkpoint"
 _ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
 """What removes old checkpoints: a function of the module, or a method of the Trainer before transformers 5.3."""
@@ -37,11 +40,12 @@ _own: dict[str, Callable[..., Any]] = {}
 """The Trainer's own methods by name, while they are intercepted."""
 
 
-def intercept(saver_of: Callable[[Any], StateSaver]) -> None:
+def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any], PreparedOffloads | None]) -> None:
     """Have every ``transformers.Trainer`` save and load by Fastensor, if transformers is imported.
 
     Args:
         saver_of: gives the saver of an Accelerator.
+        offloads_of: gives the offloads of an Accelerator's models; None if it does not offload.
 
     Warns:
         UserWarning: this version of transformers has no such seam, and nothing is intercepted.
@@ -49,7 +53,7 @@ def intercept(saver_of: Callable[[Any], StateSaver]) -> None:
     module = sys.modules.get(_MODULE)
     if module is None or _own or not hasattr(module, "Trainer"):
         return
-    names = (*_READS, *_SAVES, "train")
+    names = (*_READS, *_SAVES, _LOSS, "train")
     missing = missing_seams("transformers")
     missing += [f"Trainer.{name}" for name in (*names, _PUSH) if not hasattr(module.Trainer, name)]
     if not hasattr(*_rotation(module)):
@@ -63,7 +67,7 @@ def intercept(saver_of: Callable[[Any], StateSaver]) -> None:
         return
     for name in names:
         _own[name] = getattr(module.Trainer, name)
-        method = functools.wraps(_own[name])(_method(name, saver_of))
+        method = functools.wraps(_own[name])(_method(name, saver_of, offloads_of))
         setattr(module.Trainer, name, method)
 
 
@@ -74,7 +78,9 @@ def restore() -> None:
         setattr(sys.modules[_MODULE].Trainer, name, method)
 
 
-def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., Any]:
+def _method(
+    name: str, saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any], PreparedOffloads | None]
+) -> Callable[..., Any]:
     """What a method of the Trainer is replaced by."""
 
     def read(trainer: Any, *args: Any, **options: Any) -> Any:
@@ -113,9 +119,18 @@ def _method(name: str, saver_of: Callable[[Any], StateSaver]) -> Callable[..., A
         saver = saver_of(trainer.accelerator)
         saver.wait()
         saver.print_summary()
+        if (offloads := offloads_of(trainer.accelerator)) is not None:
+            offloads.close()
         return result
 
-    named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train}
+    def loss_context(trainer: Any, *args: Any, **options: Any) -> Any:
+        offloads, stack = offloads_of(trainer.accelerator), ExitStack()
+        if offloads is not None:
+            stack.enter_context(offloads.step(trainer.model_wrapped))
+        stack.enter_context(_own[name](trainer, *args, **options))
+        return stack
+
+    named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train, _LOSS: loss_context}
     return named.get(name, read)
 
 

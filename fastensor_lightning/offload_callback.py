@@ -99,7 +99,8 @@ class SSDActivationOffload(Callback):
             self._checked = True
             self._check(trainer, self.statistics)
         if self._logs_each_batch and before is not None:
-            pl_module.log_dict(_of_batch(before, self.statistics))
+            metrics = self.statistics.metrics_since(before)
+            pl_module.log_dict({f"offload/{name}": value for name, value in metrics.items()})
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         offload = self._offload
@@ -108,7 +109,9 @@ class SSDActivationOffload(Callback):
             return
         trainer.print(f"activation offload on rank {trainer.global_rank}:\n{self.statistics}")
         if not self.statistics.offloaded:
-            _logger.warning("no activations were offloaded in this run. %s", _why_nothing(self.statistics, self.config))
+            _logger.warning(
+                "no activations were offloaded in this run. %s", self.statistics.why_nothing(self.config.min_bytes)
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self._stop()
@@ -138,7 +141,7 @@ class SSDActivationOffload(Callback):
                 type(trainer.strategy).__name__,
             )
         elif not found.offloaded:
-            _logger.warning("no activations are offloaded so far. %s", _why_nothing(found, self.config))
+            _logger.warning("no activations are offloaded so far. %s", found.why_nothing(self.config.min_bytes))
 
 
 def _nothing() -> None:
@@ -159,21 +162,3 @@ def _refuse(strategy: Any) -> None:
                 f"SSDActivationOffload does not work with {kind.__name__}: {reason}. Use DDP, or DeepSpeed up to stage "
                 f"2, or activation checkpointing instead"
             )
-
-
-def _why_nothing(found: OffloadStatistics, config: OffloadConfig) -> str:
-    if not found.packed:
-        return "Autograd has saved nothing in training steps: do they run under no_grad?"
-    kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in found.kept.items())
-    return f"All {found.packed} saved tensors stay in memory: {kept} (min_bytes is {config.min_bytes})"
-
-
-def _of_batch(before: OffloadStatistics, after: OffloadStatistics) -> dict[str, float]:
-    hits = after.prefetch_hits - before.prefetch_hits
-    wanted = hits + after.prefetch_late - before.prefetch_late + after.misses - before.misses
-    return {
-        "offload/written_bytes": float(after.written_bytes - before.written_bytes),
-        "offload/read_bytes": float(after.read_bytes - before.read_bytes),
-        "offload/stall_seconds": after.stall_seconds - before.stall_seconds,
-        "offload/prefetch_hit_rate": hits / wanted if wanted else 1.0,
-    }

@@ -5,10 +5,12 @@ Arguments: the name of a function of this module, ``asynchronous`` or ``synchron
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerators import Gate, Training, files_in, random_numbers, training
 from disks import FullDisk
 
@@ -217,6 +220,29 @@ def leave_group(config: FastensorConfig, folder: Path, rank: int) -> Any:
     with pytest.raises(fastensor.CheckpointWriteError) as caught:
         found.accelerator.load_state()
     return str(caught.value), os.listdir(folder / "checkpoints")
+
+
+def offload(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """The CRC32 of the weights after a training without, and with offloading; and what was moved."""
+
+    def train() -> tuple[int, int]:
+        accelerator = Accelerator(cpu=True, project_dir=folder)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Linear(64, 64))
+        prepared, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+        for step in range(3):
+            torch.manual_seed(2 * step + rank)
+            accelerator.backward(prepared(torch.randn(128, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = fastensor_accelerate.attach(prepared).statistics().offloaded if fastensor_accelerate.is_enabled() else 0
+        if moved:
+            accelerator.end_training()
+        return zlib.crc32(b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())), moved
+
+    plain, _ = train()
+    fastensor_accelerate.enable(dataclasses.replace(config, offload=True, offload_min_bytes=4096))
+    return plain, *train()
 
 
 def main() -> None:

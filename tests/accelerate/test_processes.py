@@ -150,3 +150,13 @@ def test_without_its_process_group_a_job_publishes_nothing(tmp_path: Path) -> No
     for (text, states), _ in run("leave_group", FastensorConfig(asynchronous=True), tmp_path):
         assert "a process cannot be reached" in text
         assert states == ["checkpoint_0"]
+
+
+def test_activations_of_a_job_are_offloaded_and_it_trains_alike(tmp_path: Path) -> None:
+    ((plain, offloaded, moved), err), ((others_plain, others_offloaded, others_moved), others_err) = run(
+        "offload", FastensorConfig(), tmp_path
+    )
+    assert plain == others_plain == offloaded == others_offloaded
+    assert min(moved, others_moved) > 0
+    assert "activation offload of DistributedDataParallel: 3 steps" in err
+    assert "activation offload" not in others_err

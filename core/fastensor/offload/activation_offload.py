@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -56,6 +57,12 @@ class ActivationOffload:
     def __init__(self, config: OffloadConfig | None = None) -> None:
         self.config = config or OffloadConfig()
         self._engine = OffloadEngine(self.config)
+        self._running = threading.local()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this thread is in a block of :meth:`step`."""
+        return bool(getattr(self._running, "steps", 0))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -73,10 +80,12 @@ class ActivationOffload:
             raise OffloadError("include and exclude name modules of a model: call attach(model) before the first step")
         engine.begin_step()
         hooks = StepHooks(engine)
+        self._running.steps = getattr(self._running, "steps", 0) + 1
         try:
             with torch.autograd.graph.saved_tensors_hooks(untraced(hooks.pack), untraced(hooks.unpack)):
                 yield
         finally:
+            self._running.steps -= 1
             engine.end_step()
 
     def attach(self, model: torch.nn.Module) -> None:

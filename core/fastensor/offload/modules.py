@@ -31,12 +31,20 @@ def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool 
     return True if any(fnmatchcase(name, pattern) for pattern in include) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Hook:
-    """A hook of one module.
+class UncopiedHook:
+    """A hook of a module that copies of the module do not have. Pickled ones as well have in the hook's place a
+    function of the standard library that takes any arguments and does nothing. So copies are not attached, and can be
+    loaded where Fastensor is not installed."""
 
-    Copies of the module, pickled ones as well, have in the hook's place a function of the standard library that takes
-    any arguments and does nothing. So copies are not attached, and can be loaded where Fastensor is not installed.
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook(UncopiedHook):
+    """A hook of one module.
 
     In a compiled region the hook breaks the graph, if gradients are computed: compiled code saves its tensors when it
     ends, so code before and after the module must not be compiled together with the module.
@@ -50,9 +58,6 @@ class _Hook:
                 msg="a pattern of include or exclude in fastensor's OffloadConfig fits this module of a compiled region"
             )
         self.call(*arguments)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
-        return getattr, (nullcontext(), "__exit__")
 
 
 class AttachedModel:

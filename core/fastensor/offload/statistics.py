@@ -87,6 +87,33 @@ class OffloadStatistics:
         """Time that training threads have waited for SSDs."""
         return self.wait_to_write_seconds + self.wait_to_read_seconds
 
+    def metrics_since(self, before: OffloadStatistics) -> dict[str, float]:
+        """What was done after an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
+        ``stall_seconds`` and ``prefetch_hit_rate``, from 0 to 1.
+
+        Args:
+            before: the statistics of the same offload at the earlier moment.
+        """
+        hits = self.prefetch_hits - before.prefetch_hits
+        wanted = hits + self.prefetch_late - before.prefetch_late + self.misses - before.misses
+        return {
+            "written_bytes": float(self.written_bytes - before.written_bytes),
+            "read_bytes": float(self.read_bytes - before.read_bytes),
+            "stall_seconds": self.stall_seconds - before.stall_seconds,
+            "prefetch_hit_rate": hits / wanted if wanted else 1.0,
+        }
+
+    def why_nothing(self, min_bytes: int) -> str:
+        """Why nothing was offloaded, in a sentence.
+
+        Args:
+            min_bytes: that of the configuration.
+        """
+        if not self.packed:
+            return "Autograd has saved nothing in training steps: do they run under no_grad?"
+        kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in self.kept.items())
+        return f"All {self.packed} saved tensors stay in memory: {kept} (min_bytes is {min_bytes})"
+
     def __str__(self) -> str:
         moved = f"{human_size(self.offloaded_bytes)} offloaded ({human_size(self.written_bytes)} written, "
         moved += f"{human_size(self.read_bytes)} read)"
