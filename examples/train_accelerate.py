@@ -6,6 +6,7 @@ from the states of the other.
     accelerate launch examples/train_accelerate.py
     fastensor-accelerate launch --fastensor examples/train_accelerate.py
     fastensor-accelerate launch --fastensor_async examples/train_accelerate.py
+    fastensor-accelerate launch --fastensor_offload examples/train_accelerate.py
 
 ``--kill-after 3`` ends the run by SIGKILL after the third ``save_state``, as a node failure would. The next run
 resumes. Its weights are those of a run that was never killed, to the last bit.

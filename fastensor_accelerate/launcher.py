@@ -96,7 +96,7 @@ def _launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Accelerate's parser of ``launch`` with our flags."""
     parser: argparse.ArgumentParser = _stock_launch_parser(subparsers)
     parser.formatter_class = _HelpFormatter
-    group = parser.add_argument_group(_TITLE, "Arguments related to saving and loading by Fastensor.")
+    group = parser.add_argument_group(_TITLE, "Arguments related to saving, loading and offloading by Fastensor.")
     add = partial(group.add_argument, default=None)
     add("--fastensor", action="store_true", help="Save and load states by Fastensor.")
     add("--no_fastensor", action="store_true", help=f"Ignore the section {SECTION} and the environment.")
@@ -184,6 +184,7 @@ def _ask_everything() -> Any:
         found.fastensor_config = {
             "backend": _ask_options("What should move the bytes?", backends, lambda index: backends[int(index)]),
             "asynchronous": _ask_yes_no("Should save_state return when the state has been copied? [yes/NO]: "),
+            "offload": _ask_yes_no("Should activations go to an SSD until the backward pass? [yes/NO]: "),
         }
     return found
 

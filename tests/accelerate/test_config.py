@@ -16,6 +16,7 @@ import yaml
 from accelerate.commands import accelerate_cli, launch
 from accelerate.commands.config import cluster, config, config_args
 
+from fastensor.offload import OffloadConfig
 from fastensor_accelerate import ConfigError, FastensorConfig, launcher
 from fastensor_accelerate.config import is_wanted_by_environment
 
@@ -80,7 +81,10 @@ def handed_over() -> FastensorConfig:
 def test_all_options_go_through_the_environment() -> None:
     options = FastensorConfig(
         backend="direct", durable=False, verify=False, asynchronous=True, staging_bytes=1 << 30,
-        max_bytes_per_second=1.5e9, exit_seconds=30, preemption_seconds=5.5,
+        max_bytes_per_second=1.5e9, exit_seconds=30, preemption_seconds=5.5, offload=True,
+        offload_directories=("/ssd 1", "ssd2"), offload_min_bytes=1 << 20, offload_dram_bytes=0,
+        offload_ssd_bytes=1 << 40,
+        offload_include=("layers.*",), offload_exclude=("*.head", "x"),
     )  # fmt: skip
     os.environ.update(options.to_environment())
     assert handed_over() == options
@@ -113,6 +117,11 @@ def test_defaults_are_not_written_as_none() -> None:
         ({"exit_seconds": -1}, "exit_seconds"),
         ({"exit_seconds": "nan"}, "exit_seconds"),
         ({"preemption_seconds": "soon"}, "preemption_seconds is a number"),
+        ({"offload": "perhaps"}, "offload is true or false"),
+        ({"ofload": True}, "did you mean 'offload'"),
+        ({"offload_min_bytes": 0}, "offload_min_bytes is at least 1, found 0"),
+        ({"offload_directories": 3}, "offload_directories is a list of texts, found 3"),
+        ({"offload_include": ["a", 3]}, "offload_include is a list of texts"),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[Any, Any], said: str) -> None:
@@ -132,6 +141,14 @@ def test_values_are_read_as_their_types() -> None:
     found = FastensorConfig.from_mapping(texts)
     assert found == FastensorConfig(durable=False, asynchronous=True, staging_bytes=1 << 23, exit_seconds=100.0)
     assert type(FastensorConfig.from_mapping({"exit_seconds": 3}).exit_seconds) is float
+    for value in ("a, b*,", ["a", "b*"]):
+        assert FastensorConfig.from_mapping({"offload_include": value}).offload_include == ("a", "b*")
+
+
+def test_offload_options_are_those_of_the_core() -> None:
+    given = FastensorConfig(offload_directories=("x",), offload_min_bytes=1, offload_exclude=("head",)).offload_config()
+    assert given == OffloadConfig(directories=("x",), min_bytes=1, exclude=("head",))
+    assert FastensorConfig().offload_config() == OffloadConfig()
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("1", True), ("False", False), ("off", False)])

@@ -144,6 +144,7 @@ def test_config_asks_accelerates_questions_and_ours_and_its_file_launches(tmp_pa
         ("save and load states by Fastensor?", "yes\n"),
         ("What should move the bytes?", "1\r"),
         ("Should save_state return when the state has been copied?", "yes\n"),
+        ("Should activations go to an SSD", "no\n"),
     ]
     file = tmp_path / "config.yaml"
     out = dialogue([sys.executable, "-c", OURS, "config", "--config_file", str(file)], answers)
@@ -151,7 +152,7 @@ def test_config_asks_accelerates_questions_and_ours_and_its_file_launches(tmp_pa
     found = yaml.safe_load(file.read_text())
     assert found["use_cpu"] is True
     section = found.pop("fastensor_config")
-    assert section["asynchronous"] is True
+    assert (section["asynchronous"], section["offload"]) == (True, False)
     assert section["backend"] in out
     theirs = [str(tmp_path / "state"), "--workers", "1", "--fastensor_async", "--", "-m", "--config_file", "x"]
     launched("--config_file", file, JOB, *theirs, folder=tmp_path)

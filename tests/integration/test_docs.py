@@ -73,14 +73,16 @@ def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:
 
 
 def test_the_example_of_accelerate_is_killed_and_resumes_as_without_the_flag(tmp_path: Path) -> None:
-    """Killed in a run that saves asynchronously; the synchronous run that resumes ends as Accelerate alone does."""
+    """Killed in a run that saves asynchronously. The run that resumes saves synchronously, and offloads activations; it
+    ends as Accelerate alone does."""
     example, last = str(ROOT / "examples" / "train_accelerate.py"), {}
 
     def train(project: str, *options: str, asynchronous: bool = False, **settings: Any) -> CompletedProcess[str]:
         enabled = () if project == "stock" else ("-m", "fastensor_accelerate")
         return programs.run(
             *enabled, example, "--epochs", "3", "--project", project, *options, accelerate=True, folder=tmp_path,
-            ACCELERATE_FASTENSOR_ASYNCHRONOUS=str(asynchronous).lower(), **settings,
+            ACCELERATE_FASTENSOR_ASYNCHRONOUS=str(asynchronous).lower(),
+            ACCELERATE_FASTENSOR_OFFLOAD=str(not asynchronous).lower(), **settings,
         )  # fmt: skip
 
     killed = train("ours", "--kill-after", "2", asynchronous=True, check=False)
@@ -89,6 +91,7 @@ def test_the_example_of_accelerate_is_killed_and_resumes_as_without_the_flag(tmp
         done = train(project)
         assert bool(re.search(r"Resumed after epoch [12]\.", done.stdout)) == (project == "ours")
         assert ("fastensor: saved" in done.stderr) == (project == "ours")
+        assert ("fastensor: activation offload of Sequential" in done.stderr) == (project == "ours")
         assert sorted(os.listdir(tmp_path / project / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
         model = fastensor.verify(tmp_path / project / "checkpoints" / "checkpoint_2" / "model.safetensors")
         assert model.complete == (project == "ours")
