@@ -363,3 +363,19 @@ def test_nothing_is_left_to_be_waited_for(tmp_path: Path) -> None:
             writer.save(state(number), tmp_path / str(number))
         writer.remove(tmp_path / "1")
     assert not ordering._pending
+
+
+def test_a_file_that_another_one_removes_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"x")
+    is_there = os.path.lexists
+
+    def look_and_lose(name: str) -> bool:
+        found = is_there(name)
+        os.unlink(name)
+        return found
+
+    monkeypatch.setattr(os.path, "lexists", look_and_lose)
+    with AsyncWriter() as writer:
+        writer.remove(path)
+    assert not is_there(path)

@@ -259,16 +259,17 @@ means = st.dictionaries(st.sampled_from(["gds", "numpy", "torch"]), st.floats(0.
 def test_exploring_costs_no_more_than_is_promised(
     before: dict[str, float], scale: float, change_at: int, after: dict[str, float] | None
 ) -> None:
-    """Without noise, at every moment, also when the machine changes for good: what was better before that and is worse
-    after it disappoints, too."""
-    changes, after = after is not None, after or {}
+    """Without noise, at every moment, also when the machine changes for good: each backend that has become slower
+    disappoints once, too."""
+    after = after or {}
     others = before | {name: after.get(name, seconds) for name, seconds in before.items()}
     first, then = {"direct": 1.0} | before, {"direct": 1.0} | others
     recording = [
         {name: scale * seconds for name, seconds in (first if number < change_at else then).items()}
         for number in range(500)
     ]
-    assert excess(replay(Selector(), recording), overruns=1 + changes) <= 1e-6 * scale
+    slower = sum(others[name] > before[name] for name in before)
+    assert excess(replay(Selector(), recording), overruns=1 + slower) <= 1e-6 * scale
 
 
 @pytest.mark.parametrize("seed", range(20))
