@@ -105,7 +105,7 @@ _lock = threading.RLock()
 def replaced(files: Files) -> Iterator[None]:
     """Accelerate, and transformers if it is imported, save and load by ``files`` in the block. One thread at a time."""
     with _lock, ExitStack() as undo:
-        for name in _SEAMS:
+        for name in (*_SEAMS, *_ELSEWHERE.values()):
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):
@@ -117,7 +117,12 @@ def replaced(files: Files) -> Iterator[None]:
 def missing_seams(package: str) -> list[str]:
     """The names that this version of a package does not have, so that what it saves or loads there is not seen."""
     names = [name for name in _SEAMS if name.startswith(f"{package}.")]
-    return [name for name in names if not hasattr(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])]
+    return [name for name in names if not (_exists(name) or _exists(_ELSEWHERE.get(name, name)))]
+
+
+def _exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    return hasattr(sys.modules.get(module), attribute)
 
 
 _SEAMS = (
@@ -133,6 +138,8 @@ _SEAMS = (
     "transformers.trainer_utils.safe_load_file",
     "transformers.trainer_utils.torch",
 )
+_ELSEWHERE = {"transformers.trainer_utils.safe_load_file": "transformers.modeling_utils.safe_load_file"}
+"""Where older versions have a name: transformers 4 loads shards in another module."""
 
 
 def _substitute(name: str, files: Files) -> object:
