@@ -1,4 +1,4 @@
-"""Which names of Accelerate and transformers are replaced while they save or load, and by what.
+"""Which names of Accelerate, transformers and PEFT are replaced while they save or load, and by what.
 
 Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
 ``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. What decides which rank
@@ -103,7 +103,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def replaced(files: Files) -> Iterator[None]:
-    """Accelerate, and transformers if it is imported, save and load by ``files`` in the block. One thread at a time."""
+    """Accelerate, and transformers and PEFT if they are imported, save and load by ``files``. One thread at a time."""
     with _lock, ExitStack() as undo:
         for name in _SEAMS:
             module_name, _, attribute = name.rpartition(".")
@@ -117,7 +117,8 @@ def replaced(files: Files) -> Iterator[None]:
 def missing_seams(package: str) -> list[str]:
     """The names that this version of a package does not have, so that what it saves or loads there is not seen."""
     names = [name for name in _SEAMS if name.startswith(f"{package}.")]
-    return [name for name in names if not hasattr(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])]
+    missing = [name for name in names if not hasattr(sys.modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])]
+    return missing if {*missing} >= _ONE_OF else [name for name in missing if name not in _ONE_OF]
 
 
 _SEAMS = (
@@ -127,12 +128,17 @@ _SEAMS = (
     "accelerate.utils.fsdp_utils.torch",
     "accelerate.utils.other.torch",
     "accelerate.utils.other.safe_save_file",
+    "peft.peft_model.safe_save_file",
+    "peft.utils.save_and_load.safe_load_file",
+    "transformers.modeling_utils.safe_load_file",
     "transformers.modeling_utils.safe_save_file",
     "transformers.trainer.safetensors",
     "transformers.trainer.torch",
     "transformers.trainer_utils.safe_load_file",
     "transformers.trainer_utils.torch",
 )
+_ONE_OF = {"transformers.modeling_utils.safe_load_file", "transformers.trainer_utils.safe_load_file"}
+"""What loads shards. It is in the first module in transformers 4, and in the second one since 5.0."""
 
 
 def _substitute(name: str, files: Files) -> object:

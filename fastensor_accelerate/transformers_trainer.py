@@ -48,7 +48,8 @@ def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any]
         offloads_of: gives the offloads of an Accelerator's models; None if it does not offload.
 
     Warns:
-        UserWarning: this version of transformers has no such seam, and nothing is intercepted.
+        UserWarning: this version of transformers has no such seam, and nothing is intercepted; or this version of PEFT
+            has none, and PEFT itself writes and reads its adapters.
     """
     module = sys.modules.get(_MODULE)
     if module is None or _own or not hasattr(module, "Trainer"):
@@ -59,16 +60,22 @@ def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any]
     if not hasattr(*_rotation(module)):
         missing.append(_ROTATE[0])
     if missing:
-        warnings.warn(
-            "checkpoints of transformers.Trainer are NOT saved or loaded by Fastensor: this version of transformers "
-            f"has no {', '.join(missing)}. The documentation names the versions that work",
-            stacklevel=4,
-        )
+        _warn("checkpoints of transformers.Trainer", missing)
         return
+    if "peft" in sys.modules and (missing := missing_seams("peft")):  # transformers.trainer imports it if it is there
+        _warn("adapters of PEFT", missing)
     for name in names:
         _own[name] = getattr(module.Trainer, name)
         method = functools.wraps(_own[name])(_method(name, saver_of, offloads_of))
         setattr(module.Trainer, name, method)
+
+
+def _warn(what: str, missing: list[str]) -> None:
+    warnings.warn(
+        f"{what} are NOT saved or loaded by Fastensor: the installed version has no {', '.join(missing)}. The "
+        "documentation names the versions that work",
+        stacklevel=5,
+    )
 
 
 def restore() -> None:

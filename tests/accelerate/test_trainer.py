@@ -29,7 +29,7 @@ from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor_accelerate import FastensorConfig, transformers_trainer
 from fastensor_accelerate.enable import _saver_of
-from fastensor_accelerate.seam import _SEAMS, Files, replaced
+from fastensor_accelerate.seam import _SEAMS, Files, missing_seams, replaced
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -443,6 +443,53 @@ def test_trl(tmp_path: Path, seen: Seen) -> None:
     assert_equal(weights(back), weights(whole))
 
 
+# --- PEFT
+
+
+def lora(folder: Path, **others: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    data = Numbers()
+    return Trainer(
+        model=peft.get_peft_model(model(), config),
+        args=TrainingArguments(**options(folder, label_names=["labels"], **others)),
+        train_dataset=data,
+        eval_dataset=data,
+    )
+
+
+@pytest.mark.parametrize("config", MODES)
+def test_adapters_are_saved_and_loaded_by_fastensor(tmp_path: Path, seen: Seen, config: FastensorConfig) -> None:
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    whole = lora(stock, **best)
+    whole.train()
+    with by(config):
+        lora(ours, **best).train()
+        assert all_files(ours) == all_files(stock)
+        assert seen.of(seen.saved, ours) == tensor_files(ours)
+        adapter = "checkpoint-2/adapter_model.safetensors"
+        assert fastensor.inspect(ours / adapter).checked
+        assert_equal(stock_content(ours / adapter), stock_content(stock / adapter))
+        assert seen.of(seen.loaded, ours) == {"checkpoint-4/adapter_model.safetensors"}  # the best one
+        shutil.rmtree(ours / "checkpoint-4")
+        resumed = lora(ours)
+        resumed.train(resume_from_checkpoint=True)
+    assert_equal(weights(resumed), weights(whole))
+    assert adapter in seen.of(seen.loaded, ours)
+
+
+def test_a_version_of_peft_without_a_seam_is_told_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.delattr(sys.modules["peft.peft_model"], "safe_save_file")
+    with (
+        pytest.warns(UserWarning, match=r"PEFT are NOT saved .* no peft\.peft_model\.safe_save_file\."),
+        by(SYNCHRONOUS),
+    ):
+        trainer(tmp_path).train()
+    assert fastensor.inspect(tmp_path / "checkpoint-4/model.safetensors").checked
+
+
 # --- switching on and off
 
 
@@ -501,8 +548,14 @@ def test_what_is_replaced_in_a_save_is_restored_when_it_fails() -> None:
     ],
 )
 def test_a_version_without_a_seam_is_told_loudly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, _, attribute = name.partition(".")
-    monkeypatch.delattr(Trainer if owner == "Trainer" else sys.modules[f"transformers.{owner}"], attribute)
+    older = {
+        "trainer.rotate_checkpoints": "Trainer._rotate_checkpoints",
+        "trainer_utils.safe_load_file": "modeling_utils.safe_load_file",
+    }
+    for place in (name, older.get(name, name)):
+        owner, _, attribute = place.partition(".")
+        module = Trainer if owner == "Trainer" else sys.modules[f"transformers.{owner}"]
+        monkeypatch.delattr(module, attribute, raising=False)
     stock = dict(vars(Trainer))
     said = f"NOT saved or loaded by Fastensor.*{name.removeprefix('trainer.')}"
     with pytest.warns(UserWarning, match=said):
@@ -513,6 +566,19 @@ def test_a_version_without_a_seam_is_told_loudly(name: str, monkeypatch: pytest.
             Accelerator(cpu=True)
     finally:
         fastensor_accelerate.disable()
+
+
+def test_shards_may_be_loaded_where_transformers_4_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = sys.modules["transformers.modeling_utils"], sys.modules["transformers.trainer_utils"]
+    monkeypatch.setattr(older, "safe_load_file", safetensors.torch.load_file, raising=False)
+    monkeypatch.delattr(newer, "safe_load_file", raising=False)
+    assert missing_seams("transformers") == []
+    files = Files(SYNCHRONOUS, lambda *args, **options: None, lambda report: None)
+    with replaced(files):
+        assert older.safe_load_file == files.load_file
+    assert older.safe_load_file is safetensors.torch.load_file
+    monkeypatch.delattr(older, "safe_load_file")
+    assert {*missing_seams("transformers")} == {f"{module.__name__}.safe_load_file" for module in (older, newer)}
 
 
 def test_enable_before_transformers_is_imported(tmp_path: Path) -> None:
