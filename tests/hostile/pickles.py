@@ -421,6 +421,12 @@ BOMBS = [
         most_nbytes=128 << 20,
     ),
     Hostile(
+        "one size as many keys",  # three bytes for each of 400,000 entries
+        program(LISTED + ARGUMENTS + b"\x85R" + b"q\0}(" + b"h\0N" * 400_000 + b"u"),
+        entries=OURS,
+        most_nbytes=512 << 20,
+    ),
+    Hostile(
         "many classes",
         program(b"".join(b"c%x\n\n" % at for at in range(100_000))),
         entries=OURS,
@@ -440,7 +446,6 @@ BOMBS = [
             "one integer in text as many keys": HEX + b"}(" + b"h\0N" * 200_000 + b"u",
             "integers of one hash": b"}(" + OF_ONE_HASH + b"u",
             "one text as many keys": TEXTS + b"}h\0Ns(" + b"h\1N" * 400_000 + b"u",
-            "one size as many keys": LISTED + ARGUMENTS + b"\x85R" + b"q\0}(" + b"h\0N" * 400_000 + b"u",
             "one list of plain values, many times": ROW + b"](]" + b"h\1" * 100_000 + b"e",
             "one integer in many sets": INTEGER + b"\x8f(" + b"h\0" * 100_000 + b"\x90",
             "calls of calls": named("a", "b") + b"q\0)R" + b")R" * 100_000,
