@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 
 import fastensor
-from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
@@ -369,9 +369,12 @@ class StateSaver:
             last_hook.remove()
             project.automatic_checkpoint_naming, project.iteration = naming, iteration
 
-    def _writing(self, saving: _Saving) -> AbstractContextManager[None]:
+    @contextmanager
+    def _writing(self, saving: _Saving) -> Iterator[None]:
         write = self._write_later if self.config.asynchronous else self._write_now
-        return replaced(Files(self.config, partial(write, saving=saving), self._totals.add_load))
+        first = staging_first(self._open_writer()) if self.config.asynchronous else nullcontext()
+        with first, replaced(Files(self.config, partial(write, saving=saving), self._totals.add_load)):
+            yield
 
     def _write_now(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
-from fastensor.checkpoint.asynchronous.for_adapters import in_turn
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -236,6 +237,39 @@ def test_what_follows_a_save_follows_it_at_exit_too(
         has_to_wait(gate, act)
         assert ends == (["link"] if way == "link" else [])
         assert os.listdir(tmp_path) == (["new"] if way == "remove" else ["old"])
+
+
+def test_saves_of_a_block_are_written_when_it_ends_or_somebody_waits(tmp_path: Path) -> None:
+    with AsyncWriter() as writer:
+        with staging_first(writer):  # there is no memory yet, so nothing is put off
+            writer.save(state(0), tmp_path / "zeroth").result(60)
+        with staging_first(writer):
+            first = writer.save(state(1), tmp_path / "first")
+            second = writer.save(state(2), tmp_path / "second")
+            ended = threading.Event()
+            first.add_done_callback(lambda handle: ended.set())
+            assert not ended.wait(0.05)
+            assert first.stage == "queued"
+        assert [first.result(60).durable, second.result(60).durable] == [True, True]
+        with staging_first(writer):
+            writer.save(state(3), tmp_path / "first")
+            assert content(tmp_path / "first") == 3  # waits, so the writer does not
+        with staging_first(writer):
+            dropped = writer.save(state(4), tmp_path / "first")
+            assert dropped.cancel()
+        with contextlib.suppress(ValueError), staging_first(writer):
+            last = writer.save(state(5), tmp_path / "first")
+            raise ValueError
+        assert last.result(60).durable
+
+
+def test_a_block_that_needs_more_memory_than_there_is_goes_on(tmp_path: Path) -> None:
+    large = {"w": torch.ones(5 << 20)}
+    with AsyncWriter(staging_bytes=8 << 20) as writer:
+        reserve(writer, 40 << 20)
+        with staging_first(writer):
+            handles = [writer.save(large, tmp_path / name) for name in "ab"]
+        assert all(handle.result(60).durable for handle in handles)
 
 
 def test_a_process_that_goes_elsewhere_removes_what_it_meant(

@@ -59,6 +59,21 @@ def test_a_pool_grows_as_needed_and_asks_for_its_limit_once() -> None:
     assert pool.has_room(100 * BUFFER_NBYTES)
 
 
+def test_idle_buffers_are_touched_and_lent_ones_left_alone() -> None:
+    pool = BufferPool(lambda: 3 * BUFFER_NBYTES)
+    pool.reserve(3 * BUFFER_NBYTES)
+    held: list[Buffer] = []
+    lent = pool.take(held)
+    pool.touch_idle()
+    assert pool.free_nbytes == 2 * BUFFER_NBYTES
+    assert [pool.take(held).is_touched, pool.take(held).is_touched, lent.is_touched] == [True, True, False]
+    assert len({id(buffer) for buffer in held}) == 3
+    pool.close()
+    for buffer in held:
+        pool.give(buffer)
+    assert pool.nbytes == 0
+
+
 @pytest.mark.parametrize("limit", [None, lambda: 3 * BUFFER_NBYTES])
 def test_a_dropped_pool_unpins_its_memory(monkeypatch: pytest.MonkeyPatch, limit: None) -> None:
     released: list[Buffer] = []

@@ -40,7 +40,7 @@ class Buffer:
     In a forked child the memory is empty, and a pool neither lends it nor unpins it.
     """
 
-    __slots__ = ("_begin", "_memory", "_pinned_for", "_process", "_touched", "address", "array", "nbytes", "view")
+    __slots__ = ("_begin", "_memory", "_pinned_for", "_process", "address", "array", "is_touched", "nbytes", "view")
 
     def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
         self._memory = memory
@@ -50,7 +50,7 @@ class Buffer:
         self.view = memoryview(memory)[begin : begin + nbytes]
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self.view, dtype=np.uint8)
         self.address = int(self.array.ctypes.data)
-        self._touched = False
+        self.is_touched = False
         self._pinned_for: torch.device | None = None
 
     @property
@@ -63,7 +63,7 @@ class Buffer:
 
         Only the first call does anything. If CUDA refuses to pin, a warning is logged; copies still work, more slowly.
         """
-        if not self._touched:
+        if not self.is_touched:
             self._touch()
         if device is not None and self._pinned_for is None:
             self._pin(device)
@@ -84,7 +84,7 @@ class Buffer:
             self._memory.madvise(MADV_POPULATE_WRITE, self._begin, self.nbytes)
         except OSError:  # an older kernel
             self.array[:: mmap.PAGESIZE] |= 0
-        self._touched = True
+        self.is_touched = True
 
     def _pin(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -229,6 +229,15 @@ class BufferPool:
         finally:
             while holder:
                 self.give(holder.pop())
+
+    def touch_idle(self) -> None:
+        """Touch the idle buffers that no transfer has used yet. Meanwhile they cannot be lent."""
+        with self._changed:
+            untouched = [buffer for buffer in self._idle if not buffer.is_touched]
+            self._idle[:] = [buffer for buffer in self._idle if buffer.is_touched]
+        for buffer in untouched:
+            buffer.prepare()
+            self.give(buffer)
 
     def wake(self) -> None:
         """Let those who wait in :meth:`wait_and_take` ask ``stopped`` again."""

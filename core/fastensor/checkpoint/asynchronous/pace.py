@@ -1,17 +1,17 @@
-"""Keeping a writer below a rate."""
+"""When a writer may move bytes: below a rate, and not while others need the processor."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 _SLICE_SECONDS = 0.05
 
 
 class Pace:
-    """Spreads bytes over time. One thread moves them; any thread may be in a hurry.
+    """Says when the bytes of a writer may be moved. One thread moves them; any thread may be in a hurry.
 
     Args:
         bytes_per_second: the rate that is kept on average, from one call of :meth:`wait` to the next; None for none.
@@ -24,7 +24,9 @@ class Pace:
         self._due = 0.0
         self._hurried: list[object] = []
         """A token for each thread in a hurry. Single calls change the list, so it needs no lock."""
-        self._hurry = threading.Event()
+        self._holders: list[object] = []
+        """As ``_hurried``, a token for each block of :meth:`held`."""
+        self._changed = threading.Event()
 
     def delay(self, nbytes: int) -> float:
         """The seconds to wait before ``nbytes`` bytes may be moved. The bytes count as moved from then on."""
@@ -39,18 +41,32 @@ class Pace:
         """Wait until ``nbytes`` bytes may be moved, or a thread is in a hurry, or ``stopped`` returns True."""
         delay = 0.0 if self._hurried else self.delay(nbytes)
         while delay > 0 and not self._hurried and not stopped():
-            self._hurry.wait(min(delay, _SLICE_SECONDS))
-            self._hurry.clear()
+            self._changed.wait(min(delay, _SLICE_SECONDS))
+            self._changed.clear()
             delay -= _SLICE_SECONDS
 
+    def wait_while_held(self, *, stopped: Callable[[], bool]) -> None:
+        """Wait until no thread is in a block of :meth:`held`, or one is in a hurry, or ``stopped`` returns True."""
+        while self._holders and not self._hurried and not stopped():
+            self._changed.wait(_SLICE_SECONDS)
+            self._changed.clear()
+
+    def hurried(self) -> AbstractContextManager[None]:
+        """Ignore the rate, and blocks of :meth:`held`, in the block, in which a caller waits for the end."""
+        return self._among(self._hurried)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Begin no file in the block, in which a caller needs the processor and the memory for itself."""
+        return self._among(self._holders)
+
     @contextmanager
-    def hurried(self) -> Iterator[None]:
-        """Ignore the rate in the block, in which a caller waits for the end."""
+    def _among(self, tokens: list[object]) -> Iterator[None]:
         token = object()
         try:
-            self._hurried.append(token)
-            self._hurry.set()
+            tokens.append(token)
+            self._changed.set()
             yield
         finally:
-            if token in self._hurried:  # no interrupt came before
-                self._hurried.remove(token)
+            if token in tokens:  # no interrupt came before
+                tokens.remove(token)
+            self._changed.set()

@@ -130,6 +130,7 @@ class Save(PendingWork):
         try:
             if self._snapshot is not None:
                 self._snapshot.wait_to_move()
+                self._pace.wait_while_held(stopped=lambda: self._dropped is not None)
             self._check_dropped()
             ordering.wait_for_earlier(self)
             with self._transaction:

@@ -41,7 +41,7 @@ _logger = logging.getLogger("fastensor")
 
 _QUIET_SECONDS = 2.0
 """Waits that take longer say so, again and again."""
-_LEAST_NBYTES = 32 << 20
+LEAST_STAGING_NBYTES = 32 << 20
 """Staging memory that is reserved at least: small checkpoints need not wait for each other."""
 _GRACE_SECONDS = 2.0
 """How long a save that was given up may take to notice."""
@@ -372,7 +372,7 @@ class AsyncWriter:
         pool = self._pool
         # A budget of the user's may be for several files at a time, ours is for one, or some small ones.
         is_ours = self._settings.staging_bytes is None
-        pool.reserve(max(nbytes, _LEAST_NBYTES) if is_ours else nbytes + pool.nbytes - pool.free_nbytes)
+        pool.reserve(max(nbytes, LEAST_STAGING_NBYTES) if is_ours else nbytes + pool.nbytes - pool.free_nbytes)
 
     def _make_room(self, save: Save, nbytes: int) -> None:
         """Drop queued saves, the oldest first, until there is room."""
