@@ -97,8 +97,8 @@ def _in_folder(folder: Path) -> Path:
     if not found:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"no weights: expected {_OFFLOAD_INDEX} (of disk_offload), *{_INDEX_SUFFIX} or {' or '.join(_WHOLE)} in the "
-            "folder; for a file of another name, give its path",
+            f"no weights: expected {_OFFLOAD_INDEX} (of disk_offload), *{_INDEX_SUFFIX} or {' or '.join(_WHOLE)} in "
+            "the folder; for a file of another name, give its path",
             str(folder),
         )
     return found[0]
@@ -161,8 +161,8 @@ class Checkpoints:
         names = file.info.keys() if expected is None else expected
         if missing := names - file.info.keys():
             raise CorruptCheckpointError(
-                f"{path}: {min(missing)!r} is not in it ({len(missing)} of the tensors that the index expects there are "
-                "missing); the index and the file are of different checkpoints"
+                f"{path}: {min(missing)!r} is not in it ({len(missing)} of the tensors that the index expects there "
+                "are missing); the index and the file are of different checkpoints"
             )
         for name, info in file.info.items():
             if name in names:
