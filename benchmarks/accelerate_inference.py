@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -36,11 +34,11 @@ from accelerate.utils import offload_weight, save_offload_index
 from accelerate_state import in_turn, say, verdict
 from async_checkpoint import collect
 from contenders import fio_seconds
-from measuring import describe_machine, settle
-from new_user import evict
+from measuring import describe_machine, drop_caches, settle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastensor
+from fastensor.files import posix
 from fastensor_accelerate import CheckpointMapping
 
 STOCK, CHECKPOINT, FOLDER = "disk_offload", "fastensor, checkpoint", "fastensor, folder"
@@ -158,8 +156,10 @@ def prepare(start: str, way: str, checkpoint: Path, folder: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.read(8 << 20):
                 pass
-        if start == "cold":
-            evict(path)
+            if start == "cold" and posix.evict(file.fileno(), path.stat().st_size):
+                raise SystemExit(f"{path}: not all of it leaves the page cache")
+    if start == "cold":
+        drop_caches("inodes")
 
 
 def measure(size: str, runs: int, passes: int, folder: Path) -> tuple[int, list[Sample]]:
