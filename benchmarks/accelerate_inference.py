@@ -243,7 +243,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.passes < 2:
         parser.error("--passes: 2 or more, so that there is a later one")
-    libraries = ["fastensor_accelerate", "transformers.models.llama.modeling_llama"]
+    libraries = ["fastensor_accelerate", "transformers.models.llama.modeling_llama", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what the first forward pass of Accelerate's hooks imports; not to be counted as memory
 from accelerate import cpu_offload, init_empty_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -87,7 +87,7 @@ class Order:
             if self._guess[place] not in self._next:
                 yield self._guess[place]
         name = self._first
-        while name not in visited:
+        while self._guess and name not in visited:
             visited.add(name)
             yield name
             name = self._next.get(name, name)

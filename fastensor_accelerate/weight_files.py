@@ -215,7 +215,7 @@ class OffloadFolder:
         weight = self.weights[name]
         with self._opened(name) as fd:
             storage = map_file(fd, 0, weight.nbytes)
-        mapped = torch.empty(0, dtype=self._dtypes[name], device="cpu").set_(storage, 0, weight.shape)
+        mapped = torch.empty(0, dtype=self._dtypes[name], device="cpu").set_(storage).reshape(weight.shape)
         return mapped.to(self._device)
 
     def read_ahead(self, name: str) -> None:

@@ -224,7 +224,7 @@ def test_tied_weights(write: Callable[[nn.Module, Path], Path], tmp_path: Path) 
         path = write(source, tmp_path)
     model = tied_model()
     with CheckpointMapping(path, model) as weights:
-        cpu_offload(model, CPU, state_dict=weights)
+        cpu_offload(model, CPU, offload_buffers=True, state_dict=weights)
         assert torch.equal(model(TOKENS), trained(tied=True)(TOKENS))
 
 
@@ -254,13 +254,13 @@ def asked(order: Order, names: str) -> list[str]:
 
 
 def test_nothing_is_predicted_without_a_guess_but_what_was_seen() -> None:
-    assert asked(Order(), "abcabc") == ["", "a", "ab", "bc", "ca", "ab"]
+    assert asked(Order(), "abcabc") == ["", "", "", "bc", "ca", "ab"]
 
 
 def test_a_guess_is_corrected_by_the_first_pass() -> None:
     """A block asks for its norm ("n") first, which is registered last."""
     order = Order("qkvnQKVN")
-    assert asked(order, "nqkvNQKV")[:5] == ["qkvQKVN", "kvQKVN", "vQKVN", "QKVN" + "nqk", "QKV" + "nqkv"]
+    assert asked(order, "nqkvNQKV")[:5] == ["qkvQKVN", "kvQKVNn", "vQKVNnq", "QKVNnqk", "QKVnqkv"]
     assert asked(order, "n") == ["qkvNQKV"]
 
 
@@ -271,7 +271,7 @@ def test_what_a_guess_has_in_vain_is_given_up() -> None:
         order.add(name)
         if "unused" not in order.following():
             break
-    assert name == "used 64"
+    assert name == "used 63"
 
 
 def test_a_part_that_is_repeated_is_predicted() -> None:
@@ -319,7 +319,7 @@ def test_without_a_model_the_second_pass_reads_ahead(path: Path, reads: list[str
         for name in names:
             weights[name]
             wait_for_reads(weights)
-        assert reads == names + names[:1]  # after the last one, the pass is expected to begin again
+        assert reads == names
         weights[names[0]]
         wait_for_reads(weights)
         assert reads == names + names
@@ -353,17 +353,13 @@ def test_what_is_larger_than_the_budget_is_read_when_it_is_asked_for(path: Path,
 def test_what_was_read_in_vain_is_kept_until_its_memory_is_needed(path: Path, reads: list[str]) -> None:
     linear = [f"blocks.{number}.linear.weight" for number in range(3)]
     with CheckpointMapping(path, read_ahead_bytes=2 * BLOCK_NBYTES) as weights:
-        for name in [*linear, linear[0], "blocks.0.norm.bias"]:  # after linear 0, both others are read ahead
+        for name in [*linear, linear[0], "blocks.0.norm.bias"]:  # linear 1 and 2 are read ahead behind linear 0
             weights[name]
             wait_for_reads(weights)
-        before = list(reads)
-        weights[linear[2]]
-        assert reads == before
-        wait_for_reads(weights)
-        weights["head.weight"]
-        weights[linear[0]]  # head.weight follows linear 2 now: linear 1 is in its way when linear 0 is expected
-        wait_for_reads(weights)
-        assert sum(one.nbytes for one in weights._ahead.values()) <= 2 * BLOCK_NBYTES
+        assert list(weights._ahead) == linear[1:]
+        weights[linear[2]]  # it was kept; linear 0 and the bias are expected next, for which linear 1 has to go
+        assert list(weights._ahead) == [linear[0], "blocks.0.norm.bias"]
+        assert reads.count(linear[2]) == 2
 
 
 def test_what_is_asked_for_is_read_before_what_is_expected(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +418,7 @@ def test_memory_is_free_when_a_mapping_is_closed(path: Path) -> None:
     weights.close()
     weights.close()
     assert mapped(path) == 0
-    with pytest.raises(ValueError, match=r"model\.safetensors.*: 18 weights> is closed"):
+    with pytest.raises(ValueError, match=r"model\.safetensors.*: 23 weights> is closed"):
         weights["embedding.weight"]
 
 
@@ -473,8 +469,8 @@ def test_a_model_that_is_larger_than_memory(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(torch.ones(1, 1024)).sum().item()
     program = ("-c", LIMITED, str(path), str(64 << 20))
-    assert float(run(*program, "mapping").stdout) == pytest.approx(expected)
-    assert "Cannot allocate memory" in run(*program, "dict", check=False).stderr
+    assert float(run(*program, "mapping", accelerate=True).stdout) == pytest.approx(expected)
+    assert "Cannot allocate memory" in run(*program, "dict", check=False, accelerate=True).stderr
 
 
 # --- damage ---
