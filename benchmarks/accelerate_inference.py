@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import statistics
 import tempfile
@@ -156,6 +157,7 @@ def prepare(start: str, way: str, checkpoint: Path, folder: Path) -> None:
         with path.open("rb", buffering=0) as file:
             while file.read(8 << 20):
                 pass
+            os.fsync(file.fileno())  # pages that are not on the disk stay
             if start == "cold" and posix.evict(file.fileno(), path.stat().st_size):
                 raise SystemExit(f"{path}: not all of it leaves the page cache")
     if start == "cold":

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple, Self
 
@@ -19,12 +19,12 @@ from torch import nn
 
 from fastensor.backends import registry
 from fastensor.backends.to_device import entered
-from fastensor.errors import FastensorError, UnknownKeyError, UnsupportedContentError
+from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor_accelerate.weight_files import open_weights
 
-_MOST_AHEAD = 64
-"""How many tensors are read ahead at most. Small ones take the time of their system calls, not that of their bytes."""
+_MOST_AHEAD = 16
+"""How many tensors are read ahead at most: each request goes through all of them. Small ones are read in no time."""
 _PATIENCE = 64
 """How many other tensors may be asked for before one that a guess has put in front of them."""
 
@@ -209,8 +209,6 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         self._used: dict[str, _Used] = {}
         self._ahead: dict[str, _Ahead] = {}
         """What the thread reads and has read, by names in the files, in the order of reading."""
-        self._unadvised: deque[str] = deque()
-        """What the thread will read and the kernel has not been told about."""
         self._thread = ThreadPoolExecutor(1, "fastensor-weights")
         self._is_closed = False
 
@@ -291,6 +289,9 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     def _take(self, stored: str) -> Future[torch.Tensor]:
         """A tensor that is read ahead; or have the thread read it, before all that it has not begun."""
+        ahead = self._ahead.get(stored)
+        if ahead is not None and ahead.tensor.done():
+            return self._ahead.pop(stored).tensor
         waiting = [name for name, one in self._ahead.items() if not (one.tensor.running() or one.tensor.done())]
         if waiting and (stored in waiting[1:] or stored not in self._ahead):
             for name in waiting:
@@ -300,18 +301,12 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     def _begin(self, stored: str) -> Future[torch.Tensor]:
         """Have the thread read a tensor."""
-        if self._device.type == "cpu":
-            self._unadvised.append(stored)
         stream: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":  # memory belongs to the stream that uses it
             stream = entered(torch.cuda.current_stream(self._device))
         return self._thread.submit(self._read, stored, stream)
 
     def _read(self, stored: str, stream: AbstractContextManager[None]) -> torch.Tensor:
-        """In the thread: read a tensor. The kernel fetches the next ones meanwhile."""
-        while self._unadvised:
-            with suppress(FastensorError, OSError):  # reading the tensor raises it again
-                self._files.read_ahead(self._unadvised.popleft())
         with stream:
             return self._files.read(stored)
 

@@ -54,13 +54,6 @@ class WeightFiles(Protocol):
             CheckpointReadError: the operating system fails to deliver its bytes, or its file was written to meanwhile.
         """
 
-    def read_ahead(self, name: str) -> None:
-        """Have the kernel read a tensor's bytes into the page cache. Returns when the reads are queued.
-
-        Raises:
-            CheckpointReadError: the operating system refuses.
-        """
-
     def close(self) -> None:
         """Close the files. Tensors that were read stay as they are."""
 
@@ -173,9 +166,6 @@ class Checkpoints:
     def read(self, name: str) -> torch.Tensor:
         return self._file_of[name][name]
 
-    def read_ahead(self, name: str) -> None:
-        self._file_of[name].read_ahead(name)
-
     def close(self) -> None:
         self._open.close()
 
@@ -214,13 +204,9 @@ class OffloadFolder:
     def read(self, name: str) -> torch.Tensor:
         weight = self.weights[name]
         with self._opened(name) as fd:
-            storage = map_file(fd, 0, weight.nbytes)
+            storage, _ = map_file(fd, 0, weight.nbytes, checksum=False)
         mapped = torch.empty(0, dtype=self._dtypes[name], device="cpu").set_(storage).reshape(weight.shape)
         return mapped.to(self._device)
-
-    def read_ahead(self, name: str) -> None:
-        with self._opened(name) as fd:
-            posix.read_ahead(fd, 0, self.weights[name].nbytes)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:

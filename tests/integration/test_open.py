@@ -9,11 +9,13 @@ import os
 import pickle
 import tempfile
 import warnings
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import states
@@ -349,9 +351,28 @@ def test_a_file_that_is_written_to_while_it_is_open(path: Path, options: dict[st
 def test_a_file_that_ends_before_a_mapping_does(path: Path) -> None:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        assert memory.map_file(file.fileno(), 0, size).nbytes() == size
+        assert memory.map_file(file.fileno(), 0, size, checksum=True)[1] == zlib.crc32(path.read_bytes())
         with pytest.raises(posix.EndOfFile, match=f"the file ends before offset {size + 1}"):
-            memory.map_file(file.fileno(), 1, size)
+            memory.map_file(file.fileno(), 1, size, checksum=False)
+
+
+@given(st.integers(0, 3 << 12), st.integers(0, (4 << 20) + 9000))
+def test_any_range_of_a_file_is_mapped(offset: int, nbytes: int) -> None:
+    data = np.random.default_rng(0).bytes((4 << 20) + (6 << 12))
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        storage, crc32 = memory.map_file(file.fileno(), offset, nbytes, checksum=True)
+    assert crc32 == zlib.crc32(data[offset : offset + nbytes])
+    assert bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy()) == data[offset : offset + nbytes]
+
+
+def test_a_mapped_file_that_cannot_be_read_is_an_error_and_no_signal(path: Path) -> None:
+    with path.open("rb+") as file:
+        storage, _ = memory.map_file(file.fileno(), 0, os.fstat(file.fileno()).st_size, checksum=False)
+        os.truncate(path, 0)
+        with pytest.raises(OSError, match="the file cannot be read"):
+            memory._populate_read(storage.data_ptr(), storage.nbytes())
 
 
 def test_only_files_of_this_machine_are_mapped(path: Path) -> None:
@@ -359,24 +380,6 @@ def test_only_files_of_this_machine_are_mapped(path: Path) -> None:
         fastensor.open(io.BytesIO(path.read_bytes()), mmap=True)
     with path.open("rb") as file, fastensor.open(file, mmap=True) as found:
         assert torch.equal(found["w"], WEIGHTS["w"])
-
-
-def test_reading_ahead_fills_the_page_cache(tmp_path: Path) -> None:
-    tensor = torch.arange(1 << 20)
-    fastensor.save({"large": tensor}, tmp_path / "x.safetensors")
-    with (tmp_path / "x.safetensors").open("rb") as file, fastensor.open(tmp_path / "x.safetensors") as found:
-        size = os.fstat(file.fileno()).st_size
-        if posix.evict(file.fileno(), size) > 0.5:
-            pytest.skip("the filesystem is in memory")
-        found.read_ahead("large")
-        assert posix.resident_fraction(file.fileno(), size) > 0.5
-        assert torch.equal(found["large"], tensor)
-        with pytest.raises(UnknownKeyError):
-            found.read_ahead("small")
-    with pytest.raises(ValueError, match="is closed"):
-        found.read_ahead("large")
-    with fastensor.open(io.BytesIO((tmp_path / "x.safetensors").read_bytes())) as found:
-        found.read_ahead("large")
 
 
 def test_ties(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
-from isal import isal_zlib
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent
-from fastensor.backends.to_device import memory_of
 from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo, read_catalog
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import LocalFile, OpenedFile, opened
@@ -176,22 +174,6 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
         return tensor if index is None or expanded else tensor.contiguous()
 
-    def read_ahead(self, name: str) -> None:
-        """Have the kernel read the bytes of a tensor into the page cache. Returns when the reads are queued.
-
-        Nothing happens if the file is not one of this machine.
-
-        Raises:
-            UnknownKeyError, UnsupportedContentError: as for reading the tensor.
-            CheckpointReadError: the operating system refuses.
-        """
-        self._check_open()
-        located = self._find(name)
-        if isinstance(self._file, LocalFile):
-            begin, end = located.span
-            with read_errors(self._file.where):
-                self._file.read_ahead(self._reader.data_begin(located.part) + begin, end - begin)
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._catalog.tensors)
 
@@ -254,12 +236,14 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
     def _map(self, part: Part, offset: int, nbytes: int) -> torch.UntypedStorage:
         """Map a range of a part. The whole part is verified, once."""
         assert isinstance(self._file, LocalFile)
-        with read_errors(self._file.where):
-            storage = self._file.map(self._reader.data_begin(part) + offset, nbytes)
         if nbytes < part.nbytes:
             self._reader.check(part)
-        elif self._reader.must_check(part):
-            self._reader.check_read(part, isal_zlib.crc32(memory_of(storage)))
+        begin = self._reader.data_begin(part) + offset
+        compare = self._reader.must_check(part)
+        with read_errors(self._file.where):
+            storage, crc32 = self._file.map(begin, nbytes, checksum=compare)
+        if compare:
+            self._reader.check_read(part, crc32)
         return storage
 
     def _fill(self, part: Part, offset: int, storage: torch.UntypedStorage) -> None:

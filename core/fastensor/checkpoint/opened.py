@@ -100,13 +100,9 @@ class LocalFile:
         )
         return OpenedReader(transfer.used, transfer.reason, reader, transfer)
 
-    def map(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+    def map(self, offset: int, nbytes: int, *, checksum: bool) -> tuple[torch.UntypedStorage, int]:
         """A range of the file as a storage in host memory. See :func:`fastensor.backends.memory.map_file`."""
-        return map_file(self._fd, offset, nbytes)
-
-    def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Have the kernel read a range into the page cache. Returns when the reads are queued."""
-        posix.read_ahead(self._fd, offset, nbytes)
+        return map_file(self._fd, offset, nbytes, checksum=checksum)
 
     def check_unchanged(self) -> None:
         """

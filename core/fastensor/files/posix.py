@@ -41,8 +41,6 @@ _SYS_CACHESTAT = 451
 """The number of the system call, the same on all architectures."""
 _CACHESTAT_NBYTES = 40  # five u64; the first one counts pages (linux/mman.h)
 _RESIDENCY_SAMPLES = 64
-_READ_AHEAD_NBYTES = 128 << 10
-"""The read-ahead of a block device, unless somebody has set another one."""
 _BTRFS = 0x9123683E
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 """Errors by which filesystems and kernels refuse files without names."""
@@ -381,15 +379,6 @@ def _resident_samples(fd: int, nbytes: int) -> float:
     finally:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / samples
-
-
-def read_ahead(fd: int, offset: int, nbytes: int) -> None:
-    """Have the kernel read a range of a file into the page cache. Returns when the reads are queued.
-
-    The kernel reads no more for one call than the device's read-ahead, so that this takes many calls.
-    """
-    for at in range(offset, offset + nbytes, _READ_AHEAD_NBYTES):
-        os.posix_fadvise(fd, at, min(_READ_AHEAD_NBYTES, offset + nbytes - at), os.POSIX_FADV_WILLNEED)
 
 
 def evict(fd: int, nbytes: int) -> float:
