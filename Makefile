@@ -74,6 +74,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/tensor_io.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/accelerate_state.py
+	$(BIN)/python benchmarks/accelerate_inference.py
 
 # On a machine with a GPU, which needs no network: from the checkout, what is installed there, and a folder of wheels,
 # which `make wheels` fills elsewhere.

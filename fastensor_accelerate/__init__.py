@@ -17,11 +17,13 @@ if Version(accelerate.__version__) < Version("1.10"):  # as the extra `accelerat
     )
 
 from fastensor_accelerate.activation_offload import ActivationOffloadHook, attach, detach
+from fastensor_accelerate.checkpoint_mapping import CheckpointMapping
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.enable import FastensorAccelerator, disable, enable, is_enabled
 
 __all__ = [
     "ActivationOffloadHook",
+    "CheckpointMapping",
     "ConfigError",
     "FastensorAccelerator",
     "FastensorConfig",

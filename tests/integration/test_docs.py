@@ -100,6 +100,30 @@ def test_the_example_of_accelerate_is_killed_and_resumes_as_without_the_flag(tmp
     assert last["ours"] == last["stock"]
 
 
+def test_the_example_of_a_big_model_computes_what_it_does_in_memory(tmp_path: Path) -> None:
+    """112 MiB of weights."""
+    example = str(ROOT / "examples" / "big_model_inference.py")
+    small = ("--layers", "3", "--width", "768", "--tokens", "2", "--memory", "0.6", "--read-ahead", "16")
+    done = programs.run(example, *small, accelerate=True, folder=tmp_path)
+    assert re.search(r"MiB of weights, 60% of that for data: the same tokens as in memory", done.stdout)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.torture
+def test_the_benchmark_of_inference_measures_every_way(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "accelerate_inference.py")
+    tiny = ["--size", "tiny", "--runs", "1", "--passes", "2"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
+    for start in ("cold", "warm"):
+        for way in ("disk_offload", "fastensor, checkpoint", "fastensor, folder"):
+            for number in ("first", "later"):
+                assert f"| {start} | {way} | {number} |" in out
+    assert len(json.loads((tmp_path / "out.json").read_text())["verdicts"]) == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    assert not os.listdir(tmp_path / "files")
+
+
 @pytest.mark.torture
 def test_the_benchmark_of_accelerate_measures_every_way(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "accelerate_state.py")

@@ -9,11 +9,13 @@ import os
 import pickle
 import tempfile
 import warnings
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import states
@@ -22,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastensor
-from fastensor import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
+from fastensor import CheckpointReadError, CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
+from fastensor.backends import memory
 from fastensor.backends.fallback import available_names
 from fastensor.files import posix
 
@@ -258,8 +261,140 @@ def test_a_wrapper_of_a_file_is_not_taken_for_it(path: Path) -> None:
     packed.write_bytes(gzip.compress(path.read_bytes()))
     with gzip.open(packed) as unpacked, fastensor.open(io.BufferedReader(unpacked)) as found:
         assert torch.equal(found["w"], WEIGHTS["w"])
-    with fastensor.open(io.BufferedReader(io.BytesIO(path.read_bytes()))) as found:  # type: ignore[arg-type]
+    with fastensor.open(io.BufferedReader(io.BytesIO(path.read_bytes()))) as found:
         assert torch.equal(found["w"], WEIGHTS["w"])
+
+
+def mapped_nbytes(path: Path) -> int:
+    """How much of a file is mapped into this process."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path.name)]
+    ranges = [line[0].split("-") for line in lines]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
+def test_mapped_tensors_are_the_files_pages_and_private(path: Path) -> None:
+    before = path.read_bytes()
+    with fastensor.open(path, mmap=True) as found:
+        tensors = dict(found)
+        part = found["w", 3:5]
+        for name, tensor in WEIGHTS.items():
+            states.assert_equal(tensors[name], tensor)
+            assert tensors[name].untyped_storage().nbytes() == tensor.nbytes
+    assert torch.equal(part, WEIGHTS["w"][3:5])
+    assert mapped_nbytes(path) > 0
+    tensors["w"].zero_()
+    part.zero_()
+    assert path.read_bytes() == before
+    with fastensor.open(path, mmap=True) as found:
+        assert torch.equal(found["w"], WEIGHTS["w"])
+    del tensors, part
+    assert mapped_nbytes(path) == 0
+
+
+def test_mapped_views_and_empty_tensors(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    state = {"view": base[10:20], "strided": base.reshape(10, 10).t()[::2], "empty": torch.empty(0, 3)}
+    fastensor.save(state, tmp_path / "x")
+    with fastensor.open(tmp_path / "x", mmap=True) as found:
+        for name, tensor in state.items():
+            assert torch.equal(found[name], tensor)
+            assert found[name].stride() == tensor.stride()
+        assert torch.equal(found["strided", 1, ::3], state["strided"][1, ::3])
+
+
+def test_a_tensor_that_is_not_aligned_is_read(tmp_path: Path) -> None:
+    """safetensors of any tool need not be aligned."""
+    header = (
+        b'{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"F32","shape":[2],"data_offsets":[3,11]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    values = bytes([1, 2, 3]) + torch.tensor([1.5, -2.0]).numpy().tobytes()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values)
+    with fastensor.open(tmp_path / "x.safetensors", mmap=True, verify=False) as found:
+        assert found["a"].tolist() == [1, 2, 3]
+        assert found["b"].tolist() == [1.5, -2.0]
+        assert found["b"].data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize("options", [{"mmap": True}, {"verify_again": False}], ids=str)
+def test_what_is_compared_once(path: Path, options: dict[str, bool]) -> None:
+    """A file whose time says that nothing was written shows it: the second time, nothing is compared."""
+    before = os.stat(path)
+    with fastensor.open(path, **options) as once, fastensor.open(path) as each_time:
+        for found in (once, each_time):
+            assert torch.equal(found["w"], WEIGHTS["w"])
+        damage(path, WEIGHTS["w"], 2000)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert not torch.equal(once["w"], WEIGHTS["w"])
+        assert not torch.equal(once["w", 10:], WEIGHTS["w"][10:])
+        with pytest.raises(CorruptCheckpointError, match="was damaged after it was written"):
+            each_time["w"]
+    with fastensor.open(path, **options) as found:
+        for key in ("w", ("w", 1), "w"):  # what was not found to be sound is compared again
+            with pytest.raises(CorruptCheckpointError, match="was damaged after it was written"):
+                found[key]
+
+
+@pytest.mark.parametrize("options", [{"mmap": True}, {"verify_again": False}], ids=str)
+def test_a_file_that_is_written_to_while_it_is_open(path: Path, options: dict[str, bool]) -> None:
+    with fastensor.open(path, **options) as found:
+        assert torch.equal(found["b"], WEIGHTS["b"])
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(CheckpointReadError, match="was written to after it was opened; open it again"):
+            found["b"]
+    with fastensor.open(path, **options) as found:
+        os.truncate(path, 100)
+        with pytest.raises(CheckpointReadError, match="was written to after it was opened"):
+            found["w"]
+
+
+def test_a_file_that_ends_before_a_mapping_does(path: Path) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        assert memory.map_file(file.fileno(), 0, size, checksum=True)[1] == zlib.crc32(path.read_bytes())
+        with pytest.raises(posix.EndOfFile, match=f"the file ends before offset {size + 1}"):
+            memory.map_file(file.fileno(), 1, size, checksum=False)
+
+
+@given(st.integers(0, 3 << 12), st.integers(0, (4 << 20) + 9000))
+def test_any_range_of_a_file_is_mapped(offset: int, nbytes: int) -> None:
+    data = np.random.default_rng(0).bytes((4 << 20) + (6 << 12))
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        storage, crc32 = memory.map_file(file.fileno(), offset, nbytes, checksum=True)
+    assert crc32 == zlib.crc32(data[offset : offset + nbytes])
+    assert bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy()) == data[offset : offset + nbytes]
+
+
+def test_a_mapped_file_that_cannot_be_read_is_an_error_and_no_signal(path: Path) -> None:
+    with path.open("rb+") as file:
+        storage, _ = memory.map_file(file.fileno(), 0, os.fstat(file.fileno()).st_size, checksum=False)
+        os.truncate(path, 0)
+        with pytest.raises(OSError, match="the file cannot be read"):
+            memory._populate_read(storage.data_ptr(), storage.nbytes())
+
+
+def test_only_files_of_this_machine_are_mapped(path: Path) -> None:
+    with pytest.raises(ValueError, match="mmap=True needs the path of a local file"):
+        fastensor.open(io.BytesIO(path.read_bytes()), mmap=True)
+    with path.open("rb") as file, fastensor.open(file, mmap=True) as found:
+        assert torch.equal(found["w"], WEIGHTS["w"])
+
+
+def test_ties(tmp_path: Path) -> None:
+    square = torch.ones(3, 3)
+    state = {
+        "first": square,
+        "tied": square,
+        "turned": square.t(),
+        "row": square[0],
+        "again": square,
+        "other": square + 1,
+    }
+    fastensor.save(state, tmp_path / "x")
+    with fastensor.open(tmp_path / "x") as found:
+        assert found.ties == {"tied": "first", "again": "first"}
 
 
 def test_a_default_device_changes_nothing(path: Path) -> None:

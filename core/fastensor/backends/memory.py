@@ -1,14 +1,32 @@
-"""Backing memory with pages ahead of use, and copying between addresses."""
+"""Backing memory with pages ahead of use, mapping files, and copying between addresses."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
+import weakref
+
+import torch
+from isal import isal_zlib
+
+from fastensor.files import posix
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ = 22  # Linux 5.14
 _WORTH_POPULATING_NBYTES = 64 << 10
-_madvise = ctypes.CDLL(None).madvise
+_PIECE_NBYTES = 4 << 20
+"""Populated and checksummed at a time. 768 MiB from a disk took 0.20 s in pieces of 2 to 4 MiB, 0.25 s in whole."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mmap = _libc.mmap64
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_mmap.restype = ctypes.c_void_p
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def populate(address: int, nbytes: int) -> None:
@@ -20,6 +38,60 @@ def populate(address: int, nbytes: int) -> None:
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end - begin >= _WORTH_POPULATING_NBYTES:
         _madvise(begin, end - begin, MADV_POPULATE_WRITE)
+
+
+def map_file(fd: int, offset: int, nbytes: int, *, checksum: bool) -> tuple[torch.UntypedStorage, int]:
+    """A range of a file as a storage in host memory, mapped privately: what is written to it stays in this process.
+
+    The pages are those of the page cache, and are there when this returns. The kernel reads ahead while the CRC32 of
+    what it has read is computed. The mapping ends with the storage, and does not need ``fd``: ``mmap.mmap`` would keep
+    a descriptor for each. A file that another process cuts off later ends this process by SIGBUS when the storage is
+    used.
+
+    Returns:
+        The storage, and its CRC32, or 0 without ``checksum``.
+
+    Raises:
+        EndOfFile: the file ends before ``offset + nbytes``.
+        OSError: the file cannot be mapped, or the disk fails to deliver its bytes.
+    """
+    if not nbytes:
+        return torch.UntypedStorage(0, device="cpu"), 0  # type: ignore[no-untyped-call]  # torch gives it no types
+    if os.fstat(fd).st_size < offset + nbytes:
+        posix.check_end(0, nbytes, offset)
+    inside = offset % mmap.PAGESIZE
+    total = inside + nbytes
+    address = _mmap(None, total, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, offset - inside)
+    if address == _MAP_FAILED:
+        raise _last_error()
+    memory = (ctypes.c_ubyte * nbytes).from_address(address + inside)
+    # Not at exit: threads may still use the storage then.
+    weakref.finalize(memory, _munmap, address, total).atexit = False
+    # The kernel reads ahead by 4 MiB then, whatever the device is set to, and pages are large. Some kernels refuse.
+    _madvise(address, total, mmap.MADV_HUGEPAGE)
+    crc32 = 0
+    for at in range(0, total, _PIECE_NBYTES):
+        _populate_read(address + at, min(_PIECE_NBYTES, total - at))
+        if checksum:
+            crc32 = isal_zlib.crc32(memoryview(memory)[max(at - inside, 0) : at + _PIECE_NBYTES - inside], crc32)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), crc32
+
+
+def _populate_read(address: int, nbytes: int) -> None:
+    """Back pages of a mapped file with those of the page cache.
+
+    Raises:
+        OSError: the disk fails to deliver them. Without this call, using them would end the process by SIGBUS, and does
+            so before Linux 5.14.
+    """
+    if _madvise(address, nbytes, _MADV_POPULATE_READ) == 0 or (error := _last_error()).errno == errno.EINVAL:
+        return
+    raise OSError(errno.EIO, "the file cannot be read") if error.errno == errno.EFAULT else error
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:

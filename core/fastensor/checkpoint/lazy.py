@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -13,12 +14,13 @@ from fastensor.backends import registry
 from fastensor.backends.base import Extent
 from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo, read_catalog
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.placement import MapLocation, check_destination, filled
+from fastensor.checkpoint.opened import LocalFile, OpenedFile, opened
+from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.parts import Part
 
@@ -31,7 +33,9 @@ def open(  # users write fastensor.open
     path: Location,
     map_location: MapLocation = None,
     *,
+    mmap: bool = False,
     verify: bool = True,
+    verify_again: bool = True,
     backend: BackendChoice = registry.AUTO,
 ) -> LazyCheckpoint:
     """Open a checkpoint to read single tensors of it.
@@ -39,8 +43,13 @@ def open(  # users write fastensor.open
     Args:
         path: a file of torch or of safetensors, as for :func:`fastensor.load`.
         map_location: where tensors go, as for ``torch.load``. None means the host.
+        mmap: tensors are the pages of the page cache, mapped privately, which takes no copy: what is written to them
+            stays in this process. For files of this machine. While tensors are in use, the file must not be written
+            to: that would change them, and cutting it off would end this process.
         verify: compare tensors with the CRC32s in the file. Verifying a slice takes reading the whole tensor, in
             bounded memory, when its first slice is read. With False, only the slice is read.
+        verify_again: compare a tensor each time that it is read. With False, or ``mmap``, it is compared the first
+            time.
         backend: as for :func:`fastensor.load`; used for large tensors.
 
     Returns:
@@ -52,6 +61,7 @@ def open(  # users write fastensor.open
         UnsupportedContentError: the file can only be loaded whole (files of torch before 1.6, TorchScript).
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
         PlacementError: torch cannot put tensors where ``map_location`` says.
+        ValueError: ``mmap`` is for files of this machine.
 
     No code of the file is run and none of its classes is imported: this is safe for any file.
 
@@ -74,36 +84,40 @@ def open(  # users write fastensor.open
         if verify and not catalog.checked:
             warn_unverified(file.where, catalog.unchecked, stacklevel=3)
         check_destination("cpu", map_location, file.where)
-        return LazyCheckpoint(file, catalog, stack.pop_all(), map_location, verify, backend)
+        if mmap and not isinstance(file, LocalFile):
+            raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
+        how = _Reading(map_location, mmap, verify, verify_again and not mmap, backend)
+        return LazyCheckpoint(file, catalog, stack.pop_all(), how)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How the tensors of a checkpoint are read: the arguments of :func:`open`."""
+
+    map_location: MapLocation
+    mmap: bool
+    verify: bool
+    verify_again: bool
+    backend: BackendChoice
 
 
 class LazyCheckpoint(Mapping[str, torch.Tensor]):
     """A mapping from names to tensors, each of which is read when it is asked for. Made by :func:`fastensor.open`.
 
     ``checkpoint[name]`` gives a tensor with memory of its own; ties are not kept, and a parameter or another subclass
-    comes as a plain tensor. ``checkpoint[name, 10:20]``, with any index that makes a view (ints, slices, None,
-    Ellipsis), reads no more than the range of bytes that the result lies in, and gives a contiguous tensor, unless it
-    is an expanded one.
+    comes as a plain tensor. With ``mmap``, its memory is that of the page cache. ``checkpoint[name, 10:20]``, with any
+    index that makes a view (ints, slices, None, Ellipsis), reads no more than the range of bytes that the result lies
+    in, and gives a contiguous tensor, unless it is an expanded one.
 
     For one thread at a time.
     """
 
-    def __init__(
-        self,
-        file: OpenedFile,
-        catalog: Catalog,
-        resources: ExitStack,
-        map_location: MapLocation,
-        verify: bool,
-        backend: BackendChoice,
-    ) -> None:
+    def __init__(self, file: OpenedFile, catalog: Catalog, resources: ExitStack, how: _Reading) -> None:
         self._file = file
         self._catalog = catalog
         self._close = weakref.finalize(self, resources.close)
-        self._map_location = map_location
-        self._verify = verify
-        self._backend = backend
-        self._reader = resources.enter_context(PartReader(file, (), ReadOptions("numpy"), verify=verify))
+        self._how = how
+        self._reader = resources.enter_context(PartReader(file, (), ReadOptions("numpy"), verify=how.verify))
 
     @property
     def container(self) -> str:
@@ -128,7 +142,17 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
     @property
     def verified(self) -> bool:
         """Whether tensors are compared with checksums: ``verify`` is not False, and the file carries checksums."""
-        return self._verify and self._catalog.checked
+        return self._how.verify and self._catalog.checked
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Names of tensors that are the same view of the same storage as an earlier one, and the name of that one."""
+        first: dict[Any, str] = {}
+        names: dict[str, str] = {}
+        for name, one in self._catalog.located.items():
+            geometry = (one.part.name, one.offset, one.stride, one.info.shape, one.info.dtype)
+            names[name] = first.setdefault(geometry, name)
+        return {name: earlier for name, earlier in names.items() if name != earlier}
 
     def __getitem__(self, key: str | tuple[Any, ...]) -> torch.Tensor:
         """A tensor, or a slice of one.
@@ -138,10 +162,10 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
             IndexError, TypeError: the index does not fit, or would need a copy.
             UnsupportedContentError: the tensor is not a dense one; :func:`fastensor.load` with ``keys`` gives it.
             CorruptCheckpointError: the tensor does not match its checksum.
-            CheckpointReadError: the operating system failed to deliver the bytes.
+            CheckpointReadError: the operating system failed to deliver the bytes; or tensors are not compared again,
+                and the file was written to after it was opened.
         """
-        if not self._close.alive:
-            raise ValueError(f"{self._file.where} is closed")
+        self._check_open()
         name, index = (key[0], key[1:]) if isinstance(key, tuple) else (key, None)
         located = self._find(name)
         whole = located.on_meta()
@@ -175,6 +199,12 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._file.where!r}: {len(self)} tensors>"
 
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise ValueError(f"{self._file.where} is closed")
+        if isinstance(self._file, LocalFile) and not self._how.verify_again:
+            self._file.check_unchanged()
+
     def _find(self, name: str) -> Located:
         if name in self._catalog.located:
             return self._catalog.located[name]
@@ -195,9 +225,26 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         def fill(storage: torch.UntypedStorage) -> None:
             self._fill(part, offset, storage)
 
-        placed = filled(numel * view.dtype.itemsize, "cpu", self._map_location, fill)
+        nbytes = numel * view.dtype.itemsize
+        if self._how.mmap and (self._reader.data_begin(part) + offset) % view.dtype.itemsize == 0:
+            placed = place(self._map(part, offset, nbytes), "cpu", self._how.map_location)
+        else:
+            placed = filled(nbytes, "cpu", self._how.map_location, fill)
         empty = torch.empty(0, dtype=view.dtype, device=placed.device)
         return empty.set_(placed, 0, view.shape, view.stride())
+
+    def _map(self, part: Part, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Map a range of a part. The whole part is verified, once."""
+        assert isinstance(self._file, LocalFile)
+        if nbytes < part.nbytes:
+            self._reader.check(part)
+        begin = self._reader.data_begin(part) + offset
+        compare = self._reader.must_check(part)
+        with read_errors(self._file.where):
+            storage, crc32 = self._file.map(begin, nbytes, checksum=compare)
+        if compare:
+            self._reader.check_read(part, crc32)
+        return storage
 
     def _fill(self, part: Part, offset: int, storage: torch.UntypedStorage) -> None:
         """Read a range of a part. If the range is not the whole part, the whole part is verified first, once."""
@@ -205,19 +252,20 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         if nbytes < part.nbytes:
             self._reader.check(part)
         begin = self._reader.data_begin(part) + offset
+        again = self._how.verify and self._how.verify_again and part.crc32 is not None
+        compare = nbytes == part.nbytes and (again or self._reader.must_check(part))
         with self._reader_for(Extent(begin, begin + nbytes)) as reader:
-            if nbytes == part.nbytes:
-                reader.read(part, storage)
-            else:
-                reader.read_range(part, offset, storage, checksum=False)
+            crc32 = reader.read_range(part, offset, storage, checksum=compare)
+            if compare:
+                self._reader.check_read(part, crc32)
 
     @contextmanager
     def _reader_for(self, extent: Extent) -> Iterator[PartReader]:
         """The reader for a range. A large one has a reader of its own, which has several transfers in flight."""
-        if self._backend == registry.AUTO and extent.end - extent.begin < _LARGE_NBYTES:
+        if self._how.backend == registry.AUTO and extent.end - extent.begin < _LARGE_NBYTES:
             yield self._reader
             return
-        with PartReader(self._file, [extent], ReadOptions(self._backend), verify=self._verify) as reader:
+        with PartReader(self._file, [extent], ReadOptions(self._how.backend), verify=self._how.verify) as reader:
             yield reader
 
 

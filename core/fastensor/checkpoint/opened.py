@@ -12,9 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
+import torch
+
 from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, announce, record_fallback
+from fastensor.backends.memory import map_file
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
@@ -74,7 +77,8 @@ class LocalFile:
         self.where = where
         # by its name, another file might be there by now
         self.path = f"/proc/self/fd/{fd}" if posix.has_proc() else where
-        self.nbytes = os.fstat(fd).st_size
+        self._status = os.fstat(fd)
+        self.nbytes = self._status.st_size
         self.resident_fraction = posix.resident_fraction(fd, self.nbytes)
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
@@ -95,6 +99,24 @@ class LocalFile:
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(record_fallback, fallbacks)
         )
         return OpenedReader(transfer.used, transfer.reason, reader, transfer)
+
+    def map(self, offset: int, nbytes: int, *, checksum: bool) -> tuple[torch.UntypedStorage, int]:
+        """A range of the file as a storage in host memory. See :func:`fastensor.backends.memory.map_file`."""
+        return map_file(self._fd, offset, nbytes, checksum=checksum)
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            CheckpointReadError: the contents of the file were changed after it was opened. A file that has taken its
+                name is another one.
+        """
+        now = os.fstat(self._fd)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise CheckpointReadError(
+                errno.ESTALE,
+                "the file was written to after it was opened; open it again to read what is in it",
+                self.where,
+            )
 
 
 class StreamFile:

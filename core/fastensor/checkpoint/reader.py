@@ -187,7 +187,7 @@ class PartReader:
         self._data: dict[int, int] = {}
         """Where the data of records begins, by where their local headers do."""
         self._sound: set[str] = set()
-        """Names of parts whose CRC32 has been compared by :meth:`check`."""
+        """Names of parts whose CRC32 has been compared by :meth:`check` or :meth:`check_read`."""
         self._unread = OrderedDict((part.begin, part) for part in parts if part.nbytes)
         """The parts that :meth:`read_array` has not read yet, by where they begin."""
         self._ahead: dict[int, _Ahead] = {}
@@ -298,14 +298,19 @@ class PartReader:
 
     def check(self, part: Part) -> None:
         """Read all of a part in bounded memory and compare it, once in the life of this reader."""
-        if self.verify and part.crc32 is not None and part.name not in self._sound:
+        if self.must_check(part):
             check_crc32(part, self.data_begin(part), self._crc32_of(part), self.where)
             self._sound.add(part.name)
 
     def check_read(self, part: Part, crc32: int) -> None:
-        """Compare a part that was read by ranges: ``crc32`` is that of all its data."""
+        """Compare a part that was read by ranges, or elsewhere: ``crc32`` is that of all its data."""
         if self.verify:
             check_crc32(part, self.data_begin(part), crc32, self.where)
+            self._sound.add(part.name)
+
+    def must_check(self, part: Part) -> bool:
+        """Whether a part has a CRC32 that neither :meth:`check` nor :meth:`check_read` has compared."""
+        return self.verify and part.crc32 is not None and part.name not in self._sound
 
     def find_damage(self, part: Part, progress: Callable[[int], object]) -> Damage | None:
         """Read all of a part in bounded memory and compare it. A CRC32 that differs is returned, not raised.

@@ -1,0 +1,244 @@
+"""The files behind a path that hold a model's weights, read tensor by tensor."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import fastensor
+from fastensor.backends.memory import map_file
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError
+from fastensor.files import posix
+from fastensor.files.os_errors import read_errors
+from fastensor.select.transfer import BackendChoice
+
+_OFFLOAD_INDEX = "index.json"
+_INDEX_SUFFIX = ".index.json"
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+"""What ``save_pretrained`` and ``Accelerator.save_model`` call the file of a model that is not sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class WeightFiles(Protocol):
+    """Files that hold tensors. For one thread at a time."""
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The tensors by name, in the order of the files."""
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Names that stand for the same bytes as another name, and that name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, on the device that the files were opened for.
+
+        Raises:
+            CorruptCheckpointError: its bytes are damaged, or missing.
+            CheckpointReadError: the operating system fails to deliver its bytes, or its file was written to meanwhile.
+        """
+
+    def close(self) -> None:
+        """Close the files. Tensors that were read stay as they are."""
+
+
+def open_weights(
+    path: str | os.PathLike[str], device: torch.device, *, verify: bool, backend: BackendChoice
+) -> WeightFiles:
+    """Find and open the files behind a path. No tensor is read.
+
+    Args:
+        path: as for :class:`fastensor_accelerate.CheckpointMapping`.
+        device: where tensors go.
+        verify: compare a tensor with its CRC32 when it is read for the first time, if its file has one.
+        backend: what reads to other devices than the host.
+
+    Raises:
+        FileNotFoundError: nothing is at the path, no weights are in the folder, or a file of the index is missing.
+        CorruptCheckpointError: a file is damaged, or an index is none.
+        CheckpointReadError, UnsupportedContentError: as for :func:`fastensor.open`.
+    """
+    found = _in_folder(Path(path)) if os.path.isdir(path) else Path(path)
+    if found.name == _OFFLOAD_INDEX:
+        return OffloadFolder(found, device)
+    files = _shards(found) if found.name.endswith(_INDEX_SUFFIX) else {found: None}
+    return Checkpoints(files, device, verify=verify, backend=backend)
+
+
+def _in_folder(folder: Path) -> Path:
+    """The index or the file in a folder that names its weights; safetensors come first."""
+    if (folder / _OFFLOAD_INDEX).exists():
+        return folder / _OFFLOAD_INDEX
+    indices = sorted(folder.glob(f"*{_INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name))
+    found = [*indices, *(folder / name for name in _WHOLE if (folder / name).exists())]
+    if not found:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"no weights: expected {_OFFLOAD_INDEX} (of disk_offload), *{_INDEX_SUFFIX} or {' or '.join(_WHOLE)} in "
+            "the folder; for a file of another name, give its path",
+            str(folder),
+        )
+    return found[0]
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    with read_errors(str(path), "cannot read the index"):
+        text = path.read_bytes()
+    try:
+        index = json.loads(text)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: the index is not JSON ({error})") from error
+    if not isinstance(index, dict):
+        raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(index).__name__}")
+    return index
+
+
+def _shards(index: Path) -> dict[Path, set[str] | None]:
+    """The files that an index names, and the names of the tensors that it expects in each."""
+    names = _read_index(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CorruptCheckpointError(
+            f"{index}: expected 'weight_map', an object from names of tensors to names of files"
+        )
+    shards: dict[Path, set[str] | None] = {}
+    for name, file in names.items():
+        expected = shards.setdefault(index.parent / file, set())
+        assert expected is not None
+        expected.add(name)
+    return shards
+
+
+class Checkpoints:
+    """One checkpoint, or the shards of one. On the host, tensors are mapped.
+
+    Args:
+        files: the files, and which tensors each must hold; None if any may be there.
+        device: where tensors go.
+        verify: see :func:`open_weights`.
+        backend: see :func:`open_weights`.
+    """
+
+    def __init__(
+        self, files: Mapping[Path, set[str] | None], device: torch.device, *, verify: bool, backend: BackendChoice
+    ) -> None:
+        self.weights: dict[str, Weight] = {}
+        self.ties: dict[str, str] = {}
+        self._file_of: dict[str, fastensor.LazyCheckpoint] = {}
+        with ExitStack() as stack:
+            for path, expected in files.items():
+                file = stack.enter_context(
+                    fastensor.open(
+                        path, device, mmap=device.type == "cpu", verify=verify, verify_again=False, backend=backend
+                    )
+                )
+                self._add(file, path, expected)
+            self._open = stack.pop_all()
+
+    def _add(self, file: fastensor.LazyCheckpoint, path: Path, expected: set[str] | None) -> None:
+        names = file.info.keys() if expected is None else expected
+        if missing := names - file.info.keys():
+            raise CorruptCheckpointError(
+                f"{path}: {min(missing)!r} is not in it ({len(missing)} of the tensors that the index expects there "
+                "are missing); the index and the file are of different checkpoints"
+            )
+        for name, info in file.info.items():
+            if name in names:
+                self.weights[name] = Weight(info.shape, info.nbytes)
+                self._file_of[name] = file
+        self.ties |= {name: other for name, other in file.ties.items() if name in names and other in names}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._file_of[name][name]
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class OffloadFolder:
+    """A folder that Accelerate's ``disk_offload`` or ``offload_state_dict`` has written: a raw file for each tensor.
+
+    Such files carry no checksums. Each is opened when it is read: there may be more of them than a process may have
+    open.
+
+    Args:
+        index: the folder's ``index.json``.
+        device: where tensors go, by way of the page cache.
+    """
+
+    def __init__(self, index: Path, device: torch.device) -> None:
+        self._device = device
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.weights: dict[str, Weight] = {}
+        self.ties: Mapping[str, str] = {}
+        self._paths: dict[str, Path] = {}
+        self._found: dict[str, os.stat_result] = {}
+        for name, entry in _read_index(index).items():
+            dtype, shape = _of_entry(entry, f"{index}: {name!r}")
+            path = index.parent / f"{name}.dat"
+            self._dtypes[name] = dtype
+            self.weights[name] = weight = Weight(shape, math.prod(shape) * dtype.itemsize)
+            self._paths[name] = path
+            self._found[name] = found = os.stat(path)
+            if found.st_size != weight.nbytes and weight.nbytes:  # of an empty tensor, too, a file has bytes
+                raise CorruptCheckpointError(
+                    f"{path}: expected {weight.nbytes} bytes ({dtype}, {list(shape)}), found {found.st_size}; "
+                    "the folder was not written whole, or belongs to another index"
+                )
+
+    def read(self, name: str) -> torch.Tensor:
+        weight = self.weights[name]
+        with self._opened(name) as fd:
+            storage, _ = map_file(fd, 0, weight.nbytes, checksum=False)
+        mapped = torch.empty(0, dtype=self._dtypes[name], device="cpu").set_(storage).reshape(weight.shape)
+        return mapped.to(self._device)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        path, before = self._paths[name], self._found[name]
+        with read_errors(str(path)):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                now = os.fstat(fd)
+                if _identity(now) != _identity(before):
+                    raise CheckpointReadError(
+                        errno.ESTALE, "the file was replaced or written to meanwhile; make a new mapping", str(path)
+                    )
+                yield fd
+            finally:
+                posix.close_read_only(fd)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _of_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of an entry of ``index.json``."""
+    dtype = getattr(torch, str(entry.get("dtype")), None) if isinstance(entry, dict) else None
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
+        raise CorruptCheckpointError(
+            f"{where}: expected a dtype of torch and a shape, as disk_offload writes them, found {entry!r}"
+        )
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise CorruptCheckpointError(f"{where}: found the shape {shape!r}")
+    return dtype, tuple(shape)
