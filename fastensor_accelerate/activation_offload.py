@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
+from fastensor.offload.config import with_default_folder
 from fastensor.offload.modules import UncopiedHook
 
 _IN_COMPILED_CODE = (
@@ -236,12 +235,8 @@ class PreparedOffloads:
     """
 
     def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
-        folder = accelerator.project_dir
-        if not config.directories and folder is not None:
-            os.makedirs(folder, exist_ok=True)
-            config = dataclasses.replace(config, directories=(os.path.abspath(folder),))
         self._accelerator = accelerator
-        self._config = config
+        self._config = with_default_folder(config, accelerator.project_dir)
         self._models: list[_Prepared] = []
         self._said_none = False
 
