@@ -583,8 +583,11 @@ def test_one_accelerator_alone() -> None:
 # --- transformers.Trainer
 
 
-def test_a_trainer_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With label smoothing, so that the Trainer computes the loss outside of the model."""
+def test_a_trainer_trains_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With label smoothing, so that the Trainer computes the loss outside of the model. It is covered as well: it is
+    all that is offloaded if every module is excluded."""
     pytest.importorskip("transformers")
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -608,3 +611,6 @@ def test_a_trainer_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert same(train("offloaded"), expected)
     err = capsys.readouterr().err
     assert "fastensor: activation offload of GPT2LMHeadModel: 4 steps: " in err
+    fastensor_accelerate.enable(FastensorConfig(offload=True, offload_min_bytes=4096, offload_exclude=("*",)))
+    assert same(train("loss"), expected)
+    assert not caplog.records
