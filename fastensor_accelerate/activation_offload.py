@@ -33,16 +33,19 @@ _logger = logging.getLogger("fastensor")
 def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationOffload:
     """Offload what each forward pass of a model saves for its backward pass, whoever calls the model.
 
-    Call it with what ``Accelerator.prepare`` has returned. A loss that is computed outside of the model is covered by
-    ``with offload.step(): loss = criterion(model(x), y)``, where ``offload`` is what this function returns. Forward
-    passes under ``no_grad`` are left alone. Copies of the model, pickled ones as well, are not attached.
+    Call it with what ``Accelerator.prepare`` has returned, or before. A loss that is computed outside of the model is
+    covered by ``with offload.step(): loss = criterion(model(x), y)``, where ``offload`` is what this function returns.
+    Forward passes under ``no_grad`` are left alone. Copies of the model, pickled ones as well, are not attached.
+
+    End it by :func:`detach`: a model whose offload was closed otherwise raises. After Ctrl-C in a forward pass, what
+    the thread saves is offloaded until the model's next forward pass, or :func:`detach`.
 
     Args:
         model: the model, prepared or not, compiled or not.
         config: how many bytes go where; its patterns fit names of modules of the unwrapped model.
 
     Returns:
-        The offload; that of the earlier call if the model is attached already.
+        The offload; that of the earlier call if the model, or the one that it wraps, is attached already.
 
     Raises:
         ValueError: the model is attached with other options; or a pattern fits no module.
@@ -77,6 +80,7 @@ def detach(model: nn.Module) -> None:
     if (attached := _attached_to(model)) is not None:
         for handle in attached.handles:
             handle.remove()
+        attached.leave()
         attached.offload.close()
 
 
@@ -207,8 +211,12 @@ class _ForwardHook(UncopiedHook):
 
 
 def _attached_to(model: nn.Module) -> _ForwardSteps | None:
-    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _ForwardHook)]
-    return hooks[0].steps if hooks else None
+    """The steps of a model, or of the one that DistributedDataParallel or a compiled model holds, if it is attached."""
+    for module in (model, extract_model_from_parallel(model, keep_torch_compile=False)):
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _ForwardHook):
+                return hook.steps
+    return None
 
 
 @dataclass(slots=True)
