@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
+from fastensor.offload.config import with_default_folder
 from fastensor.offload.modules import UncopiedHook
 
 _IN_COMPILED_CODE = (
@@ -34,16 +33,19 @@ _logger = logging.getLogger("fastensor")
 def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationOffload:
     """Offload what each forward pass of a model saves for its backward pass, whoever calls the model.
 
-    Call it with what ``Accelerator.prepare`` has returned. A loss that is computed outside of the model is covered by
-    ``with offload.step(): loss = criterion(model(x), y)``, where ``offload`` is what this function returns. Forward
-    passes under ``no_grad`` are left alone. Copies of the model, pickled ones as well, are not attached.
+    Call it with what ``Accelerator.prepare`` has returned, or before. A loss that is computed outside of the model is
+    covered by ``with offload.step(): loss = criterion(model(x), y)``, where ``offload`` is what this function returns.
+    Forward passes under ``no_grad`` are left alone. Copies of the model, pickled ones as well, are not attached.
+
+    End it by :func:`detach`: a model whose offload was closed otherwise raises. After Ctrl-C in a forward pass, what
+    the thread saves is offloaded until the model's next forward pass, or :func:`detach`.
 
     Args:
         model: the model, prepared or not, compiled or not.
         config: how many bytes go where; its patterns fit names of modules of the unwrapped model.
 
     Returns:
-        The offload; that of the earlier call if the model is attached already.
+        The offload; that of the earlier call if the model, or the one that it wraps, is attached already.
 
     Raises:
         ValueError: the model is attached with other options; or a pattern fits no module.
@@ -78,6 +80,7 @@ def detach(model: nn.Module) -> None:
     if (attached := _attached_to(model)) is not None:
         for handle in attached.handles:
             handle.remove()
+        attached.leave()
         attached.offload.close()
 
 
@@ -208,8 +211,12 @@ class _ForwardHook(UncopiedHook):
 
 
 def _attached_to(model: nn.Module) -> _ForwardSteps | None:
-    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _ForwardHook)]
-    return hooks[0].steps if hooks else None
+    """The steps of a model, or of the one that DistributedDataParallel or a compiled model holds, if it is attached."""
+    for module in (model, extract_model_from_parallel(model, keep_torch_compile=False)):
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _ForwardHook):
+                return hook.steps
+    return None
 
 
 @dataclass(slots=True)
@@ -236,12 +243,8 @@ class PreparedOffloads:
     """
 
     def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
-        folder = accelerator.project_dir
-        if not config.directories and folder is not None:
-            os.makedirs(folder, exist_ok=True)
-            config = dataclasses.replace(config, directories=(os.path.abspath(folder),))
         self._accelerator = accelerator
-        self._config = config
+        self._config = with_default_folder(config, accelerator.project_dir)
         self._models: list[_Prepared] = []
         self._said_none = False
 

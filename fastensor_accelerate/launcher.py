@@ -152,7 +152,11 @@ def _options(
         return None
     FastensorConfig.from_mapping(environment, "the environment")
     FastensorConfig.from_mapping(section or {}, file)
-    return FastensorConfig.from_mapping({**environment, **(section or {}), **flags})
+    options = FastensorConfig.from_mapping({**environment, **(section or {}), **flags})
+    unused = next((name for name in flags if name.startswith("offload_")), None)
+    if unused is not None and not options.offload and "offload" not in flags:
+        raise ConfigError(f"--fastensor_{unused} needs --fastensor_offload, or `offload: true` in {SECTION}")
+    return options
 
 
 def _check_can_run_module(

@@ -131,11 +131,11 @@ def _method(
         return result
 
     def loss_context(trainer: Any, *args: Any, **options: Any) -> Any:
-        offloads, stack = offloads_of(trainer.accelerator), ExitStack()
-        if offloads is not None:
-            stack.enter_context(offloads.step(trainer.model_wrapped))
-        stack.enter_context(_own[name](trainer, *args, **options))
-        return stack
+        with ExitStack() as stack:
+            if (offloads := offloads_of(trainer.accelerator)) is not None:
+                stack.enter_context(offloads.step(trainer.model_wrapped))
+            stack.enter_context(_own[name](trainer, *args, **options))
+            return stack.pop_all()
 
     named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train, _LOSS: loss_context}
     return named.get(name, read)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastensor.errors import UnsupportedContentError
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
+from fastensor.offload.config import with_default_folder
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.methods import replace_method
 
@@ -74,11 +73,7 @@ class SSDActivationOffload(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._stop()
         _refuse(trainer.strategy)
-        config = self.config
-        if not config.directories and config.target == "ssd" and "://" not in trainer.default_root_dir:
-            os.makedirs(trainer.default_root_dir, exist_ok=True)
-            config = dataclasses.replace(config, directories=(trainer.default_root_dir,))
-        self._offload = offload = ActivationOffload(config)
+        self._offload = offload = ActivationOffload(with_default_folder(self.config, trainer.default_root_dir))
         offload.attach(pl_module)
         self.statistics = offload.statistics()
         self._checked = False

@@ -375,6 +375,29 @@ def test_attaching_again_and_detaching() -> None:
     detach(model)
 
 
+def test_detaching_ends_a_step_that_an_interrupt_has_left() -> None:
+    """After Ctrl-C, torch calls no forward hooks. Operators of torch.func show whether hooks of tensors are left."""
+    model = Model()
+    offload = attached(model)
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    assert offload.is_in_step
+    detach(model)
+    assert not offload.is_in_step
+    torch.func.grad(lambda x: x.sin().sum())(batch())
+
+
+def test_a_model_is_attached_once_whatever_holds_it() -> None:
+    model = Model()
+    offload = attached(model)
+    for holder in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert attach(holder, SMALL) is offload
+        assert not holder._forward_pre_hooks
+    detach(holder)
+    assert not model._forward_pre_hooks
+
+
 def test_patterns_name_modules_of_the_unwrapped_model() -> None:
     torch._dynamo.reset()
     accelerator = Accelerator(cpu=True)
@@ -556,11 +579,14 @@ def test_two_models_have_offloads_of_their_own() -> None:
     assert tracker.logged[-1][0]["offload_1/written_bytes"] > 0
 
 
-def test_a_script_may_attach_with_its_own_options(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dynamo_backend", ["no", "eager"])
+def test_a_script_may_attach_with_its_own_options(dynamo_backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if ``prepare`` puts the model into another one."""
+    torch._dynamo.reset()
     fastensor_accelerate.enable(FastensorConfig(offload=True))
     model = Model()
     offload = attach(model, SMALL)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, dynamo_backend=dynamo_backend)
     prepared = accelerator.prepare(model)
     accelerator.backward(prepared(batch()).sum())
     assert count(offload) > 0
@@ -583,8 +609,11 @@ def test_one_accelerator_alone() -> None:
 # --- transformers.Trainer
 
 
-def test_a_trainer_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With label smoothing, so that the Trainer computes the loss outside of the model."""
+def test_a_trainer_trains_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With label smoothing, so that the Trainer computes the loss outside of the model. It is covered as well: it is
+    all that is offloaded if every module is excluded."""
     pytest.importorskip("transformers")
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -608,3 +637,8 @@ def test_a_trainer_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert same(train("offloaded"), expected)
     err = capsys.readouterr().err
     assert "fastensor: activation offload of GPT2LMHeadModel: 4 steps: " in err
+    fastensor_accelerate.enable(FastensorConfig(offload=True, offload_min_bytes=4096, offload_exclude=("*",)))
+    assert same(train("loss"), expected)
+    accelerator.end_training()
+    assert not model._forward_pre_hooks
+    assert "fastensor" not in {record.name for record in caplog.records}  # torch logs what it compiles

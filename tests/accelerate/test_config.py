@@ -257,6 +257,21 @@ def test_flags_win_over_the_section_over_the_environment_over_defaults(command: 
     assert handed_over() == FastensorConfig(exit_seconds=3, staging_bytes=6000000)
 
 
+def test_offloading_may_be_prepared_in_a_section_and_switched_by_a_flag(command: Command, tmp_path: Path) -> None:
+    path = file_with(tmp_path, {"offload_min_bytes": 1})
+    for flags, expected in (
+        ([], FastensorConfig(offload_min_bytes=1)),
+        (["--fastensor_offload"], FastensorConfig(offload=True, offload_min_bytes=1)),
+        (
+            ["--fastensor_offload", "--fastensor_offload_min_bytes", 2],
+            FastensorConfig(offload=True, offload_min_bytes=2),
+        ),
+        (["--no_fastensor_offload", "--fastensor_offload_min_bytes", 2], FastensorConfig(offload_min_bytes=2)),
+    ):
+        command("launch", "--config_file", path, *flags, "train.py")
+        assert handed_over() == expected
+
+
 def test_nothing_is_changed_without_flag_section_and_environment(command: Command, tmp_path: Path) -> None:
     before = dict(os.environ)
     for arguments in (["--cpu"], ["--config_file", file_with(tmp_path, None)]):
@@ -288,6 +303,7 @@ def test_no_fastensor_wins_over_everything(command: Command, tmp_path: Path) -> 
         (["--no_fastensor_durable"], {"durable": "perhaps"}, "durable is true or false, found 'perhaps'"),
         ([], ["durable"], r"config.yaml is a section of options, found \['durable'\]"),
         ([], True, "is a section of options, found True"),
+        (["--fastensor_offload_min_bytes", "1"], {}, "--fastensor_offload_min_bytes needs --fastensor_offload"),
         (["--no_python"], {}, "--no_python"),
         (["--tpu"], {}, "TPU"),
     ],

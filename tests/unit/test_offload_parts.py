@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fastensor.backends.base import Extent
 from fastensor.files import budgets
 from fastensor.offload import OffloadConfig, slots, tiers
+from fastensor.offload.config import with_default_folder
 from fastensor.offload.extents import Extents
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory
@@ -173,6 +174,21 @@ def test_what_is_gone_is_asked_about_once() -> None:
     assert not schedule.take(50_000), "that was not expected so soon"
     assert list(schedule.upcoming(is_there)) == [99_999]
     assert len(asked) == 4
+
+
+def test_a_trainers_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = with_default_folder(OffloadConfig(min_bytes=1), "new/folder")
+    assert found == OffloadConfig(min_bytes=1, directories=(str(tmp_path / "new/folder"),))
+    assert (tmp_path / "new/folder").is_dir()
+    for config, folder in (
+        (found, "other"),
+        (OffloadConfig(target="dram"), "other"),
+        (OffloadConfig(), None),
+        (OffloadConfig(), "s3://bucket"),
+    ):
+        assert with_default_folder(config, folder) == config
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 1, (20 << 20) + 77])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Sequence
@@ -97,3 +98,16 @@ class OffloadConfig:
 def folders_to_try(config: OffloadConfig) -> Sequence[str]:
     """The user's folders, or else those that the slots may be in, the best first."""
     return config.directories or tuple(dict.fromkeys((tempfile.gettempdir(), "/var/tmp")))
+
+
+def with_default_folder(config: OffloadConfig, folder: str | os.PathLike[str] | None) -> OffloadConfig:
+    """The configuration with its files in a folder, which is made if it is missing.
+
+    Args:
+        config: is returned as it is if it names folders, or nothing goes to SSDs.
+        folder: where a trainer keeps its files; None or an address of other machines (``s3://``) changes nothing.
+    """
+    if config.directories or config.target != "ssd" or folder is None or "://" in os.fspath(folder):
+        return config
+    os.makedirs(folder, exist_ok=True)
+    return dataclasses.replace(config, directories=(os.path.abspath(folder),))
