@@ -590,7 +590,9 @@ def test_a_script_may_attach_with_its_own_options(dynamo_backend: str, caplog: p
     prepared = accelerator.prepare(model)
     accelerator.backward(prepared(batch()).sum())
     assert count(offload) > 0
-    assert not caplog.records
+    accelerator.end_training()
+    assert not model._forward_pre_hooks
+    assert "fastensor" not in {record.name for record in caplog.records}  # torch logs what it compiles
 
 
 def test_one_accelerator_alone() -> None:
@@ -639,6 +641,4 @@ def test_a_trainer_trains_alike(
     assert "fastensor: activation offload of GPT2LMHeadModel: 4 steps: " in err
     fastensor_accelerate.enable(FastensorConfig(offload=True, offload_min_bytes=4096, offload_exclude=("*",)))
     assert same(train("loss"), expected)
-    accelerator.end_training()
-    assert not model._forward_pre_hooks
-    assert "fastensor" not in {record.name for record in caplog.records}  # torch logs what it compiles
+    assert not caplog.records
