@@ -25,7 +25,8 @@ from fastensor.offload.modules import UncopiedHook
 
 _IN_COMPILED_CODE = (
     "a module whose activations fastensor offloads is inside of compiled code, which saves all of its tensors when it "
-    "ends. Compile the module first and attach then, or run the compiled code in `with offload.step()`"
+    "ends. Attach what torch.compile returns; or detach the model, or remove the hook, and run the compiled code in "
+    "`with ActivationOffload().step()`"
 )
 _logger = logging.getLogger("fastensor")
 

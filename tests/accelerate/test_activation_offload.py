@@ -437,13 +437,30 @@ def test_compiling_over_a_hook_breaks_the_graph(way: Way) -> None:
         pass
 
 
+def test_a_model_that_is_compiled_in_place_runs_in_a_step() -> None:
+    """What the message advises if ``attach`` cannot do it."""
+    torch._dynamo.reset()
+    expected, model = gradients(Model()), Model()
+    model.compile(backend="eager", fullgraph=True)
+    attached(model)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="detach the model"):
+        model(batch())
+    detach(model)
+    offload = ActivationOffload(SMALL)
+    with offload.step():
+        loss = model(batch()).square().mean()
+    loss.backward()
+    assert same([parameter.grad for parameter in model.parameters()], expected)  # type: ignore[misc]
+    assert count(offload) > 3
+
+
 @ways
 def test_compiling_a_full_graph_over_a_hook_says_what_to_do(way: Way) -> None:
     torch._dynamo.reset()
     model = Model()
     offload = way(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Compile the module first and attach then"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Attach what torch\.compile returns; or detach"):
         compiled(batch())
     with nothing_is_saved_in_steps(offload), torch.no_grad():
         compiled(batch())
