@@ -276,14 +276,7 @@ class PreparedOffloads:
         return offload.step() if _is_wanted(offload) else nullcontext()
 
     def check(self) -> None:
-        """After a backward pass: say once if a model that has run offloads nothing, or there is none."""
-        if not self._models and not self._said_none:
-            self._said_none = True
-            _logger.warning(
-                "no activations are offloaded: no model was prepared for training while Fastensor was enabled, or its "
-                "engine (%s) does not leave models to Accelerate",
-                self._accelerator.distributed_type.value,
-            )
+        """After a backward pass: say once if a model that has run offloads nothing, or no model has run."""
         for known in self._models:
             if known.is_checked or not (found := known.offload.statistics()).steps:
                 continue
@@ -291,17 +284,25 @@ class PreparedOffloads:
             if not found.offloaded:
                 why = found.why_nothing(known.offload.config.min_bytes)
                 _logger.warning("no activations of %s are offloaded so far. %s", type(known.model).__name__, why)
+        if not self._said_none and not any(known.is_checked for known in self._models):
+            self._said_none = True
+            _logger.warning(
+                "no activations are offloaded so far: no model that was prepared for training while Fastensor was "
+                "enabled has been called with gradients; or its engine (%s) does not leave models to Accelerate",
+                self._accelerator.distributed_type.value,
+            )
 
-    def log(self, step: int | None) -> None:
-        """Give trackers what was moved since the last call."""
+    def metrics(self) -> dict[str, float]:
+        """What was moved since the last call, for trackers. A model that has not run since has no entries, which would
+        replace those of the same step in a tracker."""
         metrics: dict[str, float] = {}
         for known in self._models:
-            before, known.logged = known.logged, known.offload.statistics()
-            since = known.logged.metrics_since(before)
-            metrics |= {f"{known.name}/{name}": value for name, value in since.items()}
-        if metrics and self._accelerator.is_main_process:
-            for tracker in self._accelerator.trackers:
-                tracker.log(metrics, step=step)
+            found = known.offload.statistics()
+            if found.steps > known.logged.steps:
+                since = found.metrics_since(known.logged)
+                metrics |= {f"{known.name}/{name}": value for name, value in since.items()}
+                known.logged = found
+        return metrics
 
     def close(self) -> None:
         """Detach all models. Print what the offloads have done, in the main process, and warn in each process if a
@@ -312,12 +313,12 @@ class PreparedOffloads:
             detach(known.model)
             if self._accelerator.is_main_process and found.packed:
                 print(f"fastensor: activation offload of {kind}: {found}", file=sys.stderr)
-            if not found.steps:
+            if not found.steps and any(parameter.requires_grad for parameter in known.model.parameters()):
                 _logger.warning(
                     "no activations of %s were offloaded: no forward pass with gradients has called the model that "
                     "Accelerator.prepare has returned",
                     kind,
                 )
-            elif not found.offloaded:
+            elif found.steps and not found.offloaded:
                 why = found.why_nothing(known.offload.config.min_bytes)
                 _logger.warning("no activations of %s were offloaded. %s", kind, why)

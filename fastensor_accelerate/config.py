@@ -50,7 +50,7 @@ class FastensorConfig:
     backend: str = _option(
         "auto",
         "--fastensor_backend",
-        "what moves bytes: auto, or the name of a backend that `fastensor doctor` lists",
+        "what moves bytes of states: auto, or a backend that `fastensor doctor` lists",
     )
     durable: bool = _option(
         True, "--fastensor_durable", "a saved state is on stable storage before it replaces another one (default)"

@@ -31,8 +31,8 @@ def enable(config: FastensorConfig | None = None) -> None:
     options say so.
 
     Call it at any time, in the main thread, on every process of a job; before models are prepared if their activations
-    are to be offloaded. It is harmless if Fastensor is enabled already:
-    then Accelerators that have not saved or loaded yet get the new options.
+    are to be offloaded. It is harmless if Fastensor is enabled already: then Accelerators that have not saved, loaded,
+    logged or offloaded yet get the new options.
 
     Args:
         config: the options; None takes them from the environment, as ``fastensor-accelerate launch`` sets it.
@@ -90,10 +90,12 @@ def _saver_of(accelerator: Accelerator) -> StateSaver:
 
 def _offloads_of(accelerator: Accelerator) -> PreparedOffloads | None:
     """The offloads of an Accelerator's models; None if the options do not offload."""
-    config = _saver_of(accelerator).config
+    has_saver = _SAVER in accelerator.__dict__  # an Accelerator that does not use Fastensor yet is to get later options
+    config = _saver_of(accelerator).config if has_saver else _config or FastensorConfig()
     if not config.offload:
         return None
     if _OFFLOADS not in accelerator.__dict__:
+        _saver_of(accelerator)  # by which disable() finds the offloads
         setattr(accelerator, _OFFLOADS, PreparedOffloads(accelerator, config.offload_config()))
     offloads: PreparedOffloads = accelerator.__dict__[_OFFLOADS]
     return offloads
@@ -151,9 +153,9 @@ def _backward(self: Accelerator, loss: Any, **options: Any) -> None:
 def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any) -> None:
     if step is not None:
         _saver_of(self).step = step
-    _stock("log", self)(values, step, *args, **options)
     if (offloads := _offloads_of(self)) is not None:
-        offloads.log(step)
+        values = {**offloads.metrics(), **values}  # in one call: trackers may count calls as steps
+    _stock("log", self)(values, step, *args, **options)
 
 
 def _free_memory(self: Accelerator, *objects: Any) -> Any:

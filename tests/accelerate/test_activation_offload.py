@@ -526,14 +526,34 @@ def test_the_flag_trains_alike_and_says_what_was_moved(
     err = capsys.readouterr().err
     assert "fastensor: activation offload of Model: 3 steps: " in err
     assert not caplog.records
-    moved = [(values, step) for values, step in tracker.logged if "loss" not in values]
-    assert [step for _, step in moved] == [0, 1, 2]
-    for values, _ in moved:
+    assert [step for _, step in tracker.logged] == [0, 1, 2]
+    for values, _ in tracker.logged:
         assert values.keys() == {
-            "offload/written_bytes", "offload/read_bytes", "offload/stall_seconds", "offload/prefetch_hit_rate"
+            "loss",
+            "offload/written_bytes", "offload/read_bytes", "offload/stall_seconds", "offload/prefetch_hit_rate",
         }  # fmt: skip
-    assert sum(values["offload/written_bytes"] for values, _ in moved) > 0
+    assert sum(values["offload/written_bytes"] for values, _ in tracker.logged) > 0
     assert list((tmp_path / "project").iterdir()) == []
+
+
+def test_trackers_get_what_was_moved_since_the_last_call_once() -> None:
+    """A tracker keeps one row for each step: a second call for the same step must not replace what it knows."""
+    fastensor_accelerate.enable(OFFLOADING)
+    tracker = Tracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("project")
+    model = accelerator.prepare(Model())
+    offload = attach(model)
+    for step in range(2):
+        loss = model(batch()).square().mean()
+        offload.settle()  # so that all is written, before it is needed
+        accelerator.backward(loss)
+        accelerator.log({"loss": loss.item()}, step=step)
+        accelerator.log({"evaluated": 1.0, "offload/read_bytes": 1.0}, step=step)
+    written = [values.get("offload/written_bytes") for values, _ in tracker.logged]
+    assert written[0] == written[2] == offload.statistics().written_bytes / 2 > 0
+    assert tracker.logged[1] == ({"evaluated": 1.0, "offload/read_bytes": 1.0}, 0)
+    assert len(tracker.logged) == 4
 
 
 def test_the_flag_says_loudly_that_nothing_is_offloaded(
@@ -554,15 +574,40 @@ def test_the_flag_says_that_no_model_was_prepared_or_called(caplog: pytest.LogCa
     accelerator = Accelerator(cpu=True)
     early = accelerator.prepare(Model())
     fastensor_accelerate.enable(OFFLOADING)
-    accelerator.backward(early(batch()).sum())
-    accelerator.backward(early(batch()).sum())
-    assert [record.message.split(":")[0] for record in caplog.records] == ["no activations are offloaded"]
+    for _ in range(2):
+        accelerator.backward(early(batch()).sum())
+    assert [record.message.split(":")[0] for record in caplog.records] == ["no activations are offloaded so far"]
     caplog.clear()
-    model = Model()
-    accelerator.prepare(model)
-    accelerator.backward(model.forward(batch()).sum())
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Model())
+    for _ in range(2):
+        accelerator.backward(model.forward(batch()).sum())
     accelerator.end_training()
-    assert ["no forward pass with gradients has called" in record.message for record in caplog.records] == [True]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "no activations are offloaded so far",
+        "no activations of Model were offloaded",
+    ]
+
+
+def test_nothing_is_said_of_a_frozen_model_that_computes_no_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    fastensor_accelerate.enable(OFFLOADING)
+    accelerator = Accelerator(cpu=True)
+    student, teacher = accelerator.prepare(Model(), Model().requires_grad_(False))
+    with torch.no_grad():
+        target = teacher(batch())
+    accelerator.backward((student(batch()) - target).square().mean())
+    accelerator.end_training()
+    assert not caplog.records
+
+
+def test_options_of_a_later_enable_are_those_of_models_that_are_prepared_later() -> None:
+    fastensor_accelerate.enable()
+    accelerator = Accelerator(cpu=True)
+    early = accelerator.prepare(Model())
+    accelerator.backward(early(batch()).sum())
+    fastensor_accelerate.enable(OFFLOADING)
+    assert not early._forward_pre_hooks
+    assert accelerator.prepare(Model())._forward_pre_hooks
 
 
 def test_models_for_evaluation_are_left_alone() -> None:
