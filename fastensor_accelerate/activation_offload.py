@@ -186,8 +186,8 @@ class _ForwardSteps:
         self._here = threading.local()
 
     def enter(self, *arguments: Any) -> None:
-        """Begin a step. One that is left of a forward pass that an interrupt has ended, which calls no hooks, ends."""
-        self.leave()
+        """Begin a step, unless the thread is in one: that of the caller, or one that is left of a forward pass that an
+        interrupt has ended, after which torch calls no hooks. This forward pass ends that one."""
         if _is_wanted(self.offload):
             with ExitStack() as step:
                 step.enter_context(self.offload.step())
