@@ -267,7 +267,7 @@ def test_a_wrapper_of_a_file_is_not_taken_for_it(path: Path) -> None:
 
 def mapped_nbytes(path: Path) -> int:
     """How much of a file is mapped into this process."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path.name)]
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
     ranges = [line[0].split("-") for line in lines]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
