@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 
 import fastensor
-from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
@@ -441,7 +441,8 @@ class StateSaver:
 
     def _in_turn(self, path: str, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
-        in_turn(self._open_writer(), do, path, f"publishing {path}", at_end=lambda: None)
+        writer = self._open_writer()
+        in_turn(writer, do, path, f"publishing {path}", at_end=partial(touch_staging, writer))
 
     def _account(self, saving: _Saving) -> None:
         metrics = saving.metrics

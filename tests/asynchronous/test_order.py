@@ -18,7 +18,8 @@ import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
-from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
+from fastensor.files.afterwards import do_afterwards
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -270,6 +271,12 @@ def test_a_block_that_needs_more_memory_than_there_is_goes_on(tmp_path: Path) ->
         with staging_first(writer):
             handles = [writer.save(large, tmp_path / name) for name in "ab"]
         assert all(handle.result(60).durable for handle in handles)
+        touch_staging(writer)
+        touched = threading.Event()
+        assert do_afterwards(touched.set)  # by the same thread
+        assert touched.wait(60)
+        assert all(buffer.is_touched for buffer in writer._pool._idle)
+        assert writer.save(large, tmp_path / "a").result(60).durable
 
 
 def test_a_process_that_goes_elsewhere_removes_what_it_meant(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from fastensor.checkpoint.asynchronous.writer import LEAST_STAGING_NBYTES, AsyncWriter
+from fastensor.files.afterwards import do_afterwards
 
 _logger = logging.getLogger("fastensor")
 
@@ -55,14 +56,16 @@ def reserve(writer: AsyncWriter, nbytes: int) -> None:
     writer._reserve(nbytes + LEAST_STAGING_NBYTES)
 
 
-@contextmanager
-def staging_first(writer: AsyncWriter) -> Iterator[None]:
+def staging_first(writer: AsyncWriter) -> AbstractContextManager[None]:
     """A block for several saves that follow one another: none is written before the block ends.
 
     Writing would take time from the copying of the next one. A save that waits for staging memory, and a thread that
     waits for a file, have what was accepted written at once. So has a writer that has had no staging memory yet: memory
-    that was written from is touched, and copies into it are faster. What is left is touched behind the saves.
+    that was written from is touched, and copies into it are faster.
     """
-    with writer._pace.held() if writer._pool.nbytes else nullcontext():
-        yield
-    writer._worker.give(writer._pool.touch_idle)
+    return writer._pace.held() if writer._pool.nbytes else nullcontext()
+
+
+def touch_staging(writer: AsyncWriter) -> None:
+    """Have a thread touch the staging memory that no save has used yet: copies into it are faster then."""
+    do_afterwards(writer._pool.touch_idle)
