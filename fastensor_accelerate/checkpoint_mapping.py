@@ -82,7 +82,8 @@ class Order:
             yield name
         if name in visited:
             return
-        # Nobody knows what follows the last one: what was never asked for, and then a pass like the first one.
+        # Nothing has followed the latest tensor yet. The guess is: the tensors that were never asked for, and then
+        # another pass like the first one.
         for place in range(self._reached[0], len(self._guess)):
             if self._guess[place] not in self._next:
                 yield self._guess[place]
@@ -103,7 +104,7 @@ class _Used(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Of a tensor that begins where its storage does."""
+        """The record of a tensor that is given out. The tensor begins where its storage does."""
         return cls(weakref.ref(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride())
 
     def tensor(self) -> torch.Tensor | None:
