@@ -20,22 +20,20 @@ import multiprocessing
 import os
 import resource
 import statistics
-import tempfile
 import time
 import warnings
 import zlib
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import cpu_offload, disk_offload, init_empty_weights
 from accelerate.utils import offload_weight, save_offload_index
-from accelerate_state import in_turn, say, verdict
+from accelerate_state import add_places, in_turn, promises, report, say, verdict
 from async_checkpoint import collect
 from contenders import fio_seconds
-from measuring import describe_machine, drop_caches, settle
+from measuring import drop_caches, settle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastensor
@@ -54,12 +52,12 @@ SIZES: dict[str, dict[str, int]] = {
 TOKENS = 8
 SHARD_NBYTES = 1 << 30
 MEMORY = 0.6
-"""Of the model's size: what a process may have for data."""
+"""How much memory for data (RLIMIT_DATA) a process may have, as a part of the model's size."""
 LEAST_MEMORY_NBYTES = 64 << 20
 PROMISED_COLD = 2.0
-"""Times as fast as ``disk_offload``: the first pass of a process."""
+"""How many times as fast as ``disk_offload`` the first pass of a process is."""
 PROMISED_WARM = 1.05
-"""Of the seconds of ``disk_offload``: every pass."""
+"""The seconds of a pass, divided by those of ``disk_offload``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +228,7 @@ def table(machine: dict[str, str], nbytes: int, samples: list[Sample], verdicts:
                 f"| {memory} | {len(group)} |"
             )
     lines += ["", "MiB: the most anonymous memory of a process."]
-    lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
-    lines += [f"| {v['promise']} | {v['measured']:.2f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *promises(verdicts)]) + "\n"
 
 
 def main() -> None:
@@ -240,25 +236,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="4GiB")
     parser.add_argument("--runs", type=int, default=5, help="processes of each way, cold and warm")
     parser.add_argument("--passes", type=int, default=3, help="in each process")
-    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accelerate_inference"))
+    add_places(parser, Path("benchmarks/results/accelerate_inference"))
     options = parser.parse_args()
     if options.passes < 2:
         parser.error("--passes: 2 or more, so that there is a later one")
     libraries = ["fastensor_accelerate", "transformers.models.llama.modeling_llama", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        machine = describe_machine(Path(name), "cpu")
-        machine |= {name: version(name) for name in ("accelerate", "transformers")}
-        nbytes, samples = measure(options.size, options.runs, options.passes, Path(name))
-    verdicts = judge(samples)
-    text = table(machine, nbytes, samples, verdicts)
-    options.output.with_suffix(".md").write_text(text)
-    document = {"machine": machine, "nbytes": nbytes, "verdicts": verdicts, "samples": [asdict(one) for one in samples]}
-    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1))
-    print(text)
+    report(options, lambda folder: measure(options.size, options.runs, options.passes, folder), judge, table)
 
 
 if __name__ == "__main__":

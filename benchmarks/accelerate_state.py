@@ -237,9 +237,40 @@ def table(machine: dict[str, str], nbytes: int, samples: list[Sample], verdicts:
         )
     copies = [one.copy_seconds for one in samples if one.copy_seconds is not None]
     lines += ["", f"One copy of the bytes took {statistics.median(copies):.3f} s (median of {len(copies)})."]
-    lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
-    lines += [f"| {v['promise']} | {v['measured']:.2f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *promises(verdicts)]) + "\n"
+
+
+def promises(verdicts: list[dict[str, Any]]) -> list[str]:
+    """The promises as a table of Markdown."""
+    lines = ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
+    return lines + [f"| {v['promise']} | {v['measured']:.2f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
+
+
+def add_places(parser: argparse.ArgumentParser, output: Path) -> None:
+    """The options of :func:`report`."""
+    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
+    parser.add_argument("--output", type=Path, default=output, help="without suffix")
+
+
+def report(
+    options: argparse.Namespace,
+    measure: Callable[[Path], tuple[int, list[Any]]],
+    judge: Callable[[list[Any]], list[dict[str, Any]]],
+    table: Callable[[dict[str, str], int, list[Any], list[dict[str, Any]]], str],
+) -> None:
+    """Measure in a new folder, and write and print what was found and how far promises hold."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        machine = describe_machine(Path(name), "cpu")
+        machine |= {name: version(name) for name in ("accelerate", "transformers")}
+        nbytes, samples = measure(Path(name))
+    verdicts = judge(samples)
+    text = table(machine, nbytes, samples, verdicts)
+    options.output.with_suffix(".md").write_text(text)
+    document = {"machine": machine, "nbytes": nbytes, "verdicts": verdicts, "samples": [asdict(one) for one in samples]}
+    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1))
+    print(text)
 
 
 def main() -> None:
@@ -247,23 +278,11 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--runs", type=int, default=5, help="processes of each way")
     parser.add_argument("--saves", type=int, default=4, help="in each process that saves")
-    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/accelerate_state"))
+    add_places(parser, Path("benchmarks/results/accelerate_state"))
     options = parser.parse_args()
     libraries = ["fastensor_accelerate", "transformers.models.gpt2.modeling_gpt2", "accelerate.checkpointing"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        machine = describe_machine(Path(name), "cpu")
-        machine |= {name: version(name) for name in ("accelerate", "transformers")}
-        nbytes, samples = measure(options.model, options.runs, options.saves, Path(name))
-    verdicts = judge(samples)
-    text = table(machine, nbytes, samples, verdicts)
-    options.output.with_suffix(".md").write_text(text)
-    document = {"machine": machine, "nbytes": nbytes, "verdicts": verdicts, "samples": [asdict(one) for one in samples]}
-    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1))
-    print(text)
+    report(options, lambda folder: measure(options.model, options.runs, options.saves, folder), judge, table)
 
 
 if __name__ == "__main__":
