@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import io
 import os
 import signal
@@ -239,6 +240,26 @@ def test_a_save_that_cannot_close(tmp_path: Path) -> None:
             except fastensor.CheckpointWriteError as error:
                 failure = error
         assert (tmp_path / "x").exists() == (failure is None or "the new file is in place" in str(failure))
+
+
+def test_files_of_others_are_not_closed_by_the_collector_within_a_fault() -> None:
+    class Other:
+        """In a cycle, as a multiprocessing.Process that has ended."""
+
+        def __init__(self) -> None:
+            self.me = self
+            self.fd = os.open("/dev/null", os.O_RDONLY)
+
+        def __del__(self) -> None:
+            os.close(self.fd)
+
+    Other()
+    with failing_call(1, errno.EIO) as fault:
+        cycles = [[]]  # type: ignore[var-annotated]
+        for _ in range(20_000):  # as many objects as let the collector run
+            cycles.append([cycles])
+    assert fault.calls == 0
+    gc.collect()
 
 
 def test_a_load_that_cannot_close(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,9 +50,13 @@ def intercepted(by: Interceptor) -> Iterator[None]:
     """Send every call that opens, examines, moves, syncs, locks, names or closes files through ``by``.
 
     Calls of all threads are intercepted if they are made from Python, not those of libraries in C. Blocks may be
-    nested; the inner one comes first. Only one thread may enter such blocks at a time.
+    nested; the inner one comes first. Only one thread may enter such blocks at a time. Garbage is not looked for within
+    the block: objects of others, left in cycles before, would close their files here.
     """
     with ExitStack() as patches:
+        if gc.isenabled():
+            gc.disable()
+            patches.callback(gc.enable)
         for module, names in ((os, OS_CALLS), (fcntl, FCNTL_CALLS)):
             for name in names:
                 replacement = partial(_divert, by, name, getattr(module, name))
