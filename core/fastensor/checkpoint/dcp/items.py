@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, cast
 
 import torch
 from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from fastensor.backends import stream
+from fastensor.backends.base import Extent
+from fastensor.backends.fallback import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.load import load
-from fastensor.checkpoint.opened import OpenedFile
-from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.opened import FileView, OpenedFile
+from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.reader import MeasuredReader, new_array
+from fastensor.checkpoint.verify import VerifyReport
 from fastensor.checkpoint.verify import verify as verify_file
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.image import CHECKSUM_NBYTES
@@ -105,6 +108,7 @@ class ItemReader:
     def __init__(self, file: OpenedFile, items: Sequence[Item], options: ReadOptions, *, verify: bool) -> None:
         self.where = file.where
         self.verify = verify
+        self._file = file
         for item in items:
             if item.offset + item.nbytes > file.nbytes:
                 raise CorruptCheckpointError(
@@ -136,8 +140,12 @@ class ItemReader:
         if self.verify:
             self._compare(item, found)
             if item.crc32 is None and data.startswith(_ZIP):
-                self._compare_records(item, data)
+                self.verify_records(item)
         return data
+
+    def as_file(self, item: Item) -> BinaryIO:
+        """The bytes of an item as a file, which is read past this reader."""
+        return cast(BinaryIO, FileView(_Slice(self._file, item)))
 
     def read_into(self, item: Item, target: torch.Tensor) -> bool:
         """Read a large tensor into its place. Returns False, and changes nothing, if the place needs a copy."""
@@ -162,7 +170,9 @@ class ItemReader:
             read = self._read_small_tensor if item.is_small else self._read_large
             if read(item, archive, array.data):
                 return torch.from_numpy(array).view(dtype).view(shape)
-        return unpickled(self.read(item), f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
+        if self.verify and item.crc32 is not None:
+            self._compare(item, self.crc32_of(item))
+        return unpickled(self.as_file(item), f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
 
     def _read_large(self, item: Item, archive: TensorArchive, target: memoryview | torch.UntypedStorage) -> bool:
         """Read the bytes of a large tensor. Returns False, and reads none of them, if the item has another layout."""
@@ -206,9 +216,18 @@ class ItemReader:
         if item.crc32 is not None and found != item.crc32:
             raise self._damaged(item, found, item.crc32)
 
-    def _compare_records(self, item: Item, data: bytes) -> None:
+    def verify_records(self, item: Item) -> VerifyReport | None:
+        """Compare the records of an item of torch's writers. None if the item is no zip archive.
+
+        Raises:
+            CorruptCheckpointError: a record is damaged, or the archive is.
+        """
+        file = self.as_file(item)
+        if file.read(len(_ZIP)) != _ZIP:
+            return None
+        file.seek(0)
         try:
-            verify_file(io.BytesIO(data))
+            return verify_file(file)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
 
@@ -231,15 +250,35 @@ class ItemReader:
         return int(crc32)
 
 
-def unpickled(data: bytes, where: str, *, verify: bool) -> torch.Tensor:
-    """The tensor in the bytes of an item of any layout.
+class _Slice:
+    """An item as an opened file. See :class:`fastensor.checkpoint.opened.OpenedFile`."""
+
+    path = None
+    resident_fraction = 0.0
+
+    def __init__(self, file: OpenedFile, item: Item) -> None:
+        self._file = file
+        self._begin = item.offset
+        self.where = file.where
+        self.nbytes = item.nbytes
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        room = max(self.nbytes - offset, 0)
+        return self._file.readinto(self._begin + offset, buffer[:room])
+
+    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
+        return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(cast(BinaryIO, FileView(self)), 0))
+
+
+def unpickled(file: BinaryIO, where: str, *, verify: bool) -> torch.Tensor:
+    """The tensor in an item of any layout.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged, or hold something else than a tensor.
         UnsafeCheckpointError: they name a global that is not allow-listed.
     """
     try:
-        found: Any = load(io.BytesIO(data), "cpu", weights_only=True, verify=verify)
+        found: Any = load(file, "cpu", weights_only=True, verify=verify)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{where}: {error}") from error
     if not isinstance(found, torch.Tensor):
@@ -262,6 +301,8 @@ def _is_place(target: torch.Tensor, item: Item) -> bool:
 def _parts(item: Item) -> Iterable[tuple[int, int, bool]]:
     """The parts of an item that are read at once: begin, end, and whether the part is read with its neighbours."""
     end = item.offset + item.nbytes
+    if item.archive is None and item.dtype is not None:
+        return []  # it is read as a file of its own
     if item.is_small or item.archive is None:
         return [(item.offset, end, item.is_small)]
     begin = item.payload_offset

@@ -8,12 +8,14 @@ range that torch gives it, and no path leads out of the directory.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -31,23 +33,18 @@ from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.shape import is_shape
 from fastensor.stitch.torch_pickle import read_program
 
-METADATA_NAME = ".metadata"
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_SEAL = b"\nfastensor crc32 %08x\n"
+_SEALED = re.compile(rb"\nfastensor crc32 ([0-9a-f]{8})\n\Z")
 _MAX_SIZE = 2**63 - 1
 _MODULE = "torch.distributed.checkpoint"
 _PATHS = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
 _LAYOUT = "torch.serialization._get_layout"
 
 
-def metadata_names(directory: str) -> list[str]:
-    """The names of the metadata files in a directory: one; or one for each rank, if ranks saved without collectives;
-    or none if the directory holds no distributed checkpoint."""
-    if not os.path.isdir(directory):
-        return []
-    names = os.listdir(directory)
-    if METADATA_NAME in names:
-        return [METADATA_NAME]
-    return sorted(name for name in names if _RANK_METADATA.fullmatch(name))
+def sealed(metadata: Metadata) -> bytes:
+    """The bytes of a metadata file: a pickle, and behind its end, where readers of pickles do not look, its CRC32."""
+    data = pickle.dumps(metadata)
+    return data + _SEAL % isal_zlib.crc32(data)
 
 
 def read_metadata(data: bytes, *, where: str) -> Metadata:
@@ -56,6 +53,12 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
     Raises:
         CorruptCheckpointError: they are not the metadata of a distributed checkpoint.
     """
+    seal = _SEALED.search(data)
+    if seal is not None and (found_crc32 := isal_zlib.crc32(data[: seal.start()])) != int(seal[1], 16):
+        raise CorruptCheckpointError(
+            f"{where}: the file has CRC32 {found_crc32:08x}, expected {seal[1].decode()}: it was damaged after it was "
+            f"written. Load an older checkpoint"
+        )
     structure = read_program(data, where=where).structure
     try:
         found = _built(structure)
@@ -67,6 +70,8 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
         raise CorruptCheckpointError(
             f"{where}: expected the metadata of a distributed checkpoint, found {type(found).__name__}"
         )
+    if seal is None and any(hasattr(info, "crc32") for info in found.storage_data.values()):
+        raise CorruptCheckpointError(f"{where}: Fastensor wrote this file, but its own CRC32 at the end is missing")
     return found
 
 

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -18,8 +17,9 @@ from torch.futures import Future
 
 from fastensor.backends import registry
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file, unpickled
-from fastensor.checkpoint.dcp.metadata import METADATA_NAME, check_planner_data, chunk_of, read_metadata
+from fastensor.checkpoint.dcp.metadata import check_planner_data, chunk_of, read_metadata
 from fastensor.checkpoint.dcp.storage import directory_at
+from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
@@ -29,9 +29,9 @@ from fastensor.select.transfer import BackendChoice, check_choice
 class FastensorStorageReader(FileSystemReader):
     """Reads a distributed checkpoint: takes the place of torch's ``FileSystemReader`` and ``FsspecReader``.
 
-    It reads what :class:`FastensorStorageWriter` or torch's writers have written, with ``SerializationFormat.TORCH_SAVE``
-    and with any planner. Every item that a load needs is compared with the CRC32 that the metadata has for it; in files
-    of torch's writers, with those of the item's own records.
+    It reads what :class:`FastensorStorageWriter` or torch's writers have written in the format
+    ``SerializationFormat.TORCH_SAVE``, with any planner. Every item that a load needs is compared with the CRC32 that
+    the metadata has for it; in files of torch's writers, with those of the item's own records.
 
     Args:
         path: the directory, or a URL that ``fsspec`` knows.
@@ -105,7 +105,7 @@ class FastensorStorageReader(FileSystemReader):
             metadata = read_metadata(data, where=where)
             check_planner_data(metadata, where)
         else:
-            metadata = cast(Metadata, pickle.loads(data))  # noqa: S301  # the user trusts the file
+            metadata = cast(Metadata, pickle.loads(data))  # the user trusts the file
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -165,7 +165,7 @@ class FastensorStorageReader(FileSystemReader):
             return
         if item.transforms:
             data = self._transformed(item, requests[0], reader.read(item))
-            tensor = unpickled(data, f"{reader.where}: {item.title}", verify=self.verify)
+            tensor = unpickled(io.BytesIO(data), f"{reader.where}: {item.title}", verify=self.verify)
         else:
             targets = [planner.resolve_tensor(request).detach() for request in requests]
             if len(requests) == 1 and _takes_all(requests[0], item) and reader.read_into(item, targets[0]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import secrets
 import time
 import weakref
@@ -43,8 +42,9 @@ from torch.futures import Future
 
 from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.dcp.metadata import METADATA_NAME, file_names, read_metadata
+from fastensor.checkpoint.dcp.metadata import file_names, read_metadata, sealed
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
+from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.publish import KEPT
@@ -241,7 +241,7 @@ class FastensorStorageWriter(FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         name = self._metadata_name
         replaced = self._names_of_existing(name)
-        self._directory.replace(name, pickle.dumps(metadata), durable=self.sync_files)
+        self._directory.replace(name, sealed(metadata), durable=self.sync_files)
         self._remove_old(replaced, set(file_names(metadata)))
 
     @property
