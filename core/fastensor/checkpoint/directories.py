@@ -25,6 +25,8 @@ def metadata_names(location: Location) -> list[str]:
         return []
     found = locate(location)
     if isinstance(found, RemotePath):
+        if "." in found.path.rsplit("/", 1)[-1]:  # the name of a file, for which a server need not be asked
+            return []
         return [METADATA_NAME] if found.filesystem.isfile(f"{found.path.rstrip('/')}/{METADATA_NAME}") else []
     if not isinstance(found, str) or not os.path.isdir(found):
         return []

@@ -116,8 +116,12 @@ class LocalDirectory:
 
     def read(self, name: str) -> bytes:
         path = self.name_of(name)
-        with read_errors(path), Path(path).open("rb") as file:
-            return file.read()
+        with read_errors(path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return posix.read_exactly(fd, 0, os.fstat(fd).st_size)
+            finally:
+                posix.close_read_only(fd)
 
     def open(self, name: str) -> AbstractContextManager[OpenedFile]:
         return opened(self.name_of(name))
