@@ -132,11 +132,11 @@ def test_files_of_different_saves(tmp_path: Path) -> None:
     for step in (1, 2):
         save(stamped(step), FastensorStorageWriter(tmp_path / str(step)))
     shutil.copy(tmp_path / "1" / ".metadata", tmp_path / "2")
-    with pytest.raises(dcp.api.CheckpointException, match="is missing.*another save"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"is missing.*another save"):
         load(emptied(), FastensorStorageReader(tmp_path / "2"))
     (one,), (two,) = ((tmp_path / name).glob("*.distcp") for name in "12")
     shutil.move(two, two.with_name(one.name))
-    with pytest.raises(dcp.api.CheckpointException, match="has CRC32 .* of another save"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"has CRC32 .* of another save"):
         load(emptied(), FastensorStorageReader(tmp_path / "2"))
 
 

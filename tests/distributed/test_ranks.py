@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+from fastensor.testing import failing_call
 
 
 def test_sharded_states_on_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -146,9 +147,11 @@ def _fail(rank: int, folder: Path) -> None:
     save(sharded(mesh, 1), writer, no_dist=False)
     before = sorted(os.listdir(folder / "x"))
     for failing in (0, 1):
-        with fastensor.testing.failing_call(20 if rank == failing else 10**9) as fault:
-            with pytest.raises(dcp.api.CheckpointException) as caught:
-                save(sharded(mesh, 2), writer, no_dist=False)
+        with (
+            failing_call(20 if rank == failing else 10**9) as fault,
+            pytest.raises(dcp.api.CheckpointException) as caught,
+        ):
+            save(sharded(mesh, 2), writer, no_dist=False)
         assert bool(fault.fired) == (rank == failing)
         assert list(caught.value.failures) == [failing]
     dist.barrier()

@@ -35,7 +35,10 @@ class Item:
 
     fqn: str
     """The name of the tensor or object."""
+    chunk_offset: tuple[int, ...]
+    """Where in the tensor the chunk begins; empty for another object."""
     file: str
+    """The name of the file."""
     offset: int
     nbytes: int
     crc32: int | None
