@@ -114,7 +114,7 @@ def lies() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", lies())
 def test_lies(name: str) -> None:
-    with pytest.raises(fastensor.CorruptCheckpointError, match="^where: "):
+    with pytest.raises(fastensor.CorruptCheckpointError, match=r"^where: "):
         read_metadata(pickle.dumps(lies()[name]), where="where")
 
 

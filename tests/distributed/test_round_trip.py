@@ -73,7 +73,7 @@ def test_items_are_those_of_torch(dtype: torch.dtype, shape: list[int], order: l
         assert item.crc32(checksums) == zlib.crc32(data[item.offset : item.offset + item.nbytes])
     for item in plan.items[1:]:
         assert without_id(data[item.offset : item.offset + item.nbytes]) == without_id(by_torch.getvalue())
-    if tensor.is_contiguous():
+    if tensor.stride() == torch.empty(tensor.shape).stride() and not (tensor.storage_offset() and 0 in tensor.shape):
         archive = shards.archive_of(dtype, tensor.shape)
         assert archive is not None
         assert data[plan.items[1].offset :].startswith(archive.head)
@@ -263,5 +263,5 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         FastensorStorageWriter(tmp_path, thread_count=0)
     with pytest.raises(fastensor.UnknownFilesystemError):
         FastensorStorageWriter("nosuch://x")
-    with pytest.raises(TypeError, match="path or URL of a directory"):
+    with pytest.raises(TypeError, match="expected str"):
         FastensorStorageReader(io.BytesIO())  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ class DirectoryTensors:
         entry = self.entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         items = self._items.get(name, [])
-        if sum(math.prod(item.shape or (0,)) for item in items) != tensor.numel():
+        if sum(math.prod(item.shape) for item in items if item.shape is not None) != tensor.numel():
             raise CorruptCheckpointError(
                 f"{self._directory.path}: the chunks of {name!r} are not as many elements as it has: the metadata are "
                 f"damaged, or not all of its ranks have saved"

@@ -68,7 +68,10 @@ class Item:
         if archive is not None and archive.nbytes != info.length:
             archive = None
         crc32 = getattr(info, "crc32", None)
-        return cls(index.fqn, info.relative_path, info.offset, info.length, crc32, transforms, dtype, shape, archive)
+        at = tuple(index.offset or ())
+        return cls(
+            index.fqn, at, info.relative_path, info.offset, info.length, crc32, transforms, dtype, shape, archive
+        )
 
     @property
     def title(self) -> str:

@@ -19,6 +19,9 @@ from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS, NewFile
 from fastensor.files.os_errors import read_errors, write_errors
 
+_NOT_REMOVED = "a file that is not needed any more cannot be removed"
+_IN_PLACE = "the checkpoint beside it is complete"
+
 
 class Directory(Protocol):
     """The directory of one checkpoint."""
@@ -104,13 +107,14 @@ class LocalDirectory:
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         path = self.name_of(name)
-        with write_errors(path, "the save failed", KEPT), NewFile(path) as new:
+        opened: list[NewFile] = []
+        with write_errors(path, "the save failed", lambda: _left(opened)), NewFile(path) as new:
+            opened.append(new)
             posix.write_fully(new.fd, memoryview(data), 0)
             if durable:
                 posix.sync_file(new.fd)
                 self.sync()
             new.publish()
-        with write_errors(path, "the new checkpoint is in place, but a power failure may bring back the old one"):
             if durable:
                 posix.sync_directory(self.path)
 
@@ -133,13 +137,20 @@ class LocalDirectory:
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             path = self.name_of(name)
-            with write_errors(path, "a file of an older checkpoint cannot be removed"), suppress(FileNotFoundError):
+            with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
                 os.unlink(path)
 
     def is_left_over(self, name: str) -> bool:
         with suppress(FileNotFoundError):
             return os.stat(self.name_of(name)).st_mtime < time.time() - LEFTOVER_SECONDS
         return False
+
+
+def _left(opened: list[NewFile]) -> str:
+    """What the directory holds after a failure."""
+    if any(new.published for new in opened):
+        return "the new checkpoint is in place, but a power failure may bring back the old one"
+    return KEPT
 
 
 class RemoteDirectory:
@@ -201,7 +212,7 @@ class RemoteDirectory:
         for name in names:
             where = self.name_of(name)
             with (
-                write_errors(where, "a file of an older checkpoint cannot be removed"),
+                write_errors(where, _NOT_REMOVED, _IN_PLACE),
                 suppress(FileNotFoundError),
                 refusals_as_os_errors(),
             ):

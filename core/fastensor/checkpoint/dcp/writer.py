@@ -154,6 +154,8 @@ class FastensorStorageWriter(FileSystemWriter):
         self._directory = directory_at(path, self._storage_options)
         self.fs = self._directory.filesystem
         self.path = self._directory.as_torch_names_it
+        self._replaced: set[str] = set()
+        """Files of replaced checkpoints in the directory that have not been removed yet."""
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process: memory for staging, and connections, which are opened anew."""
@@ -240,9 +242,9 @@ class FastensorStorageWriter(FileSystemWriter):
         metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
         metadata.storage_meta = self.storage_meta()
         name = self._metadata_name
-        replaced = self._names_of_existing(name)
+        self._replaced |= self._names_of_existing(name)
         self._directory.replace(name, sealed(metadata), durable=self.sync_files)
-        self._remove_old(replaced, set(file_names(metadata)))
+        self._remove_old(set(file_names(metadata)))
 
     @property
     def _is_alone(self) -> bool:
@@ -366,15 +368,16 @@ class FastensorStorageWriter(FileSystemWriter):
             return frozenset(file_names(found))
         return frozenset()
 
-    def _remove_old(self, replaced: frozenset[str], current: set[str]) -> None:
-        """Remove the files of the checkpoint that was replaced, and what killed processes have left long ago."""
-        old = set(replaced)
+    def _remove_old(self, current: set[str]) -> None:
+        """Remove the files of checkpoints that were replaced, and what killed processes have left long ago."""
+        old = set(self._replaced)
         if not self._is_alone:
             old.update(
                 name for name in self._directory.names()
                 if _is_ours(name) and name not in current and self._directory.is_left_over(name)
             )  # fmt: skip
         self._directory.remove(sorted(old - current))
+        self._replaced.clear()
 
     def _remove_unfinished(self) -> None:
         """Remove what this rank has written last, if that did not become a part of a checkpoint."""

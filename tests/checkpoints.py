@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+TIMEOUT_SECONDS = 40
 
 
 def save(state: dict[str, Any], writer: Any, *, no_dist: bool = True, **options: Any) -> Metadata:
@@ -35,6 +38,7 @@ def state_of_all_kinds() -> dict[str, Any]:
     base = torch.randn(300, 500)
     return {
         "dtypes": {str(dtype).rpartition(".")[2]: random_bytes(dtype, [3, 5], 7) for dtype in DTYPES},
+        "plain": {"a": torch.randn(40, 70), "b.c": torch.arange(5)},
         "large": base,
         "transposed": base.t(),
         "rows": base[100:200],
@@ -109,7 +113,13 @@ def join(folder: str | Path, rank: int, world: int) -> DeviceMesh:
     """Join the group of a test's processes."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store-{world}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
     return init_device_mesh("cpu", (world,))
 
 
