@@ -141,8 +141,9 @@ class LocalDirectory:
                 os.unlink(path)
 
     def is_left_over(self, name: str) -> bool:
-        with suppress(FileNotFoundError):
-            return os.stat(self.name_of(name)).st_mtime < time.time() - LEFTOVER_SECONDS
+        path = self.name_of(name)
+        with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
+            return os.stat(path).st_mtime < time.time() - LEFTOVER_SECONDS
         return False
 
 

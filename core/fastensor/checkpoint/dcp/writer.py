@@ -374,7 +374,7 @@ class FastensorStorageWriter(FileSystemWriter):
         if not self._is_alone:
             old.update(
                 name for name in self._directory.names()
-                if _is_ours(name) and name not in current and self._directory.is_left_over(name)
+                if _is_ours(name) and name not in old | current and self._directory.is_left_over(name)
             )  # fmt: skip
         self._directory.remove(sorted(old - current))
         self._replaced.clear()
