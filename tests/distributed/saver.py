@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints import join, save, stamped
 
 WORLD = 2
+NEVER = -1
 STEPS = 3
 CALLS = ("open", "pwrite", "fsync", "link", "rename", "unlink", "close")
 
@@ -39,7 +40,7 @@ def main() -> None:
         for one in range(WORLD):
             pid = os.fork()
             if pid == 0:
-                fatal = int(call) if one == int(rank) else 0
+                fatal = int(call) if one == int(rank) else NEVER
                 run(store, folder, one, int(first), fatal, asynchronous=way == "async")
                 os._exit(0)
             children.append(pid)

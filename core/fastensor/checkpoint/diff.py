@@ -134,9 +134,9 @@ def _described(info: TensorInfo) -> str:
 
 def _compare(name: str, one: _Side, two: _Side) -> TensorDifference | None:
     infos = one.tensors[name], two.tensors[name]
-    described = [_described(info) for info in infos]
-    if described[0] != described[1]:
-        return TensorDifference(name, *described)
+    kinds = _described(infos[0]), _described(infos[1])
+    if kinds[0] != kinds[1]:
+        return TensorDifference(name, *kinds)
     tensors = [side.read(name).contiguous().view(-1) for side in (one, two)]
     elements = 0
     largest = 0.0
@@ -151,7 +151,7 @@ def _compare(name: str, one: _Side, two: _Side) -> TensorDifference | None:
             values = [part[differing].to(torch.complex128) for part in parts]
             found = float((values[0] - values[1]).abs().max())
             largest = found if math.isnan(found) else max(largest, found)
-    return TensorDifference(name, *described, elements, largest) if elements else None
+    return TensorDifference(name, *kinds, elements, largest) if elements else None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -221,7 +221,7 @@ def _borrowed(tensor: torch.Tensor) -> tuple[TensorArchive, torch.UntypedStorage
         or tensor.device.type == "meta"
     ):
         return None
-    dtype, shape, stride, nbytes = tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.nbytes
+    dtype, shape, stride, nbytes = tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.nbytes)
     storage = tensor.untyped_storage()
     if storage.nbytes() == nbytes:
         archive = _archive(dtype, shape, stride, tensor.storage_offset(), nbytes)
@@ -312,14 +312,11 @@ def _pickled(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     """The pickle of a plain tensor of the host, made without the tensor, which may be larger than the memory."""
     kind = storage_class(dtype)
     hooks: OrderedDict[Any, Any] = OrderedDict()
+    more: tuple[torch.dtype, ...] = ()
+    function: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v2
     if kind is None:
-        stored, function, more = (
-            _Stored(torch.storage.UntypedStorage, nbytes),
-            torch._utils._rebuild_tensor_v3,
-            (dtype,),
-        )
-    else:
-        stored, function, more = _Stored(kind, nbytes // dtype.itemsize), torch._utils._rebuild_tensor_v2, ()
+        kind, more, function = torch.storage.UntypedStorage, (dtype,), torch._utils._rebuild_tensor_v3
+    stored = _Stored(kind, nbytes // (1 if more else dtype.itemsize))
     file = io.BytesIO()
     _TensorPickler(file, _PROTOCOL).dump(_Rebuilt(function, (stored, offset, shape, stride, False, hooks, *more)))
     return file.getvalue()

@@ -9,14 +9,15 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from isal import isal_zlib
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.convert import plan_stand_ins, untouched
@@ -185,8 +186,7 @@ def from_directory(source: Location, target: Location, settings: Settings, progr
             if name is None:
                 storages.append(storage)
                 continue
-            done = before
-            storages.append(_TensorBytes(tensors, name, lambda read, done=done: progress(done + read, total)))
+            storages.append(_TensorBytes(tensors, name, partial(_add, progress, before, total)))
             before += tensors.nbytes(name)
         return replace(planned, storages=tuple(storages))
 
@@ -194,6 +194,10 @@ def from_directory(source: Location, target: Location, settings: Settings, progr
         target, _refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
     )
     return transaction.run(plan)
+
+
+def _add(progress: Progress, before: int, total: int, read: int) -> None:
+    progress(before + read, total)
 
 
 def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
@@ -241,7 +245,7 @@ def to_directory(
     writer = FastensorStorageWriter(target, sync_files=durable, backend=backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch: that there are no other processes
-        metadata = dcp.save(state, storage_writer=writer, no_dist=True)
+        metadata = save(state, storage_writer=writer, no_dist=True)
     ended = time.perf_counter()
     return SaveReport(
         path=str(writer.checkpoint_id),

@@ -133,7 +133,7 @@ class _Builder:
         if isinstance(value, UnknownObject):
             return self._object(value)
         if isinstance(value, dict):
-            made = OrderedDict() if isinstance(value, OrderedDict) else {}
+            made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
             made.update((self.build(key), self.build(one)) for key, one in dict.items(value))
             return made
         if isinstance(value, tuple):
@@ -224,11 +224,13 @@ def _properties(builder: _Builder, value: UnknownObject) -> TensorProperties:
     _check(isinstance(dtype, torch.dtype), "a tensor without a dtype")
     _check(isinstance(layout, UnknownObject) and layout.name == _LAYOUT, "a tensor without a layout")
     name = _text(layout.parts[1][0])
-    found = vars(torch).get(name.removeprefix("torch."))
+    found: Any = vars(torch).get(name.removeprefix("torch."))
     _check(isinstance(found, torch.layout), f"a layout {name!r}, which torch does not have")
     made = TensorProperties(dtype, found, bool(requires_grad is True), pin_memory=bool(pin_memory is True))
     _check(isinstance(encoding, UnknownObject) and encoding.name.endswith("._MEM_FORMAT_ENCODING"), "no memory format")
-    made.__setstate__((dtype, found, made.requires_grad, _MEM_FORMAT_ENCODING(encoding.parts[1][0]), made.pin_memory))
+    made.__setstate__(  # type: ignore[no-untyped-call]  # torch gives it no types
+        (dtype, found, made.requires_grad, _MEM_FORMAT_ENCODING(encoding.parts[1][0]), made.pin_memory)
+    )
     return made
 
 

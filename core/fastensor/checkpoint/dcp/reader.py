@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -71,7 +71,7 @@ class FastensorStorageReader(FileSystemReader):
 
     def _move_to(self, path: str | os.PathLike[str]) -> None:
         self._directory = directory_at(path, self._storage_options)
-        self.fs = self._directory.filesystem
+        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
         self.path = self._directory.as_torch_names_it
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -29,13 +29,14 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
+    FileSystem,
     FileSystemWriter,
     SerializationFormat,
     _split_by_size_and_type,
     _StorageInfo,
     _write_item,
 )
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -152,7 +153,7 @@ class FastensorStorageWriter(FileSystemWriter):
 
     def _move_to(self, path: str | os.PathLike[str]) -> None:
         self._directory = directory_at(path, self._storage_options)
-        self.fs = self._directory.filesystem
+        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
         self.path = self._directory.as_torch_names_it
         self._replaced: set[str] = set()
         """Files of replaced checkpoints in the directory that have not been removed yet."""
@@ -182,7 +183,7 @@ class FastensorStorageWriter(FileSystemWriter):
         except (FastensorError, TypeError):
             return False
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state to memory of the host, so that training may change it while it is saved."""
         if not self.cache_staged_state_dict:
             return super().stage(state_dict)
