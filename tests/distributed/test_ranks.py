@@ -71,16 +71,18 @@ def _train(mesh: DeviceMesh, folder: Path) -> None:
         optimizer.zero_grad()
 
     model, optimizer = begin()
+    group = dist.new_group()  # the save's collectives must not mix with those of training
     writer = FastensorStorageWriter(folder / "training")
     for step in range(3):
         train(model, optimizer, step)
         states = get_state_dict(model, optimizer)
-        future: Any = dcp.async_save(dict(zip(("model", "optimizer"), states, strict=True)), storage_writer=writer)
+        state = dict(zip(("model", "optimizer"), states, strict=True))
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group)
         train(model, optimizer, 100 + step)  # while it is written
         future.result()
     fresh, fresh_optimizer = begin()
     states = get_state_dict(fresh, fresh_optimizer)
-    state: dict[str, Any] = dict(zip(("model", "optimizer"), states, strict=True))
+    state = dict(zip(("model", "optimizer"), states, strict=True))
     load(state, FastensorStorageReader(folder / "training"), no_dist=False)
     set_state_dict(fresh, fresh_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     train(fresh, fresh_optimizer, 102)

@@ -221,7 +221,8 @@ def _borrowed(tensor: torch.Tensor) -> tuple[TensorArchive, torch.UntypedStorage
         or tensor.device.type == "meta"
     ):
         return None
-    dtype, shape, stride, nbytes = tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.nbytes)
+    dtype, shape, stride = tensor.dtype, tuple(tensor.size()), tensor.stride()
+    nbytes = tensor.numel() * tensor.element_size()
     storage = tensor.untyped_storage()
     if storage.nbytes() == nbytes:
         archive = _archive(dtype, shape, stride, tensor.storage_offset(), nbytes)
