@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import secrets
 import time
 import weakref
@@ -43,14 +44,14 @@ from torch.futures import Future
 
 from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.dcp.metadata import file_names, read_metadata, sealed
+from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.save_transaction import write_by_backend
-from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError, UnsupportedContentError
+from fastensor.errors import FastensorError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
@@ -59,6 +60,9 @@ from fastensor.stitch import safetensors, shards
 from fastensor.stitch.source import Plan
 
 _TOKEN_NBYTES = 4
+_OUR_NAME = re.compile(r"__\d+_[0-9a-f]{8}_\d+\.distcp")
+_FILE_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{8}_)?\d+\.distcp")
+"""Names of files as they stand in a pickle of metadata, which need not be read whole to find them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,12 +366,11 @@ class FastensorStorageWriter(FileSystemWriter):
             offset += data.nbytes
         return results
 
-    def _names_of_existing(self, name: str) -> frozenset[str]:
-        """The files of the checkpoint that is about to be replaced; none if there is none that can be read."""
-        with suppress(FileNotFoundError, CorruptCheckpointError, UnsafeCheckpointError):
-            found = read_metadata(self._directory.read(name), where=self._directory.name_of(name))
-            return frozenset(file_names(found))
-        return frozenset()
+    def _names_of_existing(self, name: str) -> set[str]:
+        """The files of the checkpoint that is about to be replaced, ours or torch's; none if there is none."""
+        with suppress(FileNotFoundError):
+            return {found.decode() for found in _FILE_NAMES.findall(self._directory.read(name))}
+        return set()
 
     def _remove_old(self, current: set[str]) -> None:
         """Remove the files of checkpoints that were replaced, and what killed processes have left long ago."""
@@ -375,7 +378,7 @@ class FastensorStorageWriter(FileSystemWriter):
         if not self._is_alone:
             old.update(
                 name for name in self._directory.names()
-                if _is_ours(name) and name not in old | current and self._directory.is_left_over(name)
+                if _OUR_NAME.fullmatch(name) and name not in old | current and self._directory.is_left_over(name)
             )  # fmt: skip
         self._directory.remove(sorted(old - current))
         self._replaced.clear()
@@ -410,16 +413,3 @@ def _result(item: WriteItem, name: str, offset: int, nbytes: int, crc32: int | N
 def _write_all(file: Any, data: memoryview) -> None:
     while data.nbytes:
         data = data[file.write(data) :]
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a file has a name as our writer gives it, such as ``__0_1f2e3d4c_0.distcp``."""
-    parts = name.removesuffix(DEFAULT_SUFFIX).split("_")
-    return (
-        name.endswith(DEFAULT_SUFFIX)
-        and len(parts) == 5
-        and parts[:2] == ["", ""]
-        and parts[2].isdecimal()
-        and len(parts[3]) == 2 * _TOKEN_NBYTES
-        and parts[4].isdecimal()
-    )
