@@ -67,16 +67,16 @@ def test_flipped_bits_are_found_and_named(tmp_path: Path, writer: Any, tally: Co
 
 
 @pytest.mark.torture
-def test_every_byte_is_compared(tmp_path: Path, tally: Counter[str]) -> None:
-    save({"a": torch.arange(9), "b": torch.arange(20_000), "step": 3}, FastensorStorageWriter(tmp_path))
+def test_many_flipped_bits(tmp_path: Path, tally: Counter[str]) -> None:
+    save(stamped(3), FastensorStorageWriter(tmp_path))
     (path,) = tmp_path.glob("*.distcp")
-    flip_bits(path, 4000, tally, named=True)
+    flip_bits(path, 3000, tally, named=True)
 
 
 def flip_bits(path: Path, times: int, tally: Counter[str], *, named: bool) -> None:
     sound = path.read_bytes()
     moments = random.Random(7)
-    expected = load(emptied(), FastensorStorageReader(path.parent), planner=lenient())
+    expected = load(emptied(), FastensorStorageReader(path.parent))
     for _ in range(times):
         at = moments.randrange(len(sound))
         data = bytearray(sound)
@@ -85,7 +85,7 @@ def flip_bits(path: Path, times: int, tally: Counter[str], *, named: bool) -> No
         tally["bits flipped"] += 1
         found = emptied()
         try:
-            load(found, FastensorStorageReader(path.parent), planner=lenient())
+            load(found, FastensorStorageReader(path.parent))
         except dcp.api.CheckpointException as error:
             assert path.name in str(error)
             assert "item '" in str(error)
@@ -96,10 +96,6 @@ def flip_bits(path: Path, times: int, tally: Counter[str], *, named: bool) -> No
             with pytest.raises(fastensor.DamagedCheckpointError, match="item '"):
                 fastensor.verify(path.parent)
     path.write_bytes(sound)
-
-
-def lenient() -> Any:
-    return dcp.DefaultLoadPlanner(allow_partial_load=True)
 
 
 def test_flipped_bits_in_metadata(tmp_path: Path, tally: Counter[str]) -> None:

@@ -231,7 +231,7 @@ def _borrowed(tensor: torch.Tensor) -> tuple[TensorArchive, torch.UntypedStorage
     else:
         clone_stride = torch.empty_like(tensor, device="meta").stride()
         archive = _archive(dtype, shape, clone_stride, 0, nbytes)
-        before = tensor.storage_offset() * dtype.itemsize
+        before = int(tensor.storage_offset()) * dtype.itemsize
         is_whole = 0 in shape or (clone_stride == stride and is_dense(shape, stride))
     if archive is None:
         return None
