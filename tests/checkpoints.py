@@ -90,6 +90,12 @@ def stamped(step: int) -> dict[str, Any]:
     }
 
 
+def unstamped() -> dict[str, Any]:
+    """A state to load a stamped one into."""
+    state: dict[str, Any] = emptied(stamped(0))
+    return state
+
+
 def step_of(state: Any) -> int:
     """The step in a state, which is one and the same everywhere."""
     steps: set[int] = set()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import load, save, stamped, step_of
+from checkpoints import load, save, stamped, step_of, unstamped
 from torch.distributed.checkpoint import FileSystemWriter
 
 import fastensor
@@ -21,15 +21,6 @@ from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWri
 from fastensor.testing import failing_call, short_call
 
 MOST_CALLS = 200
-
-
-def emptied() -> dict[str, Any]:
-    return {
-        "large": torch.zeros(50_000, dtype=torch.int64),
-        "small": torch.zeros(3, dtype=torch.int64),
-        "layers": {f"{number}.weight": torch.zeros(10, 7, dtype=torch.int64) for number in range(4)},
-        "step": None,
-    }
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, 0])
@@ -49,7 +40,7 @@ def test_every_call_fails(tmp_path: Path, code: int, options: dict[str, Any], ta
         if not fault.fired:
             break
         tally["faults injected"] += 1
-        found = step_of(load(emptied(), FastensorStorageReader(folder)))
+        found = step_of(load(unstamped(), FastensorStorageReader(folder)))
         assert found in ({step, step + 1} if raised else {step + 1})
         assert "is in place" in raised or "is complete" in raised or not raised or found == step, raised
         step = found
@@ -76,14 +67,14 @@ def test_many_flipped_bits(tmp_path: Path, tally: Counter[str]) -> None:
 def flip_bits(path: Path, times: int, tally: Counter[str], *, named: bool) -> None:
     sound = path.read_bytes()
     moments = random.Random(7)
-    expected = load(emptied(), FastensorStorageReader(path.parent))
+    expected = load(unstamped(), FastensorStorageReader(path.parent))
     for _ in range(times):
         at = moments.randrange(len(sound))
         data = bytearray(sound)
         data[at] ^= 1 << moments.randrange(8)
         path.write_bytes(data)
         tally["bits flipped"] += 1
-        found = emptied()
+        found = unstamped()
         try:
             load(found, FastensorStorageReader(path.parent))
         except dcp.api.CheckpointException as error:
@@ -129,11 +120,11 @@ def test_files_of_different_saves(tmp_path: Path) -> None:
         save(stamped(step), FastensorStorageWriter(tmp_path / str(step)))
     shutil.copy(tmp_path / "1" / ".metadata", tmp_path / "2")
     with pytest.raises(dcp.api.CheckpointException, match=r"is missing.*another save"):
-        load(emptied(), FastensorStorageReader(tmp_path / "2"))
+        load(unstamped(), FastensorStorageReader(tmp_path / "2"))
     (one,), (two,) = ((tmp_path / name).glob("*.distcp") for name in "12")
     shutil.move(two, two.with_name(one.name))
     with pytest.raises(dcp.api.CheckpointException, match=r"has CRC32 .* of another save"):
-        load(emptied(), FastensorStorageReader(tmp_path / "2"))
+        load(unstamped(), FastensorStorageReader(tmp_path / "2"))
 
 
 def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
@@ -141,7 +132,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.distcp")
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(dcp.api.CheckpointException, match="cut off"):
-        load(emptied(), FastensorStorageReader(tmp_path))
+        load(unstamped(), FastensorStorageReader(tmp_path))
     with pytest.raises(fastensor.CorruptCheckpointError, match="cut off"):
         fastensor.verify(tmp_path)
 
@@ -150,7 +141,7 @@ def test_an_incomplete_checkpoint(tmp_path: Path) -> None:
     save(stamped(1), FastensorStorageWriter(tmp_path))
     (tmp_path / ".metadata").unlink()
     with pytest.raises(dcp.api.CheckpointException, match="No such file"):
-        load(emptied(), FastensorStorageReader(tmp_path))
+        load(unstamped(), FastensorStorageReader(tmp_path))
 
 
 def test_old_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
