@@ -6,6 +6,7 @@ from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
 from fastensor.checkpoint.asynchronous.writer import AsyncWriter
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.convert import convert
+from fastensor.checkpoint.diff import Difference, TensorDifference, diff
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.lazy import LazyCheckpoint, open
 from fastensor.checkpoint.load import load, load_with_report
@@ -60,6 +61,9 @@ __all__ = [
     "Damage",
     "inspect",
     "Inspection",
+    "diff",
+    "Difference",
+    "TensorDifference",
     "convert",
     # single tensors
     "TensorStore",

@@ -17,7 +17,14 @@ from programs import Program
 import fastensor
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "core/FORMAT.md", "docs/accelerate.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "core/FORMAT.md",
+    "docs/accelerate.md",
+    "docs/distributed.md",
+]
 
 
 def run(*arguments: object, cwd: Path, lightning: bool = False) -> str:

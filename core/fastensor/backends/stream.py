@@ -21,8 +21,10 @@ NAME = "stream"
 """The name of this way in reports. The target decides about it, not a user, so it is no registered backend."""
 
 
-def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
+def write_stream(source: Source, write: Callable[[memoryview], object]) -> tuple[int, ...]:
     """Pass the whole file to ``write`` in order, in pieces that stay unchanged until ``write`` returns.
+
+    Returns the CRC32 of each storage's payload.
 
     If the file has checksums in front of the bytes that they are of, the state is staged twice, first only for the
     checksums.
@@ -40,6 +42,7 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> None:
             raise StateChangedError(
                 "tensors changed while they were being saved; keep them unchanged until save returns"
             )
+        return stager.checksums
 
 
 def checksums_of(source: Source) -> tuple[int, ...]:

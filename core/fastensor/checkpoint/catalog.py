@@ -143,7 +143,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         seen[path] = count = seen.get(path, 0) + 1
         name = path if count == 1 else f"{path}#{count}"
         if not isinstance(value, PickledTensor):
-            others[name] = _in_words(value)
+            others[name] = in_words(value)
             continue
         part = _part_of(value, name, archive.storages, file.where)
         crc32 = part.crc32 if part else None
@@ -218,7 +218,7 @@ def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
     """A short text for a value. Of a container, only the size is shown: it may be its own element."""
     if isinstance(value, UnknownObject):
         return f"<{value.name[:_SHOWN]}>"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
+from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, opened
@@ -28,6 +30,7 @@ from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.pickle_records import PickledTensor
+from fastensor.stitch.shape import row_major
 from fastensor.stitch.source import Plan
 
 _SHOWN = 5
@@ -43,21 +46,24 @@ def convert(
     metadata: Mapping[str, str] | None = None,
     checksums: bool = True,
     copy_ties: bool = False,
-    container: SavedContainer | None = None,
+    container: SavedContainer | Literal["dcp"] | None = None,
     verify: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt`` and ``.safetensors``.
+    """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt``, ``.safetensors`` and directories of
+    ``torch.distributed.checkpoint``.
 
     Tensors are compared with the checksums of the source, and the new file carries checksums, so this also adds them to
     files of other tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: if
     anything fails, it is not touched, unless it is an open file. It may be the source, if nothing in that is lost.
 
     Args:
-        source: a file that holds a dict from names to dense tensors, in any container but that of torch before 1.6.
-        target: as for :func:`fastensor.save`.
+        source: a file that holds a dict from names to dense tensors, in any container but that of torch before 1.6; or
+            the directory of a distributed checkpoint. Of that, one tensor at a time is put together in memory; a torch
+            file also gets the other objects, if ``weights_only=True`` allows them.
+        target: as for :func:`fastensor.save`; or, with ``container="dcp"``, a directory.
         root: the name of the dict within the source, such as ``state_dict`` of a Lightning checkpoint. None means all
             of it.
         metadata: texts for a safetensors target. None keeps those of a safetensors source; a torch file has no room
@@ -65,7 +71,8 @@ def convert(
         checksums: as for :func:`fastensor.save`.
         copy_ties: write tensors that share memory once for each name, where a safetensors file would refuse them. In a
             torch file they would be separate tensors, too.
-        container: as for :func:`fastensor.save`.
+        container: as for :func:`fastensor.save`; ``"dcp"`` for a distributed checkpoint, which holds everything that
+            the source does. The source is then loaded by ``mmap``.
         verify: whether to compare tensors with the checksums of the source.
         backend: how bytes are moved on both sides.
         durable: as for :func:`fastensor.save`.
@@ -88,6 +95,13 @@ def convert(
     >>> fastensor.load(f"{folder}/a.safetensors")
     {'weight': tensor([1., 1.])}
     """
+    if container == "dcp" or metadata_names(source):
+        from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
+
+        if container == "dcp":
+            return of_directories.to_directory(source, target, root, verify=verify, backend=backend, durable=durable)
+        settings = of_directories.Settings(root, metadata, checksums, container, verify, backend, durable)
+        return of_directories.from_directory(source, target, settings, progress or (lambda done, total: None))
     kind = choose_container(container, name_of(target), metadata, checksums)
     with ExitStack() as stack:
         file = stack.enter_context(opened(source))
@@ -118,19 +132,42 @@ def _plan_without_values(
     checksums: bool,
     where: str,
 ) -> tuple[Plan, list[Located]]:
-    """Lay out the target by stand-ins for the tensors, whose memory is never touched: only their sizes count.
+    """Lay out the target by stand-ins for the tensors.
 
     Returns:
         The plan, whose storages are to be replaced; and the tensors in the order of its storages.
     """
     stand_ins = {name: _stand_in(name, one, where) for name, one in tensors.items()}
+    planned, names = plan_stand_ins(stand_ins, stand_ins, kind, texts, checksums)
+    return planned, [tensors[name] for name in names if name is not None]
+
+
+def plan_stand_ins(
+    state: Any,
+    stand_ins: Mapping[str, torch.Tensor],
+    kind: SavedContainer,
+    texts: Mapping[str, str] | None,
+    checksums: bool,
+) -> tuple[Plan, list[str | None]]:
+    """Lay out a file in which some tensors are stand-ins, whose memory is never touched: only their sizes count.
+
+    Args:
+        state: what is saved; a dict of tensors for safetensors.
+        stand_ins: the stand-ins in it, by names.
+        kind: the container.
+        texts: for the metadata of safetensors.
+        checksums: as for :func:`fastensor.save`.
+
+    Returns:
+        The plan; and for each of its storages the name of the stand-in whose it is, or None.
+    """
     if kind == "safetensors":
-        planned: Plan = safetensors.plan(stand_ins, metadata=texts, checksums=checksums)
+        planned: Plan = safetensors.plan(state, metadata=texts, checksums=checksums)
     else:
-        whole = torch_zip.plan(stand_ins, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
+        whole = torch_zip.plan(state, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
         planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
     names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
-    return planned, [tensors[names[_identity(storage)]] for storage in planned.storages]
+    return planned, [names.get(_identity(storage)) for storage in planned.storages]
 
 
 def _is_same_file(source: Location, target: Location) -> bool:
@@ -249,13 +286,18 @@ def _stand_in(name: str, one: Located, where: str) -> torch.Tensor:
             f"{where}: {name!r} is not contiguous, so its bytes cannot be copied as they are; load it, and save "
             f".contiguous()"
         )
-    if not one.info.nbytes:
-        return torch.empty(one.info.shape, dtype=one.info.dtype, device="cpu")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE  # it may be larger than the machine's memory
-    memory = torch.frombuffer(mmap.mmap(-1, one.info.nbytes, flags=flags), dtype=torch.uint8)
-    stride = torch.empty(one.info.shape, device="meta").stride()
-    empty = torch.empty(0, dtype=one.info.dtype, device="cpu")
-    return empty.set_(memory.untyped_storage(), 0, one.info.shape, stride)
+    return untouched(one.info.dtype, one.info.shape)
+
+
+def untouched(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor that takes no memory until it is touched: it may be larger than the machine's."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(memory.untyped_storage(), 0, shape, row_major(shape))
 
 
 class _SourceTensors:

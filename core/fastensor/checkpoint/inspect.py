@@ -6,11 +6,12 @@ import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from fastensor.checkpoint.catalog import TensorInfo, overlapping, read_catalog
+from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import opened
 from fastensor.stitch.containers import Container
@@ -21,16 +22,18 @@ class Inspection:
     """The contents of a checkpoint."""
 
     path: str
-    container: Container
+    container: Container | Literal["dcp"]
+    """``dcp`` is a distributed checkpoint, whose parts are files."""
     nbytes: int
-    """Size of the file."""
+    """Size of the file, or of all files."""
     checked: bool
     """Whether the file carries checksums of its tensors. :func:`fastensor.verify` compares them."""
     tensors: tuple[TensorInfo, ...]
     others: Mapping[str, str]
     """Everything that is not a tensor: names, and values in words."""
     metadata: Mapping[str, str]
-    """The ``__metadata__`` of a safetensors file, without our checksums."""
+    """The ``__metadata__`` of a safetensors file, without our checksums. Of a distributed checkpoint, how many files it
+    has, and the version and the identity of its save."""
     refused: tuple[str, ...]
     """Classes and functions that the file needs and ``weights_only=True`` refuses. If it refuses the pickle as a whole,
     the reason."""
@@ -47,7 +50,8 @@ def inspect(path: Location) -> Inspection:
     """List what a checkpoint holds, without reading a tensor.
 
     Args:
-        path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`.
+        path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or the
+            directory of a checkpoint of ``torch.distributed.checkpoint``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -64,6 +68,10 @@ def inspect(path: Location) -> Inspection:
     >>> [(tensor.name, tensor.shape, tensor.nbytes) for tensor in found.tensors], found.others, found.checked
     ([('weight', (5, 2), 40)], {'epoch': '3'}, True)
     """
+    if metadata_names(path):
+        from fastensor.checkpoint.dcp.catalog import inspect_directory  # loads torch.distributed.checkpoint
+
+        return inspect_directory(cast(str, path))
     with opened(path) as file:
         catalog = read_catalog(file, verify=True)
         return Inspection(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -27,8 +28,12 @@ class RemotePath:
     """Inside the filesystem."""
 
 
-def locate(location: Location) -> str | RemotePath | BinaryIO:
+def locate(location: Location, storage_options: Mapping[str, Any] | None = None) -> str | RemotePath | BinaryIO:
     """The kind of a location: a local path (``file://`` URLs are such), a remote one, or an open file.
+
+    Args:
+        location: as users give it.
+        storage_options: what ``fsspec`` needs besides a URL, such as an account. Ignored for paths.
 
     Raises:
         UnknownFilesystemError: ``fsspec`` does not know the URL's protocol, or lacks the package for it.
@@ -37,7 +42,7 @@ def locate(location: Location) -> str | RemotePath | BinaryIO:
     if isinstance(location, str | os.PathLike):
         text: Any = os.fspath(location)
         if isinstance(text, str):
-            return _resolve_url(text) if _URL.match(text) else text
+            return _resolve_url(text, storage_options or {}) if _URL.match(text) else text
     elif hasattr(location, "read") or hasattr(location, "write"):
         return location
     raise TypeError(
@@ -54,16 +59,16 @@ def as_in_fsspec(path: str | os.PathLike[str]) -> str:
     Raises:
         UnknownFilesystemError: ``fsspec`` does not know the URL's protocol, or lacks the package for it.
     """
-    found = _resolve_url(os.fspath(path))
+    found = _resolve_url(os.fspath(path), {})
     return found.url if isinstance(found, RemotePath) else found
 
 
-def _resolve_url(url: str) -> str | RemotePath:
+def _resolve_url(url: str, storage_options: Mapping[str, Any]) -> str | RemotePath:
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        filesystem, path = url_to_fs(url)
+        filesystem, path = url_to_fs(url, **storage_options)
     except (ValueError, ImportError) as error:
         raise UnknownFilesystemError(
             f"{url}: fsspec cannot reach it ({error}); expected a path, or a URL such as s3://bucket/name whose "

@@ -202,7 +202,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
             if isinstance(target, str):
                 file: OpenedFile = _open_local(target, where, stack)
             elif isinstance(target, RemotePath):
-                file = _open_remote(target, where, stack)
+                file = open_remote(target, where, stack)
             else:
                 file = _borrow(target, where, stack)
         if file.nbytes <= 0:
@@ -219,7 +219,12 @@ def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
     return LocalFile(fd, where)
 
 
-def _open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
+def open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
+    """Open a remote file, or a local copy of it if the server sends no ranges. Both are closed with ``stack``.
+
+    Raises:
+        OSError: the filesystem refused an operation.
+    """
     try:
         return RemoteFile(target, where, stack)
     except OnlyWholeError as error:

@@ -380,23 +380,7 @@ class SaveTransaction:
             return None, registry.get(_NEEDS_NO_THREAD).write(source, fd)
         with self._timed("wait"):
             wait_for_space()
-        _reserve(fd, source.nbytes)
-        try:
-            transfer = Transfer.of_file(
-                self._backend,
-                os.path.dirname(new.path),
-                source.nbytes,
-                Context("write", source.device, warm=not self._durable),
-                [name for name in registry.names() if can_write(name, source)],
-                choose_writer(source.nbytes),
-                learn=self._durable and not source.throttled,  # an unsynced write ends in the page cache
-            )
-            checksums = transfer.run(
-                lambda backend: backend.write(source, fd), partial(record_fallback, self._fallbacks)
-            )
-        except BackendUnavailableError as error:
-            raise OSError(errno.EINVAL, str(error)) from error
-        return transfer, checksums
+        return write_by_backend(source, new, backend=self._backend, durable=self._durable, fallbacks=self._fallbacks)
 
     def _to_stream(self, source: Source | None, file: BinaryIO | InPlace) -> int:
         """Write to a file from its position on; returns the number of bytes."""
@@ -407,6 +391,42 @@ class SaveTransaction:
         with file_for_torch(lambda data, offset: counted.write(data)) as own:
             self._let_torch_write(own)
         return counted.nbytes
+
+
+def write_by_backend(
+    source: Source, new: NewFile, *, backend: BackendChoice, durable: bool, fallbacks: list[Fallback]
+) -> tuple[Transfer, Sequence[int]]:
+    """Write the contents of a new file by the chosen backend, or by the next one that can. Syncs nothing.
+
+    Args:
+        source: the contents.
+        new: the file, which is empty.
+        backend: the choice.
+        durable: whether the caller syncs the file afterwards.
+        fallbacks: backends that could not be used are added here.
+
+    Returns:
+        The transfer, whose time the caller reports, and the CRC32 of each storage's payload.
+
+    Raises:
+        OSError: no backend could write the file.
+        StateChangedError: a storage was resized meanwhile.
+    """
+    _reserve(new.fd, source.nbytes)
+    try:
+        transfer = Transfer.of_file(
+            backend,
+            os.path.dirname(new.path),
+            source.nbytes,
+            Context("write", source.device, warm=not durable),
+            [name for name in registry.names() if can_write(name, source)],
+            choose_writer(source.nbytes),
+            learn=durable and not source.throttled,  # an unsynced write ends in the page cache
+        )
+        checksums = transfer.run(lambda one: one.write(source, new.fd), partial(record_fallback, fallbacks))
+    except BackendUnavailableError as error:
+        raise OSError(errno.EINVAL, str(error)) from error
+    return transfer, checksums
 
 
 _under_way: list[SaveTransaction] = []

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.archive import read_archive, verify_compressed
+from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.read_options import ReadOptions
@@ -31,10 +32,10 @@ class VerifyReport:
     """The result of a :func:`verify`."""
 
     path: str
-    container: Container
-    """``torch``, ``safetensors``, or ``legacy`` for files of torch before 1.6."""
+    container: Container | Literal["dcp"]
+    """``torch``, ``safetensors``, ``legacy`` for files of torch before 1.6, or ``dcp`` for a distributed checkpoint."""
     nbytes: int
-    """Size of the file."""
+    """Size of the file, or of all files."""
     compared: int
     """How many parts were compared with a checksum."""
     compared_bytes: int
@@ -72,7 +73,8 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     """Read a checkpoint and compare all of it with its checksums, in bounded memory and without rebuilding anything.
 
     Args:
-        path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`.
+        path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or the
+            directory of a checkpoint of ``torch.distributed.checkpoint``.
         backend: as for :func:`fastensor.load`.
         progress: called after every few MiB with the bytes done and the bytes to do.
 
@@ -95,6 +97,10 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     """
     started = time.perf_counter()
     check_choice(backend)
+    if metadata_names(path):
+        from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
+
+        return verify_directory(cast(str, path), backend, progress or (lambda done, total: None))
     with opened(path) as file:
         container = container_of(file)
         tally = _Tally()

@@ -19,11 +19,13 @@ def add_to(commands: Any) -> None:
         description="Write a dict of tensors as .safetensors, or as .ckpt or .pt for torch.load, in bounded memory and "
         "verified on the way. B is replaced atomically.",
     )
-    parser.add_argument("source", metavar="A", help="path or URL of the file to read")
+    parser.add_argument("source", metavar="A", help="path or URL of the file or distributed checkpoint to read")
     parser.add_argument("target", metavar="B", help="path or URL of the file to write; its ending names the container")
     parser.add_argument("--root", metavar="KEY", help="the dict of tensors inside A, such as state_dict")
     parser.add_argument("--copy-ties", action="store_true", help="write each of the tensors that share memory")
-    parser.add_argument("--container", choices=["torch", "safetensors"], help="the container, whatever the ending")
+    parser.add_argument(
+        "--container", choices=["torch", "safetensors", "dcp"], help="the container, whatever the ending"
+    )
     parser.add_argument("--metadata", action="append", metavar="KEY=TEXT", help="for the metadata of safetensors")
     parser.add_argument("--backend", default="auto", help="the backend that writes B")
     parser.add_argument("--no-durable", action="store_true", help="do not wait until B survives a power failure")

@@ -26,7 +26,9 @@ def add_to(commands: Any) -> None:
         help="show what a file holds",
         description="Show what a checkpoint holds, without reading its tensors and without running any of its code.",
     )
-    parser.add_argument("file", metavar="FILE", help="path or URL")
+    parser.add_argument(
+        "file", metavar="FILE", help="path or URL of a file, or of the directory of a distributed checkpoint"
+    )
     parser.add_argument(
         "--key", action="append", dest="keys", metavar="KEY", help="show only this name, branch or glob pattern"
     )

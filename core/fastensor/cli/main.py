@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 
 from fastensor import __version__
-from fastensor.cli import convert, dictionary, doctor, inspect, tune, verify
+from fastensor.cli import convert, dictionary, diff, doctor, inspect, tune, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
 from fastensor.errors import FastensorError
 
-_COMMANDS = (verify, inspect, convert, dictionary, doctor, tune)
+_COMMANDS = (verify, inspect, diff, convert, dictionary, doctor, tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes those of the process.
 
     Returns:
-        0 if all is well; 1 if something is damaged, missing or refused; 2 for wrong arguments; 3 if a file has no
-        checksums to verify; 130 if interrupted.
+        0 if all is well; 1 if something is damaged, missing, refused or different; 2 for wrong arguments; 3 if a file
+        has no checksums to verify; 130 if interrupted.
     """
     parser = argparse.ArgumentParser(
         "fastensor", description="Look into PyTorch and safetensors checkpoints, and at how fast they are moved here."

@@ -24,7 +24,12 @@ def add_to(commands: Any) -> None:
         epilog="Exit status: 0 if all files are sound; 1 if a file is damaged or cannot be read; 3 if none is, but one "
         "has no checksums.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="path or URL")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="path or URL of a file, or of the directory of a distributed checkpoint",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--allow-unchecked", action="store_true", help="exit with 0 for files without checksums")
     parser.set_defaults(run=_run)

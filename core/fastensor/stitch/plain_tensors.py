@@ -62,13 +62,24 @@ def reduce_plain(obj: Any) -> Any:
         or obj.is_nested
         or obj.__dict__
         or obj._backward_hooks
-        or torch._utils.get_tensor_metadata(obj)  # type: ignore[no-untyped-call]  # torch gives it no types
+        or lazy_state(obj)
     ):
         return NotImplemented
     storage = ShownStorage(obj.untyped_storage(), obj.dtype)
     hooks: OrderedDict[Any, Any] = OrderedDict()
     arguments = (storage, obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, hooks)
     return torch._utils._rebuild_tensor_v2, arguments
+
+
+def lazy_state(tensor: torch.Tensor) -> dict[str, bool]:
+    """What torch pickles with a tensor that is still to be conjugated or negated; empty for any other tensor."""
+    found: dict[str, bool] = torch._utils.get_tensor_metadata(tensor)  # type: ignore[no-untyped-call]  # torch gives it no types
+    return found
+
+
+def storage_class(dtype: torch.dtype) -> Any:
+    """The class by which torch names storages of a dtype in a pickle; None if it pickles such storages untyped."""
+    return None if dtype in torch.storage._new_dtypes() else _class_of(dtype)
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:

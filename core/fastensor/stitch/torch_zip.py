@@ -131,6 +131,15 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
     return TorchZip(image, recording.storages, recording, alignment)
 
 
+def pickle_of(obj: object, pickle_protocol: int) -> bytes:
+    """The contents of ``data.pkl`` in the file that ``torch.save`` would write.
+
+    Raises:
+        LayoutError: torch wrote something that this module does not understand.
+    """
+    return _Recorder(pickle).record(obj, pickle_protocol).data
+
+
 def choose_alignment(storage_nbytes: Sequence[int]) -> int:
     """4096 when padding to it costs less than 1 % of the payload, else torch's 64.
 

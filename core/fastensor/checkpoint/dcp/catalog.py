@@ -1,0 +1,199 @@
+"""What a distributed checkpoint holds, and comparing all of it with its checksums. No code of it is run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file
+from fastensor.checkpoint.dcp.metadata import chunk_of, read_metadata
+from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
+from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.inspect import Inspection
+from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport
+from fastensor.errors import CheckpointReadError, UnsupportedContentError
+from fastensor.select.transfer import BackendChoice
+from fastensor.stitch.parts import Damage
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The contents of a distributed checkpoint."""
+
+    directory: LocalDirectory | RemoteDirectory
+    metadata: Metadata
+    """Of the only metadata file, or of the first one if each rank has its own."""
+    files: Mapping[str, list[Item]]
+    """The items of all ranks by file, in the order of each file."""
+    metadata_nbytes: int
+    """Size of the metadata files."""
+
+
+def read_contents(path: str | os.PathLike[str]) -> Contents:
+    """Read the metadata of a distributed checkpoint.
+
+    Raises:
+        FileNotFoundError: the directory holds none.
+        CorruptCheckpointError: the metadata are damaged.
+    """
+    directory = directory_at(path)
+    nbytes = 0
+    found: list[Metadata] = []
+    items: dict[tuple[str, int], Item] = {}
+    for name in metadata_names(path):
+        data = directory.read(name)
+        nbytes += len(data)
+        metadata = read_metadata(data, where=directory.name_of(name))
+        found.append(metadata)
+        for index, info in metadata.storage_data.items():
+            items[info.relative_path, info.offset] = Item.of(index, info, chunk_of(metadata, index))
+    if not found:
+        raise FileNotFoundError(f"{directory.path}: no complete distributed checkpoint is there")
+    return Contents(directory, found[0], items_by_file(items.values()), nbytes)
+
+
+def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """:func:`fastensor.verify` for a distributed checkpoint.
+
+    Raises:
+        DamagedCheckpointError: items do not match; the report lists them.
+        CorruptCheckpointError: the metadata are damaged, or a file is cut off.
+        CheckpointReadError: a file is missing, or could not be read.
+    """
+    started = time.perf_counter()
+    contents = read_contents(path)
+    tally = _Tally(progress, sum(item.nbytes for items in contents.files.values() for item in items))
+    nbytes = contents.metadata_nbytes
+    for name, items in contents.files.items():
+        where = contents.directory.name_of(name)
+        try:
+            with (
+                contents.directory.open(name) as file,
+                ItemReader(file, items, ReadOptions(backend), verify=True) as reader,
+            ):
+                nbytes += file.nbytes
+                for item in items:
+                    tally.compare(reader, item)
+        except FileNotFoundError as error:
+            raise CheckpointReadError(error.errno, "the metadata name this file, which is missing", where) from error
+    report = VerifyReport(
+        path=contents.directory.path,
+        container="dcp",
+        nbytes=nbytes,
+        compared=tally.compared,
+        compared_bytes=tally.compared_bytes,
+        uncompared=tally.uncompared,
+        seconds=time.perf_counter() - started,
+        damage=tuple(tally.damage),
+    )
+    if report.damage:
+        raise DamagedCheckpointError(report)
+    return report
+
+
+class _Tally:
+    """Counts of the items that have been compared so far."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self.compared = 0
+        self.compared_bytes = 0
+        self.uncompared = 0
+        self.damage: list[Damage] = []
+
+    def compare(self, reader: ItemReader, item: Item) -> None:
+        """Compare an item with its CRC32, or with those of its records."""
+        title = f"{item.file}: item {item.fqn!r}"
+        if item.crc32 is not None:
+            found = reader.crc32_of(item, lambda done: self._progress(self._done + done, self._total))
+            self._add(1, item.nbytes)
+            if found != item.crc32:
+                self.damage.append(Damage(title, item.offset, item.nbytes, found, item.crc32))
+        else:
+            self._compare_records(reader, item, title)
+        self._done += item.nbytes
+        self._progress(self._done, self._total)
+
+    def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
+        try:
+            report = None if item.transforms else reader.verify_records(item)
+        except DamagedCheckpointError as error:
+            report = error.report
+        if report is None:
+            self.uncompared += 1
+            return
+        self._add(report.compared, report.compared_bytes)
+        self.uncompared += report.uncompared
+        self.damage += [
+            replace(one, part=f"{title}: {one.part}", offset=item.offset + one.offset) for one in report.damage
+        ]
+
+    def _add(self, count: int, nbytes: int) -> None:
+        self.compared += count
+        self.compared_bytes += nbytes
+
+
+def inspect_directory(path: str | os.PathLike[str]) -> Inspection:
+    """:func:`fastensor.inspect` for a distributed checkpoint.
+
+    Raises:
+        CorruptCheckpointError: the metadata are damaged.
+        CheckpointReadError: a file could not be read.
+    """
+    contents = read_contents(path)
+    items = [item for found in contents.files.values() for item in found]
+    places: dict[str, list[Item]] = {}
+    for item in items:
+        places.setdefault(item.fqn, []).append(item)
+    tensors, others = [], {}
+    for name, entry in contents.metadata.state_dict_metadata.items():
+        where = places.get(name, [])
+        if isinstance(entry, TensorStorageMetadata):
+            part = ", ".join(dict.fromkeys(item.file for item in where))
+            crc32 = where[0].crc32 if len(where) == 1 else None
+            tensors.append(TensorInfo(name, "Tensor", entry.properties.dtype, tuple(entry.size), part, crc32))
+        else:
+            others[name] = f"<object of {sum(item.nbytes for item in where)} bytes>"
+    return Inspection(
+        path=contents.directory.path,
+        container="dcp",
+        nbytes=contents.metadata_nbytes + sum(item.nbytes for item in items),
+        checked=all(item.crc32 is not None for item in items),
+        tensors=tuple(tensors),
+        others=others,
+        metadata=_described(contents),
+        refused=(),
+        ties=(),
+    )
+
+
+def _described(contents: Contents) -> dict[str, str]:
+    meta: Any = contents.metadata.storage_meta
+    texts = {
+        "files": str(len(contents.files)),
+        "version": contents.metadata.version,
+        "save_id": getattr(meta, "save_id", None),
+    }
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def check_single(path: str | os.PathLike[str], names: list[str]) -> None:
+    """Refuse a checkpoint in which each rank has metadata of its own.
+
+    Raises:
+        UnsupportedContentError: there are several metadata files.
+    """
+    if len(names) > 1:
+        raise UnsupportedContentError(
+            f"{os.fspath(path)}: each rank has saved without the others ({len(names)} metadata files), so what they "
+            f"hold cannot be joined; load it with as many ranks"
+        )

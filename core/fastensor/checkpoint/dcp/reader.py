@@ -1,0 +1,196 @@
+"""The storage reader for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from fastensor.backends import registry
+from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file, unpickled
+from fastensor.checkpoint.dcp.metadata import check_planner_data, chunk_of, read_metadata
+from fastensor.checkpoint.dcp.storage import directory_at
+from fastensor.checkpoint.directories import METADATA_NAME
+from fastensor.checkpoint.location import locate
+from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.errors import CheckpointReadError, FastensorError
+from fastensor.select.transfer import BackendChoice, check_choice
+
+
+class FastensorStorageReader(FileSystemReader):
+    """Reads a distributed checkpoint: takes the place of torch's ``FileSystemReader`` and ``FsspecReader``.
+
+    It reads what :class:`FastensorStorageWriter` or torch's writers have written in the format
+    ``SerializationFormat.TORCH_SAVE``, with any planner. Every item that a load needs is compared with the CRC32 that
+    the metadata has for it; in files of torch's writers, with those of the item's own records.
+
+    Args:
+        path: the directory, or a URL that ``fsspec`` knows.
+        _extension_registry: as for torch's reader.
+        verify: whether items are compared with their CRC32s.
+        backend: as for :func:`fastensor.load`.
+        weights_only: whether ``.metadata`` is read without running code that it names. Objects other than tensors are
+            unpickled by the planner: torch's own runs what they name.
+        storage_options: what ``fsspec`` needs besides the URL.
+
+    Raises:
+        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
+        UnknownBackendError: no backend has that name.
+
+    A tensor is read into its place if the place is contiguous, of the dtype that was saved, and takes the whole item.
+    Otherwise memory beyond the state is one item. After a failure, places may hold values of the file.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        verify: bool = True,
+        backend: BackendChoice = registry.AUTO,
+        weights_only: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_choice(backend)
+        super().__init__(os.fspath(path), _extension_registry)
+        self.verify = verify
+        self.backend = backend
+        self.weights_only = weights_only
+        self._storage_options = storage_options
+        self._metadata: Metadata | None = None
+        self._move_to(path)
+
+    def _move_to(self, path: str | os.PathLike[str]) -> None:
+        self._directory = directory_at(path, self._storage_options)
+        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
+        self.path = self._directory.as_torch_names_it
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load, from another directory if ``checkpoint_id`` is one."""
+        super().reset()
+        self._metadata = None
+        if checkpoint_id:
+            self._move_to(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint can be there: at any path, and at the URLs that ``fsspec`` knows."""
+        try:
+            return not hasattr(locate(checkpoint_id), "read")
+        except (FastensorError, TypeError):
+            return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of all ranks, or those of ``rank`` if ranks have saved without collectives.
+
+        Raises:
+            FileNotFoundError: there is no complete checkpoint in the directory.
+            CorruptCheckpointError: the file is damaged.
+            UnsafeCheckpointError: the file needs ``weights_only=False``.
+        """
+        rank = kwargs.get("rank")
+        name = METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+        where = self._directory.name_of(name)
+        data = self._directory.read(name)
+        if self.weights_only:
+            metadata = read_metadata(data, where=where)
+            check_planner_data(metadata, where)
+        else:
+            metadata = cast(Metadata, pickle.loads(data))  # the user trusts the file
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keep the metadata for :meth:`read_data`."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items of a plan, file by file, from front to back.
+
+        Raises:
+            CorruptCheckpointError: an item is damaged; the message names it.
+            CheckpointReadError: a file is missing, or the operating system could not read it.
+        """
+        requests: dict[tuple[str, int], list[ReadItem]] = {}
+        items: dict[tuple[str, int], Item] = {}
+        for request in plan.items:
+            info: _StorageInfo = self.storage_data[request.storage_index]
+            key = info.relative_path, info.offset
+            requests.setdefault(key, []).append(request)
+            if key not in items:
+                items[key] = self._item(request.storage_index, info)
+        for name, ordered in items_by_file(items.values()).items():
+            self._read_file(name, ordered, requests, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _item(self, index: MetadataIndex, info: _StorageInfo) -> Item:
+        geometry = None if self._metadata is None else chunk_of(self._metadata, index)
+        return Item.of(index, info, geometry)
+
+    def _read_file(
+        self, name: str, items: list[Item], requests: Mapping[tuple[str, int], list[ReadItem]], planner: LoadPlanner
+    ) -> None:
+        options = ReadOptions(self.backend)
+        try:
+            with self._directory.open(name) as file, ItemReader(file, items, options, verify=self.verify) as reader:
+                for item in items:
+                    self._read_item(reader, item, requests[name, item.offset], planner)
+        except FileNotFoundError as error:
+            raise CheckpointReadError(
+                error.errno,
+                f"{METADATA_NAME} names this file, which is missing: it was not copied, or the metadata are those of "
+                f"another save",
+                self._directory.name_of(name),
+            ) from error
+
+    def _read_item(self, reader: ItemReader, item: Item, requests: list[ReadItem], planner: LoadPlanner) -> None:
+        if requests[0].type == LoadItemType.BYTE_IO:
+            data = self._transformed(item, requests[0], reader.read(item))
+            for request in requests:
+                planner.load_bytes(request, io.BytesIO(data))
+            return
+        if item.transforms:
+            data = self._transformed(item, requests[0], reader.read(item))
+            tensor = unpickled(io.BytesIO(data), f"{reader.where}: {item.title}", verify=self.verify)
+        else:
+            targets = [planner.resolve_tensor(request).detach() for request in requests]
+            if len(requests) == 1 and _takes_all(requests[0], item) and reader.read_into(item, targets[0]):
+                planner.commit_tensor(requests[0], targets[0])
+                return
+            tensor = reader.read_tensor(item)
+        for request in requests:
+            found = narrow_tensor_by_index(tensor, request.storage_offsets, request.lengths)
+            target = planner.resolve_tensor(request).detach()
+            if target.size() != found.size():
+                raise ValueError(
+                    f"{item.fqn!r}: the state has a tensor of shape {tuple(target.size())} for a part of shape "
+                    f"{tuple(found.size())}; load into a state of the same shapes"
+                )
+            target.copy_(found)
+            planner.commit_tensor(request, target)
+
+    def _transformed(self, item: Item, request: ReadItem, data: bytes) -> bytes:
+        """The bytes of an item as they were before the writer's extensions."""
+        if not item.transforms:
+            return data
+        stream = self.transforms.transform_load_stream(request, item.transforms, io.BytesIO(data))
+        return stream.read(-1)
+
+
+def _takes_all(request: ReadItem, item: Item) -> bool:
+    """Whether a request is for a whole item."""
+    return not any(request.storage_offsets) and tuple(request.lengths) == item.shape

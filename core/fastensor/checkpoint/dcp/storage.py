@@ -1,0 +1,244 @@
+"""Where a distributed checkpoint is: a directory of this machine, or one that ``fsspec`` reaches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+
+from fastensor.checkpoint.location import RemotePath, locate
+from fastensor.checkpoint.opened import OpenedFile, open_remote, opened
+from fastensor.checkpoint.publish import KEPT
+from fastensor.checkpoint.remote import refusals_as_os_errors, replacing
+from fastensor.files import posix
+from fastensor.files.atomic import LEFTOVER_SECONDS, NewFile
+from fastensor.files.os_errors import read_errors, write_errors
+
+_NOT_REMOVED = "a file that is not needed any more cannot be removed"
+_IN_PLACE = "the checkpoint beside it is complete"
+
+
+class Directory(Protocol):
+    """The directory of one checkpoint."""
+
+    @property
+    def path(self) -> str:
+        """A path or URL, for messages."""
+
+    @property
+    def filesystem(self) -> FileSystemBase:
+        """The same filesystem, as torch's own classes want it."""
+
+    @property
+    def as_torch_names_it(self) -> str | os.PathLike[str]:
+        """The ``path`` of torch's own reader and writer."""
+
+    def name_of(self, name: str) -> str:
+        """The path or URL of a file, for messages."""
+
+    def make(self) -> None:
+        """Create the directory, and those above it. It may exist."""
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Put a file in place of another one, atomically.
+
+        Raises:
+            CheckpointWriteError: the file could not be written.
+        """
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointReadError: the file could not be read.
+        """
+
+    def open(self, name: str) -> AbstractContextManager[OpenedFile]:
+        """Open a file for reading. Raises as :func:`fastensor.checkpoint.opened.opened`."""
+
+    def names(self) -> list[str]:
+        """The names of all files."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files. Those that are missing are passed over.
+
+        Raises:
+            CheckpointWriteError: a file could not be removed.
+        """
+
+    def is_left_over(self, name: str) -> bool:
+        """Whether a file is so old that no living process can be about to use it."""
+
+
+class LocalDirectory:
+    """See :class:`Directory`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self.filesystem: FileSystemBase = FileSystem()
+        self.as_torch_names_it = Path(path)
+        self._unsynced: set[str] = set()
+        """Directories whose new entries are not durable yet."""
+
+    def name_of(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def make(self) -> None:
+        missing = []
+        path = self.path
+        while not os.path.isdir(path) and os.path.dirname(path) != path:
+            path = os.path.dirname(path)
+            missing.append(path)
+        with write_errors(self.path, "the directory cannot be created"):
+            os.makedirs(self.path, exist_ok=True)
+        self._unsynced.update(missing)
+
+    def sync(self) -> None:
+        """Make the names of all files durable, and the directory's own."""
+        for path in (self.path, *self._unsynced):
+            posix.sync_directory(path)
+        self._unsynced.clear()
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        path = self.name_of(name)
+        opened: list[NewFile] = []
+        with write_errors(path, "the save failed", lambda: _left(opened)), NewFile(path) as new:
+            opened.append(new)
+            posix.write_fully(new.fd, memoryview(data), 0)
+            if durable:
+                posix.sync_file(new.fd)
+                self.sync()
+            new.publish()
+            if durable:
+                posix.sync_directory(self.path)
+
+    def read(self, name: str) -> bytes:
+        path = self.name_of(name)
+        with read_errors(path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return posix.read_exactly(fd, 0, os.fstat(fd).st_size)
+            finally:
+                posix.close_read_only(fd)
+
+    def open(self, name: str) -> AbstractContextManager[OpenedFile]:
+        return opened(self.name_of(name))
+
+    def names(self) -> list[str]:
+        with read_errors(self.path):
+            return os.listdir(self.path)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self.name_of(name)
+            with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def is_left_over(self, name: str) -> bool:
+        path = self.name_of(name)
+        with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
+            return os.stat(path).st_mtime < time.time() - LEFTOVER_SECONDS
+        return False
+
+
+def _left(opened: list[NewFile]) -> str:
+    """What the directory holds after a failure."""
+    if any(new.published for new in opened):
+        return "the new checkpoint is in place, but a power failure may bring back the old one"
+    return KEPT
+
+
+class RemoteDirectory:
+    """See :class:`Directory`. Durability is up to the filesystem.
+
+    Args:
+        location: the directory.
+    """
+
+    def __init__(self, location: RemotePath) -> None:
+        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+
+        self.path = location.url
+        self._location = location
+        adapter = FsspecFileSystem()
+        adapter.fs = location.filesystem
+        self.filesystem: FileSystemBase = adapter
+        self.as_torch_names_it = location.url
+
+    def at(self, name: str) -> RemotePath:
+        """A file in the directory."""
+        place = self._location
+        return RemotePath(self.name_of(name), place.filesystem, f"{place.path.rstrip('/')}/{name}")
+
+    def name_of(self, name: str) -> str:
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def make(self) -> None:
+        with write_errors(self.path, "the directory cannot be created"), refusals_as_os_errors():
+            self._location.filesystem.makedirs(self._location.path, exist_ok=True)
+
+    def write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A file that takes the name when the block ends, and never if the block raises."""
+        return replacing(self.at(name))
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        with write_errors(self.name_of(name), "the save failed", KEPT), self.write(name) as file:
+            file.write(data)
+
+    def read(self, name: str) -> bytes:
+        with read_errors(self.name_of(name)), refusals_as_os_errors():
+            found: bytes = self._location.filesystem.cat_file(self.at(name).path)
+        return found
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[OpenedFile]:
+        where = self.name_of(name)
+        with ExitStack() as stack:
+            with read_errors(where):
+                file = open_remote(self.at(name), where, stack)
+            yield file
+
+    def names(self) -> list[str]:
+        with read_errors(self.path), refusals_as_os_errors():
+            found = self._location.filesystem.ls(self._location.path, detail=False)
+        return [str(path).rsplit("/", 1)[-1] for path in found]
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            where = self.name_of(name)
+            with (
+                write_errors(where, _NOT_REMOVED, _IN_PLACE),
+                suppress(FileNotFoundError),
+                refusals_as_os_errors(),
+            ):
+                self._location.filesystem.rm_file(self.at(name).path)
+
+    def is_left_over(self, name: str) -> bool:
+        return False  # clocks of remote filesystems differ, and not all of them have times
+
+
+def directory_at(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> LocalDirectory | RemoteDirectory:
+    """The directory at a path or a URL.
+
+    Args:
+        path: as users give it.
+        storage_options: what ``fsspec`` needs to reach a URL.
+
+    Raises:
+        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
+        TypeError: ``path`` is neither a path nor a URL.
+    """
+    found = locate(path, storage_options)
+    if isinstance(found, str):
+        return LocalDirectory(found)
+    if isinstance(found, RemotePath):
+        return RemoteDirectory(found)
+    raise TypeError(f"expected the path or URL of a directory, found {type(path).__name__}")

@@ -1,0 +1,415 @@
+"""The storage writer for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from isal import isal_zlib
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+)
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystem,
+    FileSystemWriter,
+    SerializationFormat,
+    _split_by_size_and_type,
+    _StorageInfo,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fastensor.backends import registry, stream
+from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.dcp.metadata import file_names, sealed
+from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
+from fastensor.checkpoint.directories import METADATA_NAME
+from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.location import locate
+from fastensor.checkpoint.publish import KEPT
+from fastensor.checkpoint.save_transaction import write_by_backend
+from fastensor.errors import FastensorError, UnsupportedContentError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import write_errors
+from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch import safetensors, shards
+from fastensor.stitch.source import Plan
+
+_TOKEN_NBYTES = 4
+_OUR_NAME = re.compile(r"__\d+_[0-9a-f]{8}_\d+\.distcp")
+_FILE_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{8}_)?\d+\.distcp")
+"""Names of files as they stand in a pickle of metadata, which need not be read whole to find them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """The files of this rank's last save. Whether the save was completed is not known on every rank."""
+
+    directory: LocalDirectory | RemoteDirectory
+    token: str
+    names: tuple[str, ...]
+
+
+class _Staged(dict[str, Any]):
+    """A staged state dict. It is alive as long as a save uses it."""
+
+
+class FastensorStorageWriter(FileSystemWriter):
+    """Writes a distributed checkpoint: takes the place of torch's ``FileSystemWriter`` and ``FsspecWriter``.
+
+    The files are those that torch's writer makes, and torch's ``FileSystemReader`` reads them. What differs:
+
+    - The files are moved by the backends of Fastensor, and the metadata has a CRC32 for each item, which
+      :class:`FastensorStorageReader` and ``fastensor verify`` compare.
+    - A save into a directory that holds a checkpoint replaces the checkpoint at once, and not file by file: files of
+      each save have names of their own, ``.metadata`` takes the place of the old one when all ranks have written, and
+      the old files are removed afterwards. A process that is killed at any instant leaves the old checkpoint or the
+      new one, whole.
+    - With ``sync_files``, a checkpoint whose save has returned survives a power failure: files and directories are
+      synced before ``.metadata`` appears, and ``.metadata`` afterwards.
+
+    Args:
+        path: the directory, which is created; or a URL that ``fsspec`` knows.
+        single_file_per_rank: one file per rank and thread; else one file per tensor.
+        sync_files: sync files and directories.
+        thread_count: how many files each rank writes at the same time. Each file is written by several threads anyway,
+            so 1 is best on most disks.
+        per_thread_copy_ahead: accepted as torch's writer does. Copies from devices overlap with writing in any case.
+        cache_staged_state_dict: whether ``dcp.async_save`` without a stager of its own copies the state to the same
+            memory each time. A save that begins while an earlier one still uses that memory gets memory of its own.
+        overwrite: whether a checkpoint in the directory may be replaced.
+        _extensions: as for torch's writer. Items are transformed one at a time, in memory.
+        serialization_format: as for torch's writer. Files of ``SAFETENSORS`` hold tensors only, and no reader of
+            ``torch.distributed.checkpoint`` reads them through ``.metadata``.
+        backend: as for :func:`fastensor.save`.
+        storage_options: what ``fsspec`` needs besides the URL.
+
+    Raises:
+        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
+        UnknownBackendError: no backend has that name.
+
+    Use a writer for one save at a time, except that ``dcp.async_save`` may stage a state while the one before is
+    written. It may be pickled, for saves in another process.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = True,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        backend: BackendChoice = registry.AUTO,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_choice(backend)
+        super().__init__(
+            os.fspath(path),
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            cache_staged_state_dict,
+            overwrite,
+            _extensions,
+            serialization_format,
+        )
+        if thread_count < 1:
+            raise ValueError(f"thread_count is at least 1, found {thread_count}")
+        self.backend = backend
+        self._storage_options = storage_options
+        self._unfinished: _Unfinished | None = None
+        self._token = ""
+        """In the names of this save's files of this rank."""
+        self._stager: StateDictStager | None = None
+        self._in_use: weakref.ref[_Staged] | None = None
+        """The state dict that was staged last."""
+        self._move_to(path)
+
+    def _move_to(self, path: str | os.PathLike[str]) -> None:
+        self._directory = directory_at(path, self._storage_options)
+        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
+        self.path = self._directory.as_torch_names_it
+        self._replaced: set[str] = set()
+        """Files of replaced checkpoints in the directory that have not been removed yet."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process: memory for staging, and connections, which are opened anew."""
+        state = dict(vars(self))
+        del state["fs"], state["_directory"]
+        state.update(_stager=None, _in_use=None, _unfinished=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._move_to(cast(str, self.path))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save, to another directory if ``checkpoint_id`` is one."""
+        super().reset()
+        if checkpoint_id:
+            self._move_to(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint can be written there: to any path, and to the URLs that ``fsspec`` knows."""
+        try:
+            return not hasattr(locate(checkpoint_id), "write")
+        except (FastensorError, TypeError):
+            return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state to memory of the host, so that training may change it while it is saved."""
+        if not self.cache_staged_state_dict:
+            return super().stage(state_dict)
+        self.per_thread_copy_ahead = 0
+        if self._stager is None or (self._in_use is not None and self._in_use() is not None):
+            self._stager = StateDictStager(pin_memory=torch.cuda.is_available(), share_memory=False)
+        staged = _Staged(self._stager.stage(dict(state_dict), non_blocking=False))
+        self._in_use = weakref.ref(staged)
+        return staged
+
+    def close(self) -> None:
+        """Give back the memory for staging. The writer can still be used."""
+        self._stager = self._in_use = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Create the directory. Refuse to replace a checkpoint unless ``overwrite``."""
+        self._remove_unfinished()
+        self._token = secrets.token_hex(_TOKEN_NBYTES)
+        self._directory.make()
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the files of this rank. With ``sync_files``, they and their names are durable afterwards.
+
+        Raises:
+            CheckpointWriteError: a file could not be written. What the directory held before is kept.
+            StateChangedError: a tensor was resized meanwhile.
+        """
+        files = self._files(plan)
+        names = tuple(name for name, _ in files)
+        self._unfinished = _Unfinished(self._directory, self._token, names)
+        wait_for_space()
+        write = partial(self._write_file, planner)
+        try:
+            if min(self.thread_count, len(files)) > 1:
+                with ThreadPoolExecutor(self.thread_count, "fastensor-shard") as pool:
+                    written = list(pool.map(write, files))
+            else:
+                written = list(map(write, files))
+            if self.sync_files and isinstance(self._directory, LocalDirectory):
+                with write_errors(self._directory.path, "the save failed", KEPT):
+                    self._directory.sync()
+        except BaseException:
+            self._remove_unfinished()
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for results in written for result in results])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the checkpoint the one that the directory holds, and remove the files of the one before.
+
+        Raises:
+            CheckpointWriteError: the metadata could not be written; the message says which checkpoint is there.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
+        metadata.storage_meta = self.storage_meta()
+        name = self._metadata_name
+        self._replaced |= self._names_of_existing(name)
+        self._directory.replace(name, sealed(metadata), durable=self.sync_files)
+        self._remove_old(set(file_names(metadata)))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank saves without the others, and has metadata of its own."""
+        return not self.use_collectives and self.rank is not None
+
+    @property
+    def _metadata_name(self) -> str:
+        return f"__{self.rank}{METADATA_NAME}" if self._is_alone else METADATA_NAME
+
+    def _files(self, plan: SavePlan) -> list[tuple[str, list[WriteItem]]]:
+        """The names of the files that this rank writes, and the items of each."""
+        if not plan.items:
+            return []
+        if self.single_file_per_rank:
+            split = _split_by_size_and_type(self.thread_count, list(plan.items))
+        else:
+            split = [[item] for item in plan.items]
+        prefix = f"{plan.storage_data.prefix}{self._token}_"
+        return [(f"{prefix}{number}{DEFAULT_SUFFIX}", items) for number, items in enumerate(filter(None, split))]
+
+    def _write_file(self, planner: SavePlanner, file: tuple[str, list[WriteItem]]) -> list[WriteResult]:
+        name, items = file
+        if self.transforms.extensions:
+            return self._write_transformed(planner, name, items)
+        ordered = [item for item in items if item.type == WriteItemType.BYTE_IO]
+        ordered += [item for item in items if item.type != WriteItemType.BYTE_IO]
+        if self.serialization_format == SerializationFormat.SAFETENSORS:
+            return self._write_safetensors(planner, name, ordered)
+        plan = shards.plan(_content(planner, item) for item in ordered)
+        checksums = self._write_plan(name, plan)
+        results = []
+        for item, found in zip(ordered, plan.items, strict=True):
+            crc32 = found.crc32(checksums) if checksums is not None else None
+            results.append(_result(item, name, found.offset, found.nbytes, crc32))
+        return results
+
+    def _write_plan(self, name: str, plan: Plan) -> Sequence[int] | None:
+        """Write a planned file. Returns the CRC32s of its storages; None if they are not known."""
+        where = self._directory.name_of(name)
+        if isinstance(self._directory, RemoteDirectory):
+            with write_errors(where, "the save failed", KEPT), self._directory.write(name) as file:
+                return stream.write_stream(plan, partial(_write_all, file))
+        with write_errors(where, "the save failed", KEPT), NewFile(where) as new:
+            fallbacks: list[Fallback] = []
+            transfer, checksums = write_by_backend(
+                plan, new, backend=self.backend, durable=self.sync_files, fallbacks=fallbacks
+            )
+            if plan.checksums_first:
+                posix.write_fully(new.fd, memoryview(plan.head(checksums)), 0)
+            if self.sync_files:
+                posix.sync_file(new.fd)
+            transfer.done(time.perf_counter() - transfer.started)
+            new.publish()
+        return checksums if len(checksums) == len(plan.storages) else None
+
+    def _write_safetensors(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """Write the file that torch's writer makes of ``safetensors``. Its items have no offsets."""
+        tensors: dict[str, torch.Tensor] = {}
+        offsets = {}
+        for item in items:
+            content = _content(planner, item)
+            if not isinstance(content, torch.Tensor) or item.tensor_data is None:
+                raise UnsupportedContentError(
+                    f"a file of safetensors holds tensors only, found {item.index.fqn!r}, which is another object; "
+                    f"save it apart, or with SerializationFormat.TORCH_SAVE"
+                )
+            tensors[item.index.fqn] = content
+            offsets[item.index.fqn] = {"saved_offsets": item.tensor_data.chunk.offsets}
+        metadata = {
+            CUSTOM_METADATA_KEY: json.dumps(offsets),
+            DCP_VERSION_KEY: str(HF_DCP_VERSION),
+            FORMAT_KEY: FORMAT_VALUE,
+        }
+        self._write_plan(name, safetensors.plan(tensors, metadata=metadata, checksums=True))
+        return [_result(item, name, 0, tensors[item.index.fqn].nbytes, None) for item in items]
+
+    def _write_transformed(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """Write a file whose items pass through extensions, by torch's own function, one item at a time."""
+        where = self._directory.name_of(name)
+        if isinstance(self._directory, RemoteDirectory):
+            with write_errors(where, "the save failed", KEPT), self._directory.write(name) as file:
+                return self._transform_all(planner, name, items, partial(_write_all, file))
+        with write_errors(where, "the save failed", KEPT), NewFile(where) as new:
+            end = 0
+
+            def append(data: memoryview) -> None:
+                nonlocal end
+                posix.write_fully(new.fd, data, end)
+                end += data.nbytes
+
+            results = self._transform_all(planner, name, items, append)
+            if self.sync_files:
+                posix.sync_file(new.fd)
+            new.publish()
+        return results
+
+    def _transform_all(
+        self, planner: SavePlanner, name: str, items: Sequence[WriteItem], append: Callable[[memoryview], None]
+    ) -> list[WriteResult]:
+        results = []
+        offset = 0
+        for item in items:
+            content = planner.resolve_data(item)
+            if isinstance(content, torch.Tensor):
+                content = shards.on_host(content.detach())
+            file = io.BytesIO()
+            found = _write_item(self.transforms, file, content, item, name, self.serialization_format)
+            data = file.getbuffer()
+            append(data)
+            result = _result(item, name, offset, data.nbytes, isal_zlib.crc32(data))
+            result.storage_data.transform_descriptors = found.storage_data.transform_descriptors
+            results.append(result)
+            offset += data.nbytes
+        return results
+
+    def _names_of_existing(self, name: str) -> set[str]:
+        """The files of the checkpoint that is about to be replaced, ours or torch's; none if there is none."""
+        with suppress(FileNotFoundError):
+            return {found.decode() for found in _FILE_NAMES.findall(self._directory.read(name))}
+        return set()
+
+    def _remove_old(self, current: set[str]) -> None:
+        """Remove the files of checkpoints that were replaced, and what killed processes have left long ago."""
+        old = set(self._replaced)
+        if not self._is_alone:
+            old.update(
+                name for name in self._directory.names()
+                if _OUR_NAME.fullmatch(name) and name not in old | current and self._directory.is_left_over(name)
+            )  # fmt: skip
+        self._directory.remove(sorted(old - current))
+        self._replaced.clear()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what this rank has written last, if that did not become a part of a checkpoint."""
+        last, self._unfinished = self._unfinished, None
+        if last is None:
+            return
+        with suppress(FileNotFoundError):
+            if last.token.encode() in last.directory.read(self._metadata_name):
+                return
+        last.directory.remove(last.names)
+
+
+def _content(planner: SavePlanner, item: WriteItem) -> torch.Tensor | bytes:
+    """The value of an item."""
+    found = planner.resolve_data(item)
+    if isinstance(found, io.BytesIO):
+        return found.getvalue()
+    return found.detach()
+
+
+def _result(item: WriteItem, name: str, offset: int, nbytes: int, crc32: int | None) -> WriteResult:
+    """What the metadata says of an item. The attribute ``crc32`` is ours, and other readers pass over it."""
+    info = _StorageInfo(name, offset, nbytes)
+    if crc32 is not None:
+        info.crc32 = crc32  # type: ignore[attr-defined]  # torch's own class, so that its readers need no Fastensor
+    return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=info)
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[file.write(data) :]

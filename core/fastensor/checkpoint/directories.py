@@ -1,0 +1,36 @@
+"""Which directories are distributed checkpoints. This loads nothing of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from fastensor.checkpoint.location import Location, RemotePath, locate
+
+METADATA_NAME = ".metadata"
+_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
+
+
+def metadata_names(location: Location) -> list[str]:
+    """The names of the metadata files of a distributed checkpoint.
+
+    Args:
+        location: what users give as a checkpoint.
+
+    Returns:
+        One name; or one for each rank, if ranks have saved without collectives; or none if the location is no directory
+        of a distributed checkpoint.
+    """
+    if not isinstance(location, str | os.PathLike):
+        return []
+    found = locate(location)
+    if isinstance(found, RemotePath):
+        if "." in found.path.rsplit("/", 1)[-1]:  # the name of a file, for which a server need not be asked
+            return []
+        return [METADATA_NAME] if found.filesystem.isfile(f"{found.path.rstrip('/')}/{METADATA_NAME}") else []
+    if not isinstance(found, str) or not os.path.isdir(found):
+        return []
+    names = os.listdir(found)
+    if METADATA_NAME in names:
+        return [METADATA_NAME]
+    return sorted(name for name in names if _OF_ONE_RANK.fullmatch(name))

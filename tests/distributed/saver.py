@@ -1,0 +1,93 @@
+"""Two processes that save together until one of them kills itself. Run by ``test_kill.py``.
+
+Argument: the folder of the checkpoint. For each line of its input, ``ROUND FIRST RANK CALL WAY``, two children join a
+group and save the states of the steps from FIRST on, in the way ``save`` or ``async``. The child RANK kills itself
+before its CALL-th system call that changes something, and the other one is killed then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fastensor.checkpoint.dcp import FastensorStorageWriter
+from fastensor.testing.calls import Call, intercepted
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from checkpoints import join, save, stamped
+
+WORLD = 2
+NEVER = -1
+STEPS = 3
+CALLS = ("open", "pwrite", "fsync", "link", "rename", "unlink", "close")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for line in sys.stdin:
+        number, first, rank, call, way = line.split()
+        store = folder.with_name(f"group-{number}")
+        store.mkdir()
+        children = []
+        for one in range(WORLD):
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the one that lives will complain
+                fatal = int(call) if one == int(rank) else NEVER
+                run(store, folder, one, int(first), fatal, asynchronous=way == "async")
+                os._exit(0)
+            children.append(pid)
+        pid, status = os.waitpid(children[int(rank)], 0)
+        for child in set(children) - {pid}:
+            if status:
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        print("dead", os.waitstatus_to_exitcode(status), flush=True)
+
+
+def run(store: Path, folder: Path, rank: int, first: int, fatal: int, *, asynchronous: bool) -> None:
+    mesh = join(store, rank, WORLD)
+    writer = FastensorStorageWriter(folder)
+    with intercepted(Killer(fatal)):
+        for step in range(first, first + STEPS):
+            state = sharded(mesh, step)
+            if asynchronous:
+                future: Any = dcp.async_save(state, storage_writer=writer)
+                future.result()
+            else:
+                save(state, writer, no_dist=False)
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, step: int) -> dict[str, Any]:
+    state = stamped(step)
+    state["large"] = distribute_tensor(state["large"], mesh, [Shard(0)], src_data_rank=None)
+    for name, layer in state["layers"].items():
+        state["layers"][name] = distribute_tensor(layer, mesh, [Shard(0)], src_data_rank=None)
+    return state
+
+
+class Killer:
+    """Kills this process before a call that changes something. Others are not counted."""
+
+    def __init__(self, fatal: int) -> None:
+        self._fatal = fatal
+        self._calls = 0
+
+    def __call__(self, call: Call) -> Any:
+        self._calls += call.name in CALLS
+        if self._calls == self._fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call.perform()
+
+
+if __name__ == "__main__":
+    main()
