@@ -91,7 +91,7 @@ class StateDirectory:
             _mark_obsolete(self.path, self.staging)
             committed = os.path.join(self.path, _SAVED)
         if durable:
-            _sync_tree(self.staging)
+            posix.sync_tree(self.staging)
         os.rename(self.staging, committed)
         if self.is_named_by_accelerate and link:
             with contextlib.suppress(FileExistsError):  # a script has made a directory of that name
@@ -297,21 +297,6 @@ def publish_last(hidden: str, path: str) -> None:
         OSError: the filesystem refused.
     """
     directory = os.path.dirname(path)
-    _sync_tree(directory)
+    posix.sync_tree(directory)
     os.rename(hidden, path)
     posix.sync_directory(directory)
-
-
-def _sync_tree(directory: str) -> None:
-    """Sync every file and directory below a directory, and the directory."""
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(FileNotFoundError):  # a temporary file of the script, renamed by now
-                    fd = os.open(path, os.O_RDONLY)
-                    try:
-                        posix.sync_file(fd)
-                    finally:
-                        os.close(fd)
-        posix.sync_directory(folder)

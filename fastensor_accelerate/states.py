@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 
 import fastensor
+from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
@@ -31,7 +32,7 @@ from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
-from fastensor_accelerate.agreement import Agreement, SavingProcesses
+from fastensor_accelerate.agreement import SavingProcesses
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import (
     StateDirectory,
