@@ -26,7 +26,7 @@ from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 from fastensor.checkpoint.files import make_parent
 from fastensor.checkpoint.location import as_in_fsspec, locate
 from fastensor.checkpoint.publish import KEPT
-from fastensor.errors import FastensorError
+from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.new_directory import NewDirectory
 from fastensor.files.os_errors import write_errors
 from fastensor_lightning.frameworks import load_classes
@@ -149,7 +149,7 @@ class ShardedCheckpoints:
 
         Raises:
             fastensor.CorruptCheckpointError: the checkpoint is damaged.
-            fastensor.CheckpointReadError: it cannot be read.
+            fastensor.CheckpointReadError: it cannot be read, or another rank has found damage.
             UnknownLightningError: Lightning has read shards in an unknown way.
             Exception: what a pending save has failed with, or what the strategy raises.
         """
@@ -157,10 +157,10 @@ class ShardedCheckpoints:
 
         path = as_in_fsspec(strategy.broadcast(checkpoint_path))
         agreement = self._agree()
-        agreement.together(self._wait, f"{path} was not loaded")
+        agreement.together(self._wait, f"{path} was not loaded", CheckpointReadError)
         if self._plugin.verify:
             check = partial(_verify_others, path) if strategy.local_rank == 0 else lambda: None
-            agreement.together(check, f"{path} was not loaded")
+            agreement.together(check, f"{path} was not loaded", CheckpointReadError)
         with redirected(reader=self._reader) as calls:
             found = stock(strategy, checkpoint_path, *args, **options)
         if os.path.isdir(path) and not calls.loads:

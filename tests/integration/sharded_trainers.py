@@ -16,7 +16,8 @@ import torch
 from integration.lightning_models import act_as_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
+from torch.distributed.fsdp._init_utils import _init_device_handle
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,6 +40,8 @@ def make_module(pl: Any) -> Any:
             torch.manual_seed(1)
             self.layers = nn.Sequential(nn.Linear(5, 14), nn.ReLU(), nn.Linear(14, 7), nn.Linear(7, 3))
             mesh = self.device_mesh
+            if mesh is None:  # FSDP 1 wraps the layers
+                return
             if mesh["tensor_parallel"].size() > 1:
                 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
                 parallelize_module(self.layers, mesh["tensor_parallel"], plan)
@@ -67,7 +70,7 @@ def loader() -> DataLoader[Any]:
 def make_trainer(pl: Any, folder: Path, plugin: Any, *, full: bool = False, tensor: int = 1, **options: Any) -> Any:
     world = int(os.environ["WORLD_SIZE"])
     strategies = importlib.import_module(f"{pl.__name__}.strategies")
-    strategy = strategies.ModelParallelStrategy(
+    strategy = options.pop("strategy", None) or strategies.ModelParallelStrategy(
         data_parallel_size=world // tensor, tensor_parallel_size=tensor, save_distributed_checkpoint=not full
     )
     defaults = {
@@ -97,6 +100,22 @@ def values_of(trainer: Any, module: Any) -> dict[str, list[float]]:
 def whole(value: Tensor) -> list[float]:
     full = value.full_tensor() if hasattr(value, "full_tensor") else value
     return [float(one) for one in full.detach().flatten()]
+
+
+@contextmanager
+def fsdp_on_cpus(pl: Any, **options: Any) -> Iterator[Any]:
+    """A function that makes strategies of FSDP 1, which needs a GPU only to find out what streams there are."""
+    strategies = importlib.import_module(f"{pl.__name__}.strategies")
+
+    class Strategy(strategies.FSDPStrategy):  # type: ignore[misc]
+        root_device = torch.device("cpu")
+
+    def handle(state: Any, module: Any, ignored: Any, device: Any) -> Any:
+        return _init_device_handle(state, module, ignored, torch.device("cpu"))
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(fully_sharded_data_parallel, "_init_device_handle", handle)
+        yield lambda: Strategy(process_group_backend="gloo", auto_wrap_policy={nn.Linear}, **options)
 
 
 class Calls:

@@ -9,10 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.sharded_trainers import Rank, counted_calls, fit, loader, make_module, make_trainer, start, values_of
+from disks import FullDisk
+from integration.sharded_trainers import (
+    Rank,
+    counted_calls,
+    fit,
+    fsdp_on_cpus,
+    loader,
+    make_module,
+    make_trainer,
+    start,
+    values_of,
+)
 from programs import run_ranks
 
+import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
+from fastensor_lightning.sharded import UnknownLightningError
 
 OURS_WRITER, OURS_READER = "FastensorStorageWriter", "FastensorStorageReader"
 
@@ -65,6 +78,96 @@ def train(pl: Any, rank: int, folder: Path) -> Any:
     return seen, expected
 
 
+def on_one_rank(pl: Any, rank: int, folder: Path) -> Any:
+    """What two ranks have saved; and a checkpoint for two ranks."""
+    found = fit(pl, folder, FastensorCheckpointIO(), folder / "c" / "last.ckpt", enable_checkpointing=False)
+    found[0].save_checkpoint(folder / "one")
+    return values_of(*found)
+
+
+def full_and_damaged(pl: Any, rank: int, folder: Path) -> Any:
+    """What one rank has saved; full checkpoints; what fails."""
+    plugin = FastensorCheckpointIO()
+    path = folder / "x"
+    with counted_calls() as calls:
+        trainer, module = fit(pl, folder, plugin, folder / "one", full=True, enable_checkpointing=False)
+        expected = values_of(trainer, module)
+        assert calls.since() == {OURS_READER: 2}
+        trainer.save_checkpoint(path)
+        assert path.is_file()
+        assert (plugin.last_save is not None) == (rank == 0)
+        found = fit(pl, folder, FastensorCheckpointIO(), path, full=True, enable_checkpointing=False)
+        assert values_of(*found) == expected
+        trainer, module = fit(pl, folder, plugin, path, enable_checkpointing=False)
+        assert values_of(trainer, module) == expected
+        assert calls.since() == {}, "Lightning reads full checkpoints itself"
+        check_damage(pl, rank, folder, trainer, path, by_all=False)
+        trainer.save_checkpoint(path)
+        assert path.is_dir(), "it has replaced the file"
+        assert calls.since() == {OURS_WRITER: 1}
+    check_failures(pl, rank, folder, trainer)
+    for name in ("meta.pt", "distcp"):
+        file = next(one for one in sorted(path.iterdir()) if one.name.endswith(name))
+        check_damage(pl, rank, folder, trainer, file, by_all=name == "distcp")
+        trainer.save_checkpoint(path)
+    first_fsdp(pl, rank, folder)
+    assert not [name for name in names_in(folder) if ".fastensor" in name]
+    return expected
+
+
+def first_fsdp(pl: Any, rank: int, folder: Path) -> Any:
+    """FSDP 1: what is saved is loaded again, also by Lightning alone."""
+    with fsdp_on_cpus(pl, state_dict_type="sharded") as strategy, counted_calls() as calls:
+        options = {"enable_checkpointing": False}
+        plugin = FastensorCheckpointIO()
+        trainer, module = fit(pl, folder, plugin, strategy=strategy(), **options)
+        trainer.save_checkpoint(folder / "fsdp", storage_options={"backend": "numpy"})
+        assert calls.since() == {OURS_WRITER: 1}
+        expected = values_of(trainer, module)
+        assert expected
+        for plugin in (FastensorCheckpointIO(), None):
+            found = fit(pl, folder, plugin, folder / "fsdp", strategy=strategy(), **options)
+            assert values_of(*found) == expected
+            assert calls.since() == {OURS_READER if plugin else "FileSystemReader": 2}
+
+
+def damage(path: Path) -> None:
+    """Flip a bit of each byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    for number in range(len(data) // 3, len(data) * 2 // 3):
+        data[number] ^= 1
+    path.write_bytes(data)
+
+
+def check_damage(pl: Any, rank: int, folder: Path, trainer: Any, file: Path, *, by_all: bool) -> None:
+    """All ranks raise when they load a checkpoint in ``folder / "x"`` whose file is damaged, and the rank that has
+    found it says so."""
+    if rank == 0:
+        damage(file)
+    trainer.strategy.barrier()
+    with pytest.raises(fastensor.CorruptCheckpointError if by_all or rank == 0 else fastensor.CheckpointReadError):
+        fit(pl, folder, FastensorCheckpointIO(), folder / "x", enable_checkpointing=False)
+
+
+def check_failures(pl: Any, rank: int, folder: Path, trainer: Any) -> None:
+    """A save that fails on one rank fails on all, and leaves what was there."""
+    path = folder / "x"
+    before = {name: (path / name).stat().st_ino for name in names_in(path)}
+    for failing in (0, 1):
+        with pytest.MonkeyPatch.context() as patches:
+            FullDisk(patches).full = rank == failing
+            with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
+                trainer.save_checkpoint(path)
+    with pytest.raises(TypeError, match="keys among"):
+        trainer.save_checkpoint(path, storage_options={"unknown": 1})
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(f"{pl.__name__}.strategies.model_parallel._distributed_checkpoint_save", lambda *_: None)
+        with pytest.raises(UnknownLightningError, match="saves sharded checkpoints in a way that is not known"):
+            trainer.save_checkpoint(path)
+    trainer.strategy.barrier()
+    assert {name: (path / name).stat().st_ino for name in names_in(path)} == before
+
+
 def test_two_ranks_save_and_resume(tmp_path: Path) -> None:
     (seen, values), (others, others_values) = run(train, tmp_path)
     assert values == others_values
@@ -81,3 +184,24 @@ def test_two_ranks_save_and_resume(tmp_path: Path) -> None:
         assert seen[f"{name} False"] == {OURS_READER: 2}
         assert seen[f"{name} True"] == {"FileSystemReader": 2}
     assert seen["validated"] == {OURS_READER: 3}
+    assert run(on_one_rank, tmp_path, world=1) == [values]
+    assert run(full_and_damaged, tmp_path) == [values, values]
+    check_tools(last, values)
+
+
+def check_tools(path: Path, values: dict[str, list[float]]) -> None:
+    """The tools read the directory, and Lightning's own tool, too."""
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+
+    assert fastensor.verify(path).complete
+    names = {one.name for one in fastensor.inspect(path).tensors}
+    assert "state_dict.layers.0.weight" in names
+    fastensor.convert(path, path.with_suffix(".one"), container="torch")
+    weights = fastensor.load(path.with_suffix(".one"))["state_dict"]["layers.0.weight"]
+    assert weights.flatten().tolist() == values["layers.0.weight"]
+    merged = _load_distributed_checkpoint(path)
+    assert merged["state_dict"]["layers.0.weight"].flatten().tolist() == values["layers.0.weight"]
+    assert merged["global_step"] == 6
+    damage(path / "meta.pt")
+    with pytest.raises(fastensor.CorruptCheckpointError, match=r"meta\.pt"):
+        fastensor.verify(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastensor.errors import CheckpointWriteError
+from fastensor.errors import CheckpointWriteError, FastensorError
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for one that does not answer. The death of a process is noticed at once."""
@@ -31,47 +31,52 @@ class Agreement:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.size = dist.get_world_size()
 
-    def exchange(self, failure: BaseException | None, what: str) -> None:
+    def exchange(
+        self, failure: BaseException | None, what: str, error: type[FastensorError] = CheckpointWriteError
+    ) -> None:
         """Return when all processes have come here without a failure.
 
         Args:
             failure: what this process has failed with.
             what: says what was not done, for messages.
+            error: what is raised for the failures of others.
 
         Raises:
             BaseException: the failure of this process.
-            CheckpointWriteError: other processes have failed, or cannot be reached. The message names them.
+            CheckpointWriteError: other processes have failed, or cannot be reached. The message names them. An
+                ``error`` is raised in its place.
         """
         texts: list[str | None] = [None] * self.size
         if self.size > 1:
             own = None if failure is None else f"{type(failure).__name__}: {failure}"
             try:
                 self._gather(texts, own)
-            except (RuntimeError, ValueError) as error:  # ValueError: the process group was destroyed
+            except (RuntimeError, ValueError) as broken:  # ValueError: the process group was destroyed
                 if failure is None:
-                    raise CheckpointWriteError(f"{what}: a process cannot be reached: {error}") from error
+                    raise error(f"{what}: a process cannot be reached: {broken}") from broken
         if failure is not None:
             raise failure
         failed = [f"process {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if failed:
-            raise CheckpointWriteError(f"{what}: {'; '.join(failed)}")
+            raise error(f"{what}: {'; '.join(failed)}")
 
-    def together(self, do: Callable[[], None], what: str) -> None:
+    def together(self, do: Callable[[], None], what: str, error: type[FastensorError] = CheckpointWriteError) -> None:
         """Do something in all processes. Returns when all have done it.
 
         Args:
             do: what this process does.
             what: says what was not done if a process fails, for messages.
+            error: as for :meth:`exchange`.
 
         Raises:
-            Exception: what this process has failed with; or another one, as a CheckpointWriteError.
+            Exception: what this process has failed with; or another one, as an ``error``.
         """
         failure = None
         try:
             do()
-        except Exception as error:  # noqa: BLE001  # raised when the other processes know
-            failure = error
-        self.exchange(failure, what)
+        except Exception as raised:  # noqa: BLE001  # raised when the other processes know
+            failure = raised
+        self.exchange(failure, what, error)
 
     def end(self) -> None:
         """Give the process group back. Others that wait in it are told that this process cannot be reached."""

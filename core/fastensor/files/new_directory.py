@@ -14,6 +14,7 @@ from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS
 
 SUFFIX = ".fastensor-saving"
+_ASIDE_SUFFIX = ".fastensor-replaced"
 _DIGITS = 16
 
 
@@ -32,15 +33,21 @@ class NewDirectory:
         self.path = path
         self.hidden = _hidden_name(path)
         """The path while the directory is filled."""
+        self._aside = self.hidden.removesuffix(SUFFIX) + _ASIDE_SUFFIX
+        """The path of what was replaced, where two renames are needed."""
         self._lock: int | None = None
 
     def create(self) -> None:
-        """Create the directory, empty, and remove what killed processes have left in its parent.
+        """Create the directory, empty, and remove what killed processes have left in its parent. What such a process
+        was about to replace gets its path back.
 
         Raises:
             FileExistsError: another process is filling the directory.
             OSError: the filesystem refused.
         """
+        if os.path.lexists(self._aside) and not os.path.lexists(self.path):
+            os.rename(self._aside, self.path)  # a process was killed between the two renames
+        _remove(self._aside)
         parent = os.path.dirname(self.path)
         for left in glob.glob(f"{glob.escape(parent)}/.*{SUFFIX}"):
             if left == self.hidden or os.stat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
@@ -56,7 +63,7 @@ class NewDirectory:
         """Give the directory its path, and remove what was there before.
 
         That takes one instant, except where the filesystem cannot exchange two names (some network filesystems): there
-        is nothing at the path between two renames then.
+        is nothing at the path between two renames then, and what was there has a hidden name.
 
         Args:
             durable: whether everything is on stable storage then.
@@ -69,18 +76,17 @@ class NewDirectory:
         if not os.path.lexists(self.path):
             os.rename(self.hidden, self.path)
         elif not posix.exchange(self.hidden, self.path):
-            aside = f"{self.hidden.removesuffix(SUFFIX)}.replaced{SUFFIX}"
-            os.rename(self.path, aside)
+            os.rename(self.path, self._aside)
             try:
                 os.rename(self.hidden, self.path)
             except BaseException:
-                os.rename(aside, self.path)
+                os.rename(self._aside, self.path)
                 raise
-            os.rename(aside, self.hidden)
         if durable:
             posix.sync_directory(os.path.dirname(self.path))
         self._unlock()
         _remove(self.hidden)
+        _remove(self._aside)
 
     def discard(self) -> None:
         """Remove the directory, if it was not published. Calling this again does nothing."""
@@ -97,7 +103,7 @@ class NewDirectory:
 def _hidden_name(path: str) -> str:
     """
     >>> _hidden_name("/runs/last.ckpt")
-    '/runs/.8a2ac5a3cf0d0ef0.fastensor-saving'
+    '/runs/.e6f69ff248c8b801.fastensor-saving'
     """
     parent, name = os.path.split(path)
     return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:_DIGITS]}{SUFFIX}")

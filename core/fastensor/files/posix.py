@@ -264,17 +264,19 @@ def exchange(one: str, two: str) -> bool:
 def sync_tree(directory: str) -> None:
     """``fsync`` every file and directory below a directory, and the directory. Links are not followed. A file that
     disappears meanwhile is passed over."""
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(FileNotFoundError):
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    try:
-                        sync_file(fd)
-                    finally:
-                        os.close(fd)
-        sync_directory(folder)
+    with os.scandir(directory) as found:
+        entries = list(found)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            sync_tree(entry.path)
+        elif entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    sync_file(fd)
+                finally:
+                    close_read_only(fd)
+    sync_directory(directory)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

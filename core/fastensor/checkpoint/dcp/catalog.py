@@ -17,10 +17,13 @@ from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, di
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.inspect import Inspection
 from fastensor.checkpoint.read_options import ReadOptions
-from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport
+from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify
 from fastensor.errors import CheckpointReadError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
+
+_BESIDE = "meta.pt"
+"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
                     tally.compare(reader, item)
         except FileNotFoundError as error:
             raise CheckpointReadError(error.errno, "the metadata name this file, which is missing", where) from error
+    nbytes += tally.compare_file(contents.directory)
     report = VerifyReport(
         path=contents.directory.path,
         container="dcp",
@@ -122,6 +126,19 @@ class _Tally:
             self._compare_records(reader, item, title)
         self._done += item.nbytes
         self._progress(self._done, self._total)
+
+    def compare_file(self, directory: LocalDirectory | RemoteDirectory) -> int:
+        """Compare the file of Lightning beside the shards. Returns its size; 0 if there is none."""
+        try:
+            report = verify(directory.name_of(_BESIDE))
+        except FileNotFoundError:
+            return 0
+        except DamagedCheckpointError as error:
+            report = error.report
+        self._add(report.compared, report.compared_bytes)
+        self.uncompared += report.uncompared
+        self.damage += [replace(one, part=f"{_BESIDE}: {one.part}") for one in report.damage]
+        return report.nbytes
 
     def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
         try:
