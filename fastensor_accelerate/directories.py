@@ -19,6 +19,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.files import posix
@@ -161,8 +162,8 @@ def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
 
 
 def move_into(source: str, target: str, *, durable: bool) -> None:
-    """Move everything in a directory to another one, and replace files of the same names. Several processes may do this
-    at a time.
+    """Move everything in a directory to another one, and replace files of the same names, and whole distributed
+    checkpoints. Several processes may do this at a time.
 
     Args:
         source: is empty then.
@@ -172,7 +173,7 @@ def move_into(source: str, target: str, *, durable: bool) -> None:
     Raises:
         OSError: the filesystem refused.
     """
-    for name in _names_in(source):
+    for name in sorted(_names_in(source), key=METADATA_NAME.__eq__):  # a distributed checkpoint is complete with these
         here, there = os.path.join(source, name), os.path.join(target, name)
         if os.path.isdir(here) and not os.path.islink(here) and os.path.isdir(there):
             move_into(here, there, durable=durable)
@@ -181,6 +182,7 @@ def move_into(source: str, target: str, *, durable: bool) -> None:
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(here, there)
+    remove_replaced_shards(target)
     if durable:
         posix.sync_directory(target)
 

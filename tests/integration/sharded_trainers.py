@@ -15,13 +15,10 @@ import pytest
 import torch
 from integration.lightning_models import act_as_rank
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
 from torch.distributed.fsdp._init_utils import _init_device_handle
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-
-from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 
 Rank = Callable[[Any, int, Path], Any]
 
@@ -116,36 +113,6 @@ def fsdp_on_cpus(pl: Any, **options: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(fully_sharded_data_parallel, "_init_device_handle", handle)
         yield lambda: Strategy(process_group_backend="gloo", auto_wrap_policy={nn.Linear}, **options)
-
-
-class Calls:
-    """How often storage of Fastensor and of torch was asked, in this process."""
-
-    def __init__(self, patches: pytest.MonkeyPatch) -> None:
-        self.names: list[str] = []
-        for kind, method in (
-            (FastensorStorageWriter, "write_data"), (FastensorStorageReader, "read_data"),
-            (FileSystemWriter, "write_data"), (FileSystemReader, "read_data"),
-        ):  # fmt: skip
-            patches.setattr(kind, method, self._counted(kind.__name__, getattr(kind, method)))
-
-    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            self.names.append(name)
-            return method(*arguments)
-
-        return counted
-
-    def since(self) -> dict[str, int]:
-        """The numbers of calls by class, since this was called before."""
-        names, self.names = self.names, []
-        return {name: names.count(name) for name in dict.fromkeys(names)}
-
-
-@contextmanager
-def counted_calls() -> Iterator[Calls]:
-    with pytest.MonkeyPatch.context() as patches:
-        yield Calls(patches)
 
 
 def start(rank: int, program: Rank, world: int, brand: str, port: int, folder: Path) -> None:

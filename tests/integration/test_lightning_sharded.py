@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import counted_calls
 from disks import FullDisk
 from integration.sharded_trainers import (
     Rank,
-    counted_calls,
     fit,
     fsdp_on_cpus,
     loader,

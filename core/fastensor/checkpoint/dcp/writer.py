@@ -46,7 +46,7 @@ from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
-from fastensor.checkpoint.directories import METADATA_NAME
+from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.publish import KEPT
@@ -61,8 +61,6 @@ from fastensor.stitch.source import Plan
 
 _TOKEN_NBYTES = 4
 _OUR_NAME = re.compile(r"__\d+_[0-9a-f]{8}_\d+\.distcp")
-_FILE_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{8}_)?\d+\.distcp")
-"""Names of files as they stand in a pickle of metadata, which need not be read whole to find them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +367,7 @@ class FastensorStorageWriter(FileSystemWriter):
     def _names_of_existing(self, name: str) -> set[str]:
         """The files of the checkpoint that is about to be replaced, ours or torch's; none if there is none."""
         with suppress(FileNotFoundError):
-            return {found.decode() for found in _FILE_NAMES.findall(self._directory.read(name))}
+            return {found.decode() for found in SHARD_NAMES.findall(self._directory.read(name))}
         return set()
 
     def _remove_old(self, current: set[str]) -> None:
