@@ -133,16 +133,16 @@ class ShardedCheckpoints:
         waited_for = options.asynchronous and plugin._may_be_left_pending(checkpoint, given)
         options = replace(options, asynchronous=bool(strategy.broadcast(waited_for)))
         saving = self._begin(strategy, given, options, checkpoint)
-        to_do: list[Callable[[], object]] = []
-        saving.together(partial(self._write, saving, partial(stock, strategy, checkpoint), to_do))
-        to_do.append(partial(self._publish, saving, time.perf_counter() - saving.started))
+        copies: list[Callable[[], object]] = []
+        saving.together(partial(self._write, saving, partial(stock, strategy, checkpoint), copies))
+        finish = partial(self._finish, saving, copies, time.perf_counter() - saving.started)
         if options.asynchronous:
             place = saving.directory.path
-            future = in_turn(plugin._open_writer(), partial(_do_all, to_do), place, f"saving {saving.path}")
+            future = in_turn(plugin._open_writer(), finish, place, f"saving {saving.path}")
             plugin._latest = PendingShards(saving.path, future)
         else:
             plugin._latest = None
-            _do_all(to_do)
+            finish()
 
     def load(self, strategy: Any, stock: Callable[..., Any], checkpoint_path: Any, *args: Any, **options: Any) -> Any:
         """Takes the place of the strategy's ``load_checkpoint``.
@@ -203,15 +203,16 @@ class ShardedCheckpoints:
             with write_errors(saving.path, "the save failed", KEPT):
                 saving.directory.create()
 
-    def _write(self, saving: _Saving, stock: Callable[[str], None], to_do: list[Callable[[], object]]) -> None:
-        """Have Lightning write the checkpoint to the hidden directory. What is left to do goes to ``to_do``."""
+    def _write(self, saving: _Saving, stock: Callable[[str], None], copies: list[Callable[[], object]]) -> None:
+        """Have Lightning write the checkpoint to the hidden directory. If shards are to be written later, what writes
+        copies of them goes to ``copies``."""
         from fastensor.checkpoint.dcp.redirect import redirected, save_now
 
         def write(state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> None:
             storage = self._writer(path, saving.options)
             if saving.options.asynchronous:
                 options["process_group"] = self._group_for_threads(saving.agreement)
-                to_do.append(partial(save_now, storage.stage(state_dict), storage, **options))
+                copies.append(partial(save_now, storage.stage(state_dict), storage, **options))
             else:
                 save_now(state_dict, storage, **options)
 
@@ -220,7 +221,19 @@ class ShardedCheckpoints:
         if not calls.saves:
             raise UnknownLightningError(_unknown(stock, "saves"))
 
-    def _publish(self, saving: _Saving, stall_seconds: float) -> None:
+    def _finish(self, saving: _Saving, copies: list[Callable[[], object]], stall_seconds: float) -> None:
+        """Write what is left to write, and give the checkpoint its place. Called on all ranks, in any thread.
+
+        Raises:
+            Exception: a rank has failed.
+        """
+        if copies:
+            saving.together(partial(_call_all, copies))
+        self._publish(saving)
+        if saving.is_first:
+            self._report(saving, stall_seconds)
+
+    def _publish(self, saving: _Saving) -> None:
         """Give the checkpoint its place, where machines have the same filesystem, and where each has its own."""
         directory, durable = saving.directory, saving.options.durable
 
@@ -231,25 +244,24 @@ class ShardedCheckpoints:
 
         saving.together(partial(publish, True))
         saving.together(partial(publish, False))
-        if saving.is_first:
-            seconds = time.perf_counter() - saving.started
-            self._plugin._notify(
-                fastensor.SaveReport(
-                    path=saving.path,
-                    nbytes=_nbytes_in(directory.path),
-                    backend=str(saving.options.backend),
-                    reason="each rank has written its own shards",
-                    durable=durable,
-                    atomic=True,
-                    plan_seconds=0.0,
-                    write_seconds=seconds,
-                    sync_seconds=0.0,
-                    publish_seconds=0.0,
-                    seconds=seconds,
-                    stall_seconds=stall_seconds if saving.options.asynchronous else seconds,
-                ),
-                saving.step,
-            )
+
+    def _report(self, saving: _Saving, stall_seconds: float) -> None:
+        seconds = time.perf_counter() - saving.started
+        report = fastensor.SaveReport(
+            path=saving.path,
+            nbytes=_nbytes_in(saving.directory.path),
+            backend=str(saving.options.backend),
+            reason="each rank has written its own shards",
+            durable=saving.options.durable,
+            atomic=True,
+            plan_seconds=0.0,
+            write_seconds=seconds,
+            sync_seconds=0.0,
+            publish_seconds=0.0,
+            seconds=seconds,
+            stall_seconds=stall_seconds if saving.options.asynchronous else seconds,
+        )
+        self._plugin._notify(report, saving.step)
 
     def _wait(self) -> None:
         """Wait for what is pending on this rank.
@@ -345,10 +357,10 @@ def _verify_others(path: str) -> None:
         fastensor.verify(file)
 
 
-def _do_all(to_do: list[Callable[[], object]]) -> None:
+def _call_all(functions: list[Callable[[], object]]) -> None:
     """Call all functions, and let go of each: they hold copies of states."""
-    while to_do:
-        to_do.pop(0)()
+    while functions:
+        functions.pop(0)()
 
 
 def _is_there(path: str) -> bool:

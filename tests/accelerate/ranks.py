@@ -22,9 +22,9 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
-from accelerators import Gate, Training, begin_anew, files_in, random_numbers, training
+from accelerators import Training, begin_anew, files_in, random_numbers, training
 from checkpoints import counted_calls
-from disks import FullDisk
+from disks import FullDisk, Gate
 
 import fastensor
 import fastensor_accelerate

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import counted_calls
-from disks import FullDisk
+from disks import FullDisk, Gate, SlowDisk
 from integration.sharded_trainers import (
     Rank,
     fit,
@@ -205,3 +207,104 @@ def check_tools(path: Path, values: dict[str, list[float]]) -> None:
     damage(path / "meta.pt")
     with pytest.raises(fastensor.CorruptCheckpointError, match=r"meta\.pt"):
         fastensor.verify(path)
+
+
+def asynchronously(pl: Any, rank: int, folder: Path) -> Any:
+    """Saves that are pending while the next step begins; what reads, removes and links them waits."""
+    log = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger(folder)
+    told: list[Any] = []
+    log.after_save_checkpoint = lambda callback: told.append(
+        [(Path(path).name, os.path.isfile(os.path.join(path, "meta.pt"))) for path in callback.best_k_models]
+    )
+    with counted_calls() as calls, pytest.MonkeyPatch.context() as patches:
+        SlowDisk(patches, 0.01)
+        plugin = FastensorCheckpointIO(asynchronous=True)
+        saver = pl.callbacks.ModelCheckpoint(
+            folder / "a", every_n_train_steps=1, save_top_k=2, monitor="step_number", mode="max", save_last="link",
+            filename="{step}",
+        )  # fmt: skip
+        trainer, module = fit(pl, folder, plugin, callbacks=[saver, CheckpointMonitor()], logger=log)
+        assert calls.since() == {OURS_WRITER: 6}
+        expected = values_of(trainer, module)
+        assert names_in(folder / "a") == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
+        assert os.readlink(folder / "a" / "last.ckpt") == "step=6.ckpt"
+        assert [one for names in told for one in names if not one[1]] == []
+        assert len(told) == (6 if rank == 0 else 0)
+        assert [names[-1][0] for names in told[-1:]] == ["step=6.ckpt"] * (rank == 0)
+        found = fit(pl, folder, plugin, folder / "a" / "last.ckpt", enable_checkpointing=False)
+        assert values_of(*found) == expected
+        check_pending(pl, rank, folder, plugin)
+        check_asynchronous_failures(pl, rank, folder)
+    return expected
+
+
+class During:
+    """Makes a callback of a Trainer that calls a function at a step."""
+
+    def __init__(self, pl: Any, step: int, function: Callable[[Any], None]) -> None:
+        class Callback(pl.Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step == step:
+                    function(trainer)
+
+        self.callback = Callback()
+
+
+def check_pending(pl: Any, rank: int, folder: Path, plugin: FastensorCheckpointIO) -> None:
+    """A save returns before its shards are durable, and does not see what training changes afterwards."""
+    gate: list[Gate] = []
+    path = folder / "pending"
+    saved: list[Any] = []
+
+    def save(trainer: Any) -> None:
+        saved.append(values_of(trainer, trainer.lightning_module))
+        with pytest.MonkeyPatch.context() as patches:
+            gate.append(Gate(patches))
+            trainer.save_checkpoint(path)
+            assert plugin._latest is not None
+            assert plugin._latest.stage == "writing"
+            assert not path.exists()
+            for parameter in trainer.lightning_module.parameters():
+                parameter.data.mul_(0)
+            gate[0].open()
+            trainer.strategy.load_checkpoint(path)  # waits
+        assert values_of(trainer, trainer.lightning_module) == saved[0]
+        trainer.strategy.remove_checkpoint(path)
+        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, storage_options={"asynchronous": False})
+        assert path.is_dir()
+
+    options = {"callbacks": [CheckpointMonitor(), During(pl, 3, save).callback], "enable_checkpointing": False}
+    fit(pl, folder, plugin, **options)
+    trainer = make_trainer(pl, folder, FastensorCheckpointIO(), enable_checkpointing=False)
+    module = make_module(pl)
+    trainer.validate(module, loader(), ckpt_path=path, verbose=False)
+    assert values_of(trainer, module).items() <= saved[0].items()
+
+
+def check_asynchronous_failures(pl: Any, rank: int, folder: Path) -> None:
+    """The next call raises what has failed, on all ranks; the old checkpoint is there, and is not removed."""
+    plugin = FastensorCheckpointIO(asynchronous=True)
+
+    def save(trainer: Any) -> None:
+        trainer.save_checkpoint(folder / "old")
+        for failing in (0, 1):
+            trainer.strategy.load_checkpoint(folder / "old")  # waits
+            with pytest.MonkeyPatch.context() as patches:
+                FullDisk(patches).full = rank == failing
+                trainer.save_checkpoint(folder / "new")
+                trainer.strategy.remove_checkpoint(folder / "old")
+                with pytest.raises(fastensor.CheckpointWriteError, match="No space left"):
+                    trainer.save_checkpoint(folder / "new")
+        assert not (folder / "new").exists()
+        trainer.strategy.load_checkpoint(folder / "old")
+
+    options = {"callbacks": [CheckpointMonitor(), During(pl, 3, save).callback], "enable_checkpointing": False}
+    fit(pl, folder, plugin, **options)
+
+
+def test_two_ranks_save_asynchronously(tmp_path: Path) -> None:
+    values, others = run(asynchronously, tmp_path)
+    assert values == others
+    assert not [name for name in names_in(tmp_path) + names_in(tmp_path / "a") if ".fastensor" in name]
+    assert fastensor.verify(tmp_path / "a" / "last.ckpt").complete
