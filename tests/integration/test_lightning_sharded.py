@@ -308,3 +308,29 @@ def test_two_ranks_save_asynchronously(tmp_path: Path) -> None:
     assert values == others
     assert not [name for name in names_in(tmp_path) + names_in(tmp_path / "a") if ".fastensor" in name]
     assert fastensor.verify(tmp_path / "a" / "last.ckpt").complete
+
+
+def on_a_mesh(pl: Any, rank: int, folder: Path) -> Any:
+    """Two by two ranks, which hold rows of columns, and four in a line."""
+    with counted_calls() as calls:
+        trainer, module = fit(pl, folder, FastensorCheckpointIO(), tensor=2, enable_checkpointing=False)
+        trainer.save_checkpoint(folder / "ours")
+        assert calls.since() == {OURS_WRITER: 1}
+        expected = values_of(trainer, module)
+        for name, plugin, tensor in (
+            ("ours", FastensorCheckpointIO(), 2), ("ours", FastensorCheckpointIO(), 1), ("ours", None, 2),
+            ("torch", FastensorCheckpointIO(), 2),
+        ):  # fmt: skip
+            trainer, module = fit(pl, folder, plugin, folder / name, tensor=tensor, enable_checkpointing=False)
+            assert values_of(trainer, module) == expected
+            assert calls.since() == {"FileSystemReader" if plugin is None else OURS_READER: 2}
+            if plugin is None:
+                trainer.save_checkpoint(folder / "torch")
+                assert calls.since() == {"FileSystemWriter": 1}
+    return expected
+
+
+def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
+    values = run(on_a_mesh, tmp_path, world=4)
+    assert values == [values[0]] * 4
+    assert len(list((tmp_path / "ours").glob("*.distcp"))) == 4
