@@ -181,16 +181,20 @@ class StateSaver:
             if directory.is_dir():
                 finish(directory, durable=self.config.durable)
         try:
-            with self.loading():
+            with self.loading() as shards:
                 stock(input_dir if directory is None else str(directory), **options)
+            self._check_shards(None if shards is None else shards.loads)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
                 error.add_note(f"a save to {directory} has begun and was never finished; load another state")
             raise
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> Iterator[Redirected | None]:
         """What is loaded in the block is read by Fastensor, after the pending state is published.
+
+        Yields:
+            How often shards were saved and loaded; None if they are left to torch.
 
         Raises:
             Exception: what the save of the pending state has failed with.
@@ -199,8 +203,7 @@ class StateSaver:
         self.wait()
         damaged: list[CorruptCheckpointError] = []
         with replaced(self._files(damaged=damaged)) as shards:
-            yield
-        self._check_shards(None if shards is None else shards.loads)
+            yield shards
         if damaged:  # Accelerate goes on without the states of random number generators
             raise damaged[0]
 

@@ -99,6 +99,11 @@ class FastensorCheckpointIO(CheckpointIO):
     With ``backend="auto"`` or a selector, each rank of a DDP job learns by itself which backend is the fastest, unless
     the Trainer has a :class:`CheckpointMonitor`, which shares it: the plugin is not called on all ranks at once.
 
+    With ``FSDPStrategy`` and ``ModelParallelStrategy`` of a Trainer, sharded checkpoints go through
+    :class:`fastensor.checkpoint.dcp.FastensorStorageWriter` and ``FastensorStorageReader``: they take their place
+    whole, with ``meta.pt``, and if one rank fails, all raise. Lightning itself reads full checkpoints of these
+    strategies; before, they are verified. ``docs/distributed.md`` says more.
+
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
     loads on all ranks. Paths may be URLs of remote filesystems (``s3://...``), as in :func:`fastensor.save`.
