@@ -140,7 +140,7 @@ class ShardedCheckpoints:
         options = replace(options, asynchronous=bool(strategy.broadcast(waited_for)))
         saving = self._begin(strategy, given, options, checkpoint)
         copies: list[Callable[[], object]] = []
-        saving.together(partial(self._write, saving, partial(stock, strategy, checkpoint), copies))
+        saving.together(partial(self._write, saving, strategy, partial(stock, strategy, checkpoint), copies))
         finish = partial(self._finish, saving, copies, time.perf_counter() - saving.started)
         if options.asynchronous:
             place = saving.directory.path
@@ -211,7 +211,9 @@ class ShardedCheckpoints:
             with write_errors(saving.path, "the save failed", KEPT):
                 saving.directory.create()
 
-    def _write(self, saving: _Saving, stock: Callable[[str], None], copies: list[Callable[[], object]]) -> None:
+    def _write(
+        self, saving: _Saving, strategy: object, stock: Callable[[str], None], copies: list[Callable[[], object]]
+    ) -> None:
         """Have Lightning write the checkpoint to the hidden directory. If shards are to be written later, what writes
         copies of them goes to ``copies``."""
         from fastensor.checkpoint.dcp.redirect import redirected, save_now
@@ -227,7 +229,7 @@ class ShardedCheckpoints:
         with redirected(save=write) as calls:
             stock(saving.directory.hidden)
         if not calls.saves:
-            raise UnknownLightningError(_unknown(stock, "saves"))
+            raise UnknownLightningError(_unknown(strategy, "saves"))
 
     def _finish(self, saving: _Saving, copies: list[Callable[[], object]], stall_seconds: float) -> None:
         """Write what is left to write, and give the checkpoint its place. Called on all ranks, in any thread.

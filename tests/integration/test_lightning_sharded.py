@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import socket
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import counted_calls
+import torch
+from checkpoints import counted_calls, load
 from disks import FullDisk, Gate, SlowDisk
 from integration.sharded_trainers import (
     Rank,
@@ -23,7 +26,8 @@ from integration.sharded_trainers import (
     start,
     values_of,
 )
-from programs import run_ranks
+from programs import Program, run_ranks
+from torch.distributed.checkpoint import FileSystemReader
 
 import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
@@ -344,3 +348,52 @@ def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
     values = run(on_a_mesh, tmp_path, world=4)
     assert values == [values[0]] * 4
     assert len(list((tmp_path / "ours").glob("*.distcp"))) == 4
+
+
+MOST_CALLS = 70
+"""About as many as a rank makes in three saves."""
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_some_ranks_are_killed(mode: str, tmp_path: Path, tally: Counter[str]) -> None:
+    kill_ranks(tmp_path / "last.ckpt", mode, 3, tally)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_many_ranks_are_killed(mode: str, tmp_path: Path, tally: Counter[str]) -> None:
+    kill_ranks(tmp_path / "last.ckpt", mode, 60, tally)
+
+
+def kill_ranks(path: Path, mode: str, times: int, tally: Counter[str]) -> None:
+    """After each kill, all of the checkpoint is of one step."""
+    moments = random.Random(f"{mode}{times}")
+    step = 0
+    gained = Counter[int]()
+    with Program(Path(__file__).with_name("sharded_saver.py"), path, lightning=True) as saver:
+        for number in range(times):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            call = moments.randrange(1, MOST_CALLS) if number else 10**6
+            print(port, step, moments.randrange(2), call, mode, file=saver.stdin, flush=True)
+            word, code = saver.stdout.readline().split()
+            assert word == "dead"
+            assert int(code) in (0, -9)
+            tally["ranks killed"] += code == "-9"
+            found = step_in(path)
+            assert step <= found <= step + 3
+            assert number or found == 3
+            gained[found - step] += 1
+            step = found
+    assert sum(gained.values()) == times
+    assert len(gained) > 1
+
+
+def step_in(path: Path) -> int:
+    """The step of which all of a checkpoint is."""
+    assert fastensor.verify(path).complete
+    state = {"state_dict": {"layers.0.weight": torch.zeros(14, 5), "layers.3.bias": torch.zeros(3)}}
+    load(state, FileSystemReader(path))
+    values = {float(one) for tensor in state["state_dict"].values() for one in tensor.flatten()}
+    (step,) = values | {float(torch.load(path / "meta.pt", weights_only=False)["stamp"])}
+    return int(step)
