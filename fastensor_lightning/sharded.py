@@ -200,7 +200,7 @@ class ShardedCheckpoints:
             started=time.perf_counter(),
             step=checkpoint.get("global_step"),
         )
-        saving.agreement.together(partial(self._prepare, saving), f"{path} was not saved")
+        saving.together(partial(self._prepare, saving))
         return saving
 
     def _prepare(self, saving: _Saving) -> None:

@@ -114,8 +114,11 @@ def test_whichever_call_fails_the_old_or_the_new_is_there(
 def test_two_processes_do_not_fill_the_same_directory(tmp_path: Path) -> None:
     one = NewDirectory(str(tmp_path / "x"))
     one.create()
+    two = NewDirectory(str(tmp_path / "x"))
     with pytest.raises(FileExistsError, match="another process is saving"):
-        NewDirectory(str(tmp_path / "x")).create()
+        two.create()
+    two.discard()
+    assert os.path.isdir(one.hidden)
     one.discard()
     assert not os.listdir(tmp_path)
 

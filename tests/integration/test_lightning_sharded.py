@@ -30,6 +30,7 @@ from programs import Program, run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 import fastensor
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 from fastensor_lightning.sharded import UnknownLightningError
 
@@ -101,13 +102,14 @@ def full_and_damaged(pl: Any, rank: int, folder: Path) -> Any:
         assert calls.since() == {OURS_READER: 2}
         trainer.save_checkpoint(path)
         assert path.is_file()
+        trainer.save_checkpoint(folder / "full")
         assert (plugin.last_save is not None) == (rank == 0)
         found = fit(pl, folder, FastensorCheckpointIO(), path, full=True, enable_checkpointing=False)
         assert values_of(*found) == expected
         trainer, module = fit(pl, folder, plugin, path, enable_checkpointing=False)
         assert values_of(trainer, module) == expected
         assert calls.since() == {}, "Lightning reads full checkpoints itself"
-        check_damage(pl, rank, folder, trainer, path, by_all=False)
+        check_damage(pl, folder, trainer, path, by_all=False)
         trainer.save_checkpoint(path)
         assert path.is_dir(), "it has replaced the file"
         assert calls.since() == {OURS_WRITER: 1}
@@ -115,15 +117,15 @@ def full_and_damaged(pl: Any, rank: int, folder: Path) -> Any:
     check_two_machines(folder, trainer)
     for name in ("meta.pt", "distcp"):
         file = next(one for one in sorted(path.iterdir()) if one.name.endswith(name))
-        check_damage(pl, rank, folder, trainer, file, by_all=name == "distcp")
+        check_damage(pl, folder, trainer, file, by_all=name == "distcp")
         trainer.save_checkpoint(path)
-    first_fsdp(pl, rank, folder)
+    first_fsdp(pl, rank, folder, folder / "full")
     assert not [name for name in names_in(folder) if ".fastensor" in name]
     return expected
 
 
-def first_fsdp(pl: Any, rank: int, folder: Path) -> Any:
-    """FSDP 1: what is saved is loaded again, also by Lightning alone."""
+def first_fsdp(pl: Any, rank: int, folder: Path, full: Path) -> Any:
+    """FSDP 1: what is saved is loaded again, also by Lightning alone. Full checkpoints of others are loaded."""
     with fsdp_on_cpus(pl, state_dict_type="sharded") as strategy, counted_calls() as calls:
         options = {"enable_checkpointing": False}
         plugin = FastensorCheckpointIO()
@@ -136,6 +138,13 @@ def first_fsdp(pl: Any, rank: int, folder: Path) -> Any:
             found = fit(pl, folder, plugin, folder / "fsdp", strategy=strategy(), **options)
             assert values_of(*found) == expected
             assert calls.since() == {OURS_READER if plugin else "FileSystemReader": 2}
+        scores = []
+        for plugin in (FastensorCheckpointIO(), None):
+            trainer = make_trainer(pl, folder, plugin, strategy=strategy(), **options)
+            scores.append(trainer.validate(make_module(pl), loader(), ckpt_path=full, verbose=False))
+        assert scores[0] == scores[1]
+        assert calls.since() == {}
+        check_damage(pl, folder, trainer, full, by_all=False, path=full, strategy=strategy())
 
 
 def damage(path: Path) -> None:
@@ -146,14 +155,17 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def check_damage(pl: Any, rank: int, folder: Path, trainer: Any, file: Path, *, by_all: bool) -> None:
-    """All ranks raise when they load a checkpoint in ``folder / "x"`` whose file is damaged, and the rank that has
-    found it says so."""
+def check_damage(
+    pl: Any, folder: Path, trainer: Any, file: Path, *, by_all: bool, path: Path | None = None, **options: Any
+) -> None:
+    """All ranks raise when they load a checkpoint, by default ``folder / "x"``, whose file is damaged. The rank that
+    has found it says so."""
+    rank = trainer.global_rank
     if rank == 0:
         damage(file)
     trainer.strategy.barrier()
     with pytest.raises(fastensor.CorruptCheckpointError if by_all or rank == 0 else fastensor.CheckpointReadError):
-        fit(pl, folder, FastensorCheckpointIO(), folder / "x", enable_checkpointing=False)
+        fit(pl, folder, FastensorCheckpointIO(), path or folder / "x", enable_checkpointing=False, **options)
 
 
 def check_failures(pl: Any, rank: int, folder: Path, trainer: Any) -> None:
@@ -297,6 +309,10 @@ def check_pending(pl: Any, rank: int, folder: Path, plugin: FastensorCheckpointI
     assert values_of(trainer, module).items() <= saved[0].items()
 
 
+def fail() -> None:
+    raise ZeroDivisionError
+
+
 def check_asynchronous_failures(pl: Any, rank: int, folder: Path) -> None:
     """The next call raises what has failed, on all ranks; the old checkpoint is there, and is not removed."""
     plugin = FastensorCheckpointIO(asynchronous=True)
@@ -313,6 +329,13 @@ def check_asynchronous_failures(pl: Any, rank: int, folder: Path) -> None:
                     trainer.save_checkpoint(folder / "new")
         assert not (folder / "new").exists()
         trainer.strategy.load_checkpoint(folder / "old")
+        for failing in (0, 1):  # one rank alone has something else that has failed
+            if rank == failing:
+                in_turn(plugin._open_writer(), fail, str(folder / "other"), "failing")
+            with pytest.raises(ZeroDivisionError if rank == failing else fastensor.CheckpointWriteError):
+                trainer.save_checkpoint(folder / "new")
+        trainer.save_checkpoint(folder / "new")
+        trainer.strategy.load_checkpoint(folder / "new")
 
     options = {"callbacks": [CheckpointMonitor(), During(pl, 3, save).callback], "enable_checkpointing": False}
     fit(pl, folder, plugin, **options)

@@ -50,7 +50,7 @@ class NewDirectory:
         _remove(self._aside)
         parent = os.path.dirname(self.path)
         for left in glob.glob(f"{glob.escape(parent)}/.*{SUFFIX}"):
-            if left == self.hidden or os.stat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
+            if left == self.hidden or os.lstat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
                 _remove_unless_locked(left)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.hidden)
@@ -89,9 +89,10 @@ class NewDirectory:
         _remove(self._aside)
 
     def discard(self) -> None:
-        """Remove the directory, if it was not published. Calling this again does nothing."""
-        self._unlock()
-        _remove(self.hidden)
+        """Remove the directory, if it was created here and not published. Calling this again does nothing."""
+        if self._lock is not None:
+            self._unlock()
+            _remove(self.hidden)
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
@@ -109,14 +110,20 @@ def _hidden_name(path: str) -> str:
     return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:_DIGITS]}{SUFFIX}")
 
 
-def _remove_unless_locked(directory: str) -> None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if posix.try_lock(fd):
-                _remove(directory)
-        finally:
-            posix.close_read_only(fd)
+def _remove_unless_locked(path: str) -> None:
+    """Remove a directory unless a process fills it; or a file or link, which a directory has replaced."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        _remove(path)
+        return
+    try:
+        if posix.try_lock(fd):
+            _remove(path)
+    finally:
+        posix.close_read_only(fd)
 
 
 def _remove(path: str) -> None:
