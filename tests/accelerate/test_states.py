@@ -23,7 +23,6 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DataLoaderConfiguration, fsdp_utils
 from accelerators import (
     MODES,
-    Gate,
     Seen,
     Tied,
     Training,
@@ -35,7 +34,7 @@ from accelerators import (
     tensor_files,
     training,
 )
-from disks import FullDisk
+from disks import FullDisk, Gate
 from states import assert_equal, assert_same_tensors
 
 import fastensor
