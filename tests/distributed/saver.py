@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fastensor.checkpoint.dcp import FastensorStorageWriter
-from fastensor.testing.calls import Call, intercepted
+from fastensor.testing.calls import intercepted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints import join, save, stamped
+from killer import Killer
 
 WORLD = 2
 NEVER = -1
@@ -56,7 +57,7 @@ def main() -> None:
 def run(store: Path, folder: Path, rank: int, first: int, fatal: int, *, asynchronous: bool) -> None:
     mesh = join(store, rank, WORLD)
     writer = FastensorStorageWriter(folder)
-    with intercepted(Killer(fatal)):
+    with intercepted(Killer(fatal, CALLS)):
         for step in range(first, first + STEPS):
             state = sharded(mesh, step)
             if asynchronous:
@@ -73,20 +74,6 @@ def sharded(mesh: DeviceMesh, step: int) -> dict[str, Any]:
     for name, layer in state["layers"].items():
         state["layers"][name] = distribute_tensor(layer, mesh, [Shard(0)], src_data_rank=None)
     return state
-
-
-class Killer:
-    """Kills this process before a call that changes something. Others are not counted."""
-
-    def __init__(self, fatal: int) -> None:
-        self._fatal = fatal
-        self._calls = 0
-
-    def __call__(self, call: Call) -> Any:
-        self._calls += call.name in CALLS
-        if self._calls == self._fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call.perform()
 
 
 if __name__ == "__main__":
