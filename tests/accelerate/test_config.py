@@ -296,7 +296,8 @@ def test_no_fastensor_wins_over_everything(command: Command, tmp_path: Path) -> 
         (["--fastensor_bakend", "direct"], None, "no flag --fastensor_bakend; did you mean '--fastensor_backend'"),
         (["--fastensor-asinc"], None, "no flag --fastensor-asinc; did you mean '--fastensor_async'"),
         (["--fastensor_bakend=direct"], None, "did you mean '--fastensor_backend'"),
-        (["--no_fastensr_async"], None, None),  # looks like none of ours: Accelerate refuses it
+        (["--fastensr"], None, "no flag --fastensr; did you mean '--fastensor'"),
+        (["--no_fsdp_async"], None, None),  # looks like none of ours: Accelerate refuses it
         (["--fastensor_backend", "dierct"], None, "did you mean 'direct'"),
         (["--fastensor_staging_bytes", "much"], None, "staging_bytes is a number"),
         ([], {"durabel": True}, "config.yaml has no option 'durabel'; did you mean 'durable'"),
@@ -320,7 +321,7 @@ def test_mistakes_are_found_before_anything_is_launched(
     with pytest.raises(SystemExit, match=said) as ended:
         command("launch", "--config_file", path, *arguments, "train.py")
     if said is None:
-        assert "unrecognized arguments: --no_fastensr_async" in capsys.readouterr().err
+        assert "unrecognized arguments: --no_fsdp_async" in capsys.readouterr().err
     else:
         assert str(ended.value.code).startswith("fastensor-accelerate: ")
     assert is_wanted_by_environment() is None
