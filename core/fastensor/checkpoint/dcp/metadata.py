@@ -39,6 +39,7 @@ _MAX_SIZE = 2**63 - 1
 _MODULE = "torch.distributed.checkpoint"
 _PATHS = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
 _LAYOUT = "torch.serialization._get_layout"
+_MEMORY_FORMAT = f"{_MODULE}.metadata._MEM_FORMAT_ENCODING"
 
 
 def sealed(metadata: Metadata) -> bytes:
@@ -227,11 +228,22 @@ def _properties(builder: _Builder, value: UnknownObject) -> TensorProperties:
     found: Any = vars(torch).get(name.removeprefix("torch."))
     _check(isinstance(found, torch.layout), f"a layout {name!r}, which torch does not have")
     made = TensorProperties(dtype, found, bool(requires_grad is True), pin_memory=bool(pin_memory is True))
-    _check(isinstance(encoding, UnknownObject) and encoding.name.endswith("._MEM_FORMAT_ENCODING"), "no memory format")
     made.__setstate__(  # type: ignore[no-untyped-call]  # torch gives it no types
-        (dtype, found, made.requires_grad, _MEM_FORMAT_ENCODING(encoding.parts[1][0]), made.pin_memory)
+        (dtype, found, made.requires_grad, _memory_format(encoding), made.pin_memory)
     )
     return made
+
+
+def _memory_format(value: Any) -> _MEM_FORMAT_ENCODING:
+    """A memory format. Enums are pickled as calls of their class with a value; by Python 3.11.0 to 3.11.3, as calls of
+    ``getattr`` with the class and a name."""
+    _check(isinstance(value, UnknownObject), "no memory format")
+    if value.name in ("builtins.getattr", "__builtin__.getattr"):
+        kind, name = value.parts[1]
+        _check(isinstance(kind, UnknownGlobal) and kind.name == _MEMORY_FORMAT, "no memory format")
+        return _MEM_FORMAT_ENCODING[name]
+    _check(value.name == _MEMORY_FORMAT, "no memory format")
+    return _MEM_FORMAT_ENCODING(value.parts[1][0])
 
 
 def _storage_meta(builder: _Builder, value: UnknownObject) -> StorageMeta:
