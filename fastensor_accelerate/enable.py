@@ -149,7 +149,7 @@ def _prepare(self: Accelerator, *objects: Any, **options: Any) -> Any:
     """Accelerate's own ``prepare``, which shards models by FSDP2 without :meth:`prepare_model`."""
     prepared = _stock("prepare", self)(*objects, **options)
     if (offloads := _offloads_of(self)) is not None:
-        for one in prepared if isinstance(prepared, tuple) else (prepared,):
+        for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(one, Module) and any(map(is_fsdp2, one.modules())):
                 offloads.add(one)
     return prepared

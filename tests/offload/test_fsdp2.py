@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from checkpoints import join
+from integration.lightning_models import act_as_rank
+from lightning.pytorch.strategies import ModelParallelStrategy
 from programs import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,9 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor.offload.swapper import Swapper
+from fastensor_lightning import SSDActivationOffload
 
 STEPS = 3
 WIDTH = 24
@@ -212,4 +218,55 @@ def _train_on_four(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check(folder, "hybrid", sharded(), mesh)
     check(folder, "tensor parallelism", tensor_parallel, mesh)
+    dist.destroy_process_group()
+
+
+class Net(pl.LightningModule):
+    """A module that Lightning's ModelParallelStrategy shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Model()
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        sharded()(self.model, self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch[0])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_a_trainer_with_model_parallel_strategy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run_ranks(_fit, 2, port, tmp_path)
+
+
+def _fit(rank: int, port: int, folder: Path) -> None:
+    act_as_rank(rank, port)
+    torch.set_num_threads(1)
+    tokens = torch.randint(40, (8, 16), generator=torch.Generator().manual_seed(0))
+    weights, admitted = [], Admitted()
+    for callback in (None, SSDActivationOffload(OffloadConfig(min_bytes=1, dram_bytes=0))):
+        module = Net()
+        trainer = pl.Trainer(
+            default_root_dir=folder, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            callbacks=[callback] if callback else [],
+        )  # fmt: skip
+        with admitted.watching(first=True):
+            trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=2))
+        weights.append([parameter.to_local() for parameter in module.parameters()])
+    assert callback is not None
+    assert callback.statistics is not None
+    assert callback.statistics.written_bytes > 0
+    assert callback.statistics.failed_writes == 0
+    assert not admitted.storages & memory_of_parameters(module.model)
+    assert all(map(torch.equal, *weights))
     dist.destroy_process_group()

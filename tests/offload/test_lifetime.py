@@ -282,9 +282,7 @@ def test_patterns_that_fit_nothing(make: Any) -> None:
 def test_models_whose_memory_comes_and_goes_are_refused(make: Any, tmp_path: Path) -> None:
     stage_3 = nn.Linear(4, 4)
     stage_3.weight.ds_id = 0  # type: ignore[assignment]  # as DeepSpeed marks it
-    with pytest.raises(
-        OffloadError, match=r"weight is a parameter of DeepSpeed's ZeRO stage 3.*Use ZeRO"
-    ):
+    with pytest.raises(OffloadError, match=r"weight is a parameter of DeepSpeed's ZeRO stage 3.*Use ZeRO"):
         make().attach(stage_3)
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
