@@ -124,7 +124,7 @@ SAVING: dict[str, Callable[[Path], FileSystemWriter]] = {
         for sync in (True, False)
         for threads in THREADS
     },
-    FIXED: MetadataWriter,
+    FIXED: partial(MetadataWriter, sync_files=False),
 }
 LOADING: dict[str, Callable[[Path], FileSystemReader]] = {
     OURS: FastensorStorageReader,
@@ -430,6 +430,43 @@ def stall_to_copy(sample: Sample) -> float:
     return sample.call_seconds / sample.copy_seconds
 
 
+NODES = (1, 2, 4, 8, 16, 64)
+
+
+def paper_model(samples: list[Sample]) -> list[str]:
+    """What N nodes with a disk each would do, as lines of Markdown; docs/distributed.md has the assumptions.
+
+    ``fixed(N) + share × moved``: what planning and metadata cost is taken to grow linearly with the number of
+    processes, what is moved is that of the fewest processes here, and a node's share of it is 1/N, or 1 if the state
+    grows with N.
+    """
+    worlds = sorted({one.world for one in samples})
+
+    def done(world: int, operation: str, way: str) -> float:
+        found = [one.done_seconds for one in samples if (one.world, one.operation, one.way) == (world, operation, way)]
+        return statistics.median(found)
+
+    def line(operation: str) -> tuple[float, float]:
+        fixed = [done(world, operation, FIXED) for world in worlds]
+        if len(worlds) == 1:
+            return fixed[0], 0.0
+        slope, begin = statistics.linear_regression(worlds, fixed)
+        return begin, slope
+
+    best = min((way for way in SAVING if way.startswith(STOCK)), key=lambda way: done(worlds[0], "save", way))
+    kinds = [("save", OURS), ("save", best), ("cold load", OURS), ("cold load", STOCK)]
+    lines = ["", "## a paper model: N nodes with a disk each, one process on each node", ""]
+    lines += [f"| what | way | the state | {' | '.join(f'N = {nodes}' for nodes in NODES)} |"]
+    lines += [f"|---|---|---|{'---:|' * len(NODES)}"]
+    for operation, way in kinds:
+        begin, slope = line(operation)
+        moved = done(worlds[0], operation, way) - done(worlds[0], operation, FIXED)
+        for state, share in (("stays", lambda nodes: 1 / nodes), ("grows with N", lambda nodes: 1)):
+            seconds = " | ".join(f"{begin + slope * nodes + share(nodes) * moved:.3f} s" for nodes in NODES)
+            lines.append(f"| {operation} | {way} | {state} | {seconds} |")
+    return lines
+
+
 def table(machine: dict[str, str], nbytes: int, samples: list[Sample], verdicts: list[dict[str, Any]]) -> str:
     """Everything as Markdown."""
     lines = ["# torch.distributed.checkpoint: empty dictionary, default options, first use included", ""]
@@ -454,7 +491,8 @@ def table(machine: dict[str, str], nbytes: int, samples: list[Sample], verdicts:
             f"| {statistics.median(one.cpu_seconds for one in group):.2f} "
             f"| {statistics.median(one.peak_bytes for one in group) / 2**20:.0f} | {len(group)} |"
         )
-    lines += ["", f"Fixed is {FIXED}.", "", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
+    lines += paper_model(samples)
+    lines += ["", "## promises", "", f"Fixed is {FIXED}.", "", "| promise | measured | holds |", "|---|---:|---|"]
     lines += [f"| {v['promise']} | {v['measured']:.2f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
     return "\n".join(lines) + "\n"
 
