@@ -161,6 +161,7 @@ def test_the_benchmark_of_distributed_checkpoints_measures_every_way(tmp_path: P
             assert f"| {world} | asynchronous save | {way} | later |" in out
         for way in ("fastensor", "torch", "planning and metadata alone"):
             assert f"| {world} | cold load | {way} | first |" in out
+        assert f"| {world} | save of replicas | fastensor, rank 0 alone | later |" in out
     assert "| cold load | fastensor | grows with N |" in out
     assert len(json.loads((tmp_path / "out.json").read_text())["verdicts"]) in (10, 12)  # without fio, or with it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
