@@ -1,0 +1,282 @@
+"""``fastensor.checkpoint.cooperative.save``: ranks that hold the same state write one file together.
+
+1. Each rank plans the file, which pickles its state. Rank 0 compares what the others found with its own plan.
+2. Rank 0 makes a new file, cuts its plan into extents, and sends each rank the layout of its extent.
+3. Each rank writes its extent from its own memory, and syncs the file.
+4. Rank 0 fills in the CRC32s that were not known before, syncs, and publishes the file.
+
+For rank 0, all of this is one :class:`~fastensor.checkpoint.save_transaction.SaveTransaction`, as any other save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+from isal import isal_zlib
+
+from fastensor.backends.fallback import Fallback, record_fallback
+from fastensor.checkpoint.cooperative.extent import SharedFile, found, share, write_extent
+from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, ReplicaCheck
+from fastensor.checkpoint.cooperative.ranks import Ranks
+from fastensor.checkpoint.cooperative.replicas import (
+    Described,
+    Replica,
+    describe,
+    first_difference,
+    name_of_storage,
+    other_storages,
+    replica_of,
+)
+from fastensor.checkpoint.freeing import Freeing
+from fastensor.checkpoint.nested import is_nested
+from fastensor.checkpoint.publish import KEPT
+from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.save import SaveOptions, SaveSettings
+from fastensor.checkpoint.save_transaction import reserve
+from fastensor.errors import CheckpointWriteError, ReplicaMismatchError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import write_errors
+from fastensor.select.transfer import BackendChoice, Transfer
+from fastensor.stitch.extents import Extent, cut, filled
+from fastensor.stitch.image import Image, Payload, Segment
+from fastensor.stitch.source import Plan, Source
+
+_DESCRIBE = "describe"
+"""Rank 0's reply that asks for a description of the state."""
+
+
+def save(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    check_replicas: ReplicaCheck = "sample",
+    replicated: Iterable[torch.Tensor] | None = None,
+    **options: Unpack[SaveOptions],
+) -> SaveReport:
+    """Save an object that all ranks of a group hold, as :func:`fastensor.save` does, together.
+
+    All ranks call it, with the same arguments, at the same point. Each one writes a part of the file, from its own
+    memory. The file is byte for byte the one that rank 0's :func:`fastensor.save` would have written. When the call
+    returns on any rank, the file is in its place, and durable. If it raises, what was there before is kept, unless the
+    message says otherwise.
+
+    Args:
+        obj: as for :func:`fastensor.save`. The tensors of a rank are borrowed until the call returns on that rank.
+        path: a path on a filesystem that all ranks share; it may be on one machine. Where the file would not be
+            replaced but written in place, and for URLs, rank 0 saves alone; the report's ``fallbacks`` say that.
+        group: the ranks that take part, in a process group of any backend; None for all. Other ranks do not call it.
+            Ranks talk through the store of ``torch.distributed``.
+        timeout: how many seconds rank 0 waits for the slowest rank: until it has called, and until it has written its
+            part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner.
+        check_replicas: before anything is written, the CRC32s of the tensors are compared: of up to 4096 bytes from the
+            middle of each storage (``"sample"``), or of all bytes (``"all"``), which every rank reads once more.
+        replicated: the tensors of this rank that all ranks hold alike. The others may have other values on each rank,
+            as the buffers of a model do in data parallel training: then rank 0 writes its own. So are objects other
+            than tensors rank 0's, whatever the other ranks have. None means all tensors, and all other objects. What
+            rank 0 gives is used.
+        options: the keywords of :func:`fastensor.save`.
+
+    Returns:
+        The report of rank 0, on all ranks.
+
+    Raises:
+        ReplicaMismatchError: ranks hold different states. Nothing was written.
+        CheckpointWriteError: as :func:`fastensor.save`; or another rank has failed, did not come in time, or does not
+            see the file that rank 0 has made. The message names the rank.
+        Exception: as :func:`fastensor.save`, on the rank that has failed.
+
+    Without other ranks, this is :func:`fastensor.save`. Use it in one thread at a time, and not in signal handlers.
+    """
+    if is_nested():
+        raise CheckpointWriteError(
+            f"{os.fspath(path)} was not saved: ranks cannot save together inside of other work of Fastensor, which a "
+            f"signal handler has interrupted; save on rank 0 alone (fastensor.save)"
+        )
+    settings = SaveSettings(**options)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        transaction, planner = settings.prepare(obj, path)
+        return transaction.run(planner)
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group; only ranks of the group save together")
+    ranks = Ranks(group, f"saving {os.fspath(path)}", timeout)
+    if ranks.rank:
+        return _follow(ranks, obj, path, settings, check_replicas)
+    return _Leader(ranks, settings.backend, check_replicas, replicated).save(obj, path, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What rank 0 sends another rank to do."""
+
+    file: SharedFile
+    extent: Extent
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a rank has written."""
+
+    crc32s: Sequence[tuple[int, int, int]]
+    """For each storage that the extent has bytes of: its number, their CRC32, and how many they are."""
+
+
+class _Leader:
+    """Rank 0 of one save."""
+
+    def __init__(
+        self, ranks: Ranks, backend: BackendChoice, check: ReplicaCheck, replicated: Iterable[torch.Tensor] | None
+    ) -> None:
+        self._ranks = ranks
+        self._backend = backend
+        self._check = check
+        self._replicated = None if replicated is None else list(replicated)
+        self._own: frozenset[int] = frozenset()
+        """Storages that only rank 0 writes."""
+        self._shared = False
+        """Whether all ranks have written the file."""
+
+    def save(self, obj: object, path: str | os.PathLike[str], settings: SaveSettings) -> SaveReport:
+        ranks = self._ranks
+        try:
+            transaction, planner = settings.prepare(obj, path, write_shared=self._write)
+            transaction.before_publishing = ranks.decide_to_publish
+            report = transaction.run(lambda fallbacks: self._compared(planner(fallbacks)))
+        except BaseException as error:
+            try:
+                ranks.reply_failure(error)
+            except CheckpointWriteError as silence:
+                error.add_note(f"other ranks could not be told: {silence}")
+            raise
+        report = self._amended(report)
+        try:
+            ranks.reply([replace(report, freeing=Freeing())] * (ranks.size - 1))
+        except CheckpointWriteError as error:
+            raise CheckpointWriteError(f"{report.path} is saved, but other ranks could not be told: {error}") from error
+        return report
+
+    def _amended(self, report: SaveReport) -> SaveReport:
+        if self._shared:
+            return replace(report, reason=f"{report.reason}; {self._ranks.size} ranks have written a part each")
+        fallbacks = list(report.fallbacks)
+        record_fallback(fallbacks, "saving together", f"{report.path}: {report.reason}, so rank 0 has saved alone")
+        return replace(report, fallbacks=tuple(fallbacks))
+
+    def _compared(self, planned: Plan | None) -> Plan | None:
+        """Compare the plan with the states of all others.
+
+        Raises:
+            ReplicaMismatchError: a state differs.
+            CheckpointWriteError: another rank has failed, or does not come.
+        """
+        own = None if planned is None else replica_of(planned, self._check)
+        others: list[Replica | None] = self._ranks.gather()
+        if planned is None or own is None:
+            return None
+        if self._replicated is not None:
+            self._own = other_storages(planned, self._replicated)
+        if any(other is None or other.structure != own.structure for other in others):
+            self._compare_descriptions(planned)
+        for rank, other in enumerate(others, 1):
+            assert other is not None
+            for storage, (one, two) in enumerate(zip(own.crc32s, other.crc32s, strict=True)):
+                if one != two and storage not in self._own:
+                    raise self._mismatch(rank, f"{name_of_storage(planned, storage)!r} has other values")
+        return planned
+
+    def _compare_descriptions(self, planned: Plan) -> None:
+        self._ranks.reply([_DESCRIBE] * (self._ranks.size - 1))
+        descriptions = self._ranks.gather()
+        own = describe(planned)
+        for rank, description in enumerate(descriptions, 1):
+            if difference := first_difference(own, description, only_tensors=self._replicated is not None):
+                name, one, two = difference
+                raise self._mismatch(rank, f"{name!r} is {two}, expected {one}")
+
+    def _mismatch(self, rank: int, what: str) -> ReplicaMismatchError:
+        names = self._ranks.names
+        return ReplicaMismatchError(
+            f"rank {names[rank]} holds another state than rank {names[0]}, which are to save it together: {what}. Save "
+            f"on rank 0 alone (fastensor.save), or find out where the ranks have parted"
+        )
+
+    def _write(self, source: Source, new: NewFile, fallbacks: list[Fallback]) -> tuple[Transfer, Sequence[int]]:
+        """Have all ranks write the file. See :data:`~fastensor.checkpoint.save_transaction.Writer`."""
+        assert isinstance(source, Plan)
+        reserve(new.fd, source.nbytes)
+        pieces = cut(source.image, self._ranks.size, self._own)
+        file = share(new, source.nbytes)
+        work = [_Work(file, *one) for one in zip(pieces.extents, pieces.parts, strict=True)]
+        self._ranks.reply(work[1:])
+        part = Plan(Image(work[0].segments), source.storages)
+        transfer, own = write_extent(part, work[0].extent, new.fd, os.path.dirname(new.path), self._backend, fallbacks)
+        crc32s = [0] * len(source.storages)
+        for done in (_done(work[0], own), *self._ranks.gather()):
+            for storage, crc32, nbytes in done.crc32s:
+                crc32s[storage] = isal_zlib.crc32_combine(crc32s[storage], crc32, nbytes)
+        self._write_own(source, new.fd, crc32s)
+        for header in pieces.unfilled:
+            posix.write_fully(new.fd, memoryview(filled(header, crc32s)), header.offset)
+        posix.truncate(new.fd, source.nbytes)
+        self._shared = True
+        return transfer, crc32s
+
+    def _write_own(self, source: Plan, fd: int, crc32s: list[int]) -> None:
+        """Write the storages that other ranks do not hold alike."""
+        for segment in source.image.segments if self._own else ():
+            if isinstance(segment, Payload) and segment.storage in self._own:
+                storage = source.storages[segment.storage]
+                assert isinstance(storage, torch.UntypedStorage)
+                values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                data = values[segment.before : segment.before + segment.nbytes].cpu().numpy().data
+                crc32s[segment.storage] = isal_zlib.crc32(data)
+                posix.write_fully(fd, data, segment.offset)
+
+
+def _follow(
+    ranks: Ranks, obj: object, path: str | os.PathLike[str], settings: SaveSettings, check: ReplicaCheck
+) -> SaveReport:
+    """All ranks but rank 0."""
+    planned: Plan | None = None
+    reply: object = None
+    while not isinstance(reply, SaveReport):
+        answer: Replica | dict[str, Described] | _Done | None
+        try:
+            if reply is None:
+                planned = settings.planner(obj, path)([])
+                answer = None if planned is None else replica_of(planned, check)
+            else:
+                assert planned is not None
+                answer = _do(reply, planned, settings) if isinstance(reply, _Work) else describe(planned)
+        except BaseException as error:
+            ranks.send_failure(error)
+            raise
+        ranks.send(answer)
+        reply = ranks.receive()
+    return reply
+
+
+def _do(work: _Work, planned: Plan, settings: SaveSettings) -> _Done:
+    """Write this rank's extent, and make it durable."""
+    if work.extent[0] == work.extent[1]:
+        return _Done(())
+    directory = os.path.dirname(work.file.path)
+    part = Plan(Image(work.segments), planned.storages)
+    with write_errors(directory, "this rank could not write its part of the file", KEPT), found(work.file) as fd:
+        _, crc32s = write_extent(part, work.extent, fd, directory, settings.backend, [])
+        if settings.durable:
+            posix.sync_file(fd)
+    return _done(work, crc32s)
+
+
+def _done(work: _Work, crc32s: Sequence[int]) -> _Done:
+    payloads = (segment for segment in work.segments if isinstance(segment, Payload))
+    return _Done([(one.storage, crc32s[one.storage], one.nbytes) for one in payloads])
