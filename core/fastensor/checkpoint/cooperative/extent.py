@@ -56,7 +56,7 @@ def share(new: NewFile, nbytes: int) -> SharedFile:
 
 
 @contextmanager
-def found(shared: SharedFile) -> Iterator[int]:
+def opened(shared: SharedFile) -> Iterator[int]:
     """Open the file that another process has made, for reading and writing.
 
     Raises:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -40,11 +40,34 @@ class Replica:
     """The CRC32 of each storage, or of a part of it."""
 
 
-class Described(NamedTuple):
-    """A value in words."""
+@dataclass(frozen=True, slots=True)
+class Tensors(Plan):
+    """The storages of tensors, one behind the other: what ranks hold alike, if that is less than a whole state."""
 
-    text: str
-    has_tensors: bool
+    in_words: Sequence[str]
+    """Each tensor in words."""
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> Tensors:
+    """The storages of tensors, each once, in the order of the tensors."""
+    numbers: dict[int, int] = {}
+    storages: list[torch.UntypedStorage] = []
+    payloads: list[Payload] = []
+    words = []
+    at = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        number = numbers.setdefault(storage._cdata, len(storages))
+        if number == len(storages):
+            storages.append(storage)
+            payloads += [Payload(at, nbytes, number)] if nbytes else []
+            at += nbytes
+        words.append(
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} at {tensor.storage_offset()} in "
+            f"storage {number}, which has {nbytes} bytes"
+        )
+    return Tensors(Image(payloads), tuple(storages), words)
 
 
 def replica_of(plan: Plan, check: ReplicaCheck) -> Replica:
@@ -60,6 +83,8 @@ def replica_of(plan: Plan, check: ReplicaCheck) -> Replica:
 def _structure(plan: Plan) -> bytes:
     if isinstance(plan, SafetensorsPlan):
         return plan.header
+    if isinstance(plan, Tensors):
+        return "\n".join(plan.in_words).encode()
     assert isinstance(plan, TorchZip)
     sizes = [storage.nbytes() for storage in plan.storages]
     return _DEVICE_INDEX.sub(b"cuda", plan.recording.data) + repr(sizes).encode()
@@ -82,36 +107,27 @@ def _crc32s(plan: Plan, check: ReplicaCheck) -> tuple[int, ...]:
         return stager.checksums
 
 
-def describe(plan: Plan) -> dict[str, Described]:
+def describe(plan: Plan) -> dict[str, str]:
     """All values of a state in words, by their names."""
+    if isinstance(plan, Tensors):
+        return {f"replicated tensor {number}": text for number, text in enumerate(plan.in_words)}
     if isinstance(plan, SafetensorsPlan):
         tensors, metadata = _header_of(plan)
-        found = {f"metadata {key!r}": Described(_shortened(text), False) for key, text in metadata.items()}
-        words = {name: f"{info['dtype']} of shape {tuple(info['shape'])}" for name, info in tensors.items()}
-        return found | {name: Described(text, True) for name, text in words.items()}
-    return {
-        name: Described(_shortened(_in_words(value, ())), any(True for _ in storages_in(value)))
-        for name, value in _values(plan)
-    }
+        found = {f"metadata {key!r}": _shortened(text) for key, text in metadata.items()}
+        return found | {name: f"{info['dtype']} of shape {tuple(info['shape'])}" for name, info in tensors.items()}
+    return {name: _shortened(_in_words(value, ())) for name, value in _values(plan)}
 
 
-def first_difference(
-    own: Mapping[str, Described], other: Mapping[str, Described], *, only_tensors: bool
-) -> tuple[str, str, str] | None:
-    """The first value that two ranks describe differently.
-
-    Args:
-        own, other: the descriptions; the order is that of the first one.
-        only_tensors: whether values without tensors may differ.
+def first_difference(own: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The first value that two ranks describe differently, in the order of the first description.
 
     Returns:
         Its name, and both descriptions; None if nothing differs.
     """
-    nothing = Described("missing", False)
     for name in (*own, *(name for name in other if name not in own)):
-        one, two = own.get(name, nothing), other.get(name, nothing)
-        if one != two and (one.has_tensors or two.has_tensors or not only_tensors):
-            return name, one.text, two.text
+        one, two = own.get(name, "missing"), other.get(name, "missing")
+        if one != two:
+            return name, one, two
     return None
 
 
@@ -122,16 +138,6 @@ def name_of_storage(plan: Plan, storage: int) -> str:
     key = str(storage)
     return next(
         (name for name, value in _values(plan) if any(one.key == key for one in storages_in(value))), f"storage {key}"
-    )
-
-
-def other_storages(plan: Plan, replicated: Collection[torch.Tensor]) -> frozenset[int]:
-    """The numbers of the storages that belong to none of the tensors."""
-    known = {tensor.untyped_storage()._cdata for tensor in replicated}
-    return frozenset(
-        number
-        for number, storage in enumerate(plan.storages)
-        if isinstance(storage, torch.UntypedStorage) and storage._cdata not in known
     )
 
 

@@ -11,26 +11,25 @@ For rank 0, all of this is one :class:`~fastensor.checkpoint.save_transaction.Sa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
 from isal import isal_zlib
 
 from fastensor.backends.fallback import Fallback, record_fallback
-from fastensor.checkpoint.cooperative.extent import SharedFile, found, share, write_extent
+from fastensor.checkpoint.cooperative.extent import SharedFile, opened, share, write_extent
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, ReplicaCheck
 from fastensor.checkpoint.cooperative.ranks import Ranks
 from fastensor.checkpoint.cooperative.replicas import (
-    Described,
     Replica,
     describe,
     first_difference,
     name_of_storage,
-    other_storages,
     replica_of,
+    storages_of,
 )
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.nested import is_nested
@@ -44,7 +43,7 @@ from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, Transfer
 from fastensor.stitch.extents import Extent, cut, filled
-from fastensor.stitch.image import Image, Payload, Segment
+from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.source import Plan, Source
 
 _DESCRIBE = "describe"
@@ -78,10 +77,11 @@ def save(
             part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner.
         check_replicas: before anything is written, the CRC32s of the tensors are compared: of up to 4096 bytes from the
             middle of each storage (``"sample"``), or of all bytes (``"all"``), which every rank reads once more.
-        replicated: the tensors of this rank that all ranks hold alike. The others may have other values on each rank,
-            as the buffers of a model do in data parallel training: then rank 0 writes its own. So are objects other
-            than tensors rank 0's, whatever the other ranks have. None means all tensors, and all other objects. What
-            rank 0 gives is used.
+        replicated: the tensors of this rank that all ranks hold alike, in the same order on all of them; for data
+            parallel training, parameters and optimizer states. Everything else in the file is rank 0's, whatever the
+            other ranks have in ``obj``: buffers of models, say, which have other values on each rank. These tensors
+            rank 0 writes alone, behind the others, so they should be small. None means that all of ``obj`` is the same
+            on all ranks, other objects than tensors as well.
         options: the keywords of :func:`fastensor.save`.
 
     Returns:
@@ -108,25 +108,25 @@ def save(
         raise ValueError("this rank is not in the group; only ranks of the group save together")
     ranks = Ranks(group, f"saving {os.fspath(path)}", timeout)
     if ranks.rank:
-        return _follow(ranks, obj, path, settings, check_replicas)
+        return _follow(
+            ranks,
+            lambda: settings.planner(obj, path)([]) if replicated is None else storages_of(replicated),
+            settings,
+            check_replicas,
+        )
     return _Leader(ranks, settings.backend, check_replicas, replicated).save(obj, path, settings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What rank 0 sends another rank to do."""
+    """An extent that a rank is to write."""
 
     file: SharedFile
     extent: Extent
     segments: Sequence[Segment]
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What a rank has written."""
-
-    crc32s: Sequence[tuple[int, int, int]]
-    """For each storage that the extent has bytes of: its number, their CRC32, and how many they are."""
+    """An image of the extent, in which storages are numbered in the order of their bytes."""
+    storages: Sequence[int]
+    """By that number, which of the storages that all ranks hold it is."""
 
 
 class _Leader:
@@ -138,9 +138,9 @@ class _Leader:
         self._ranks = ranks
         self._backend = backend
         self._check = check
-        self._replicated = None if replicated is None else list(replicated)
-        self._own: frozenset[int] = frozenset()
-        """Storages that only rank 0 writes."""
+        self._replicated = replicated
+        self._positions: dict[int, int] = {}
+        """For each storage of the plan that all ranks hold, its number among those, which is the same on all ranks."""
         self._shared = False
         """Whether all ranks have written the file."""
 
@@ -171,33 +171,33 @@ class _Leader:
         return replace(report, fallbacks=tuple(fallbacks))
 
     def _compared(self, planned: Plan | None) -> Plan | None:
-        """Compare the plan with the states of all others.
+        """Compare what all ranks hold.
 
         Raises:
-            ReplicaMismatchError: a state differs.
+            ReplicaMismatchError: a rank holds something else.
             CheckpointWriteError: another rank has failed, or does not come.
         """
-        own = None if planned is None else replica_of(planned, self._check)
+        held = planned if planned is None or self._replicated is None else storages_of(self._replicated)
+        own = None if held is None else replica_of(held, self._check)
         others: list[Replica | None] = self._ranks.gather()
-        if planned is None or own is None:
+        if planned is None or held is None or own is None:
             return None
-        if self._replicated is not None:
-            self._own = other_storages(planned, self._replicated)
+        self._positions = _positions(planned, held)
         if any(other is None or other.structure != own.structure for other in others):
-            self._compare_descriptions(planned)
+            self._compare_descriptions(held)
         for rank, other in enumerate(others, 1):
             assert other is not None
-            for storage, (one, two) in enumerate(zip(own.crc32s, other.crc32s, strict=True)):
-                if one != two and storage not in self._own:
-                    raise self._mismatch(rank, f"{name_of_storage(planned, storage)!r} has other values")
+            for number, position in self._positions.items():
+                if own.crc32s[position] != other.crc32s[position]:
+                    raise self._mismatch(rank, f"{name_of_storage(planned, number)!r} has other values")
         return planned
 
-    def _compare_descriptions(self, planned: Plan) -> None:
+    def _compare_descriptions(self, held: Plan) -> None:
         self._ranks.reply([_DESCRIBE] * (self._ranks.size - 1))
         descriptions = self._ranks.gather()
-        own = describe(planned)
+        own = describe(held)
         for rank, description in enumerate(descriptions, 1):
-            if difference := first_difference(own, description, only_tensors=self._replicated is not None):
+            if difference := first_difference(own, description):
                 name, one, two = difference
                 raise self._mismatch(rank, f"{name!r} is {two}, expected {one}")
 
@@ -212,16 +212,25 @@ class _Leader:
         """Have all ranks write the file. See :data:`~fastensor.checkpoint.save_transaction.Writer`."""
         assert isinstance(source, Plan)
         reserve(new.fd, source.nbytes)
-        pieces = cut(source.image, self._ranks.size, self._own)
+        pieces = cut(source.image, self._ranks.size, range(len(source.storages)) - self._positions.keys())
+        parts = [
+            _part(segments, self._positions if rank else range(len(source.storages)))
+            for rank, segments in enumerate(pieces.parts)
+        ]
         file = share(new, source.nbytes)
-        work = [_Work(file, *one) for one in zip(pieces.extents, pieces.parts, strict=True)]
-        self._ranks.reply(work[1:])
-        part = Plan(Image(work[0].segments), source.storages)
-        transfer, own = write_extent(part, work[0].extent, new.fd, os.path.dirname(new.path), self._backend, fallbacks)
+        self._ranks.reply(
+            [
+                _Work(file, extent, part.segments, [self._positions[number] for number in part.numbers])
+                for extent, part in zip(pieces.extents[1:], parts[1:], strict=True)
+            ]
+        )
+        own = Plan(Image(parts[0].segments), tuple(source.storages[number] for number in parts[0].numbers))
+        directory = os.path.dirname(new.path)
+        transfer, found = write_extent(own, pieces.extents[0], new.fd, directory, self._backend, fallbacks)
         crc32s = [0] * len(source.storages)
-        for done in (_done(work[0], own), *self._ranks.gather()):
-            for storage, crc32, nbytes in done.crc32s:
-                crc32s[storage] = isal_zlib.crc32_combine(crc32s[storage], crc32, nbytes)
+        for part, of_part in zip(parts, (found, *self._ranks.gather()), strict=True):
+            for number, nbytes, crc32 in zip(part.numbers, part.sizes, of_part, strict=True):
+                crc32s[number] = isal_zlib.crc32_combine(crc32s[number], crc32, nbytes)
         self._write_own(source, new.fd, crc32s)
         for header in pieces.unfilled:
             posix.write_fully(new.fd, memoryview(filled(header, crc32s)), header.offset)
@@ -230,9 +239,11 @@ class _Leader:
         return transfer, crc32s
 
     def _write_own(self, source: Plan, fd: int, crc32s: list[int]) -> None:
-        """Write the storages that other ranks do not hold alike."""
-        for segment in source.image.segments if self._own else ():
-            if isinstance(segment, Payload) and segment.storage in self._own:
+        """Write the storages that other ranks do not hold."""
+        if len(self._positions) == len(source.storages):
+            return
+        for segment in source.image.segments:
+            if isinstance(segment, Payload) and segment.storage not in self._positions:
                 storage = source.storages[segment.storage]
                 assert isinstance(storage, torch.UntypedStorage)
                 values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -241,21 +252,61 @@ class _Leader:
                 posix.write_fully(fd, data, segment.offset)
 
 
-def _follow(
-    ranks: Ranks, obj: object, path: str | os.PathLike[str], settings: SaveSettings, check: ReplicaCheck
-) -> SaveReport:
-    """All ranks but rank 0."""
-    planned: Plan | None = None
+def _positions(planned: Plan, held: Plan) -> dict[int, int]:
+    """For each storage of a plan that all ranks hold, its number among those."""
+    if planned is held:
+        return {number: number for number in range(len(planned.storages))}
+    known = {_identity(storage): position for position, storage in enumerate(held.storages)}
+    found = ((number, known.get(_identity(storage))) for number, storage in enumerate(planned.storages))
+    return {number: position for number, position in found if position is not None}
+
+
+def _identity(storage: object) -> int:
+    assert isinstance(storage, torch.UntypedStorage)
+    return int(storage._cdata)
+
+
+class _Part(NamedTuple):
+    """The layout of one extent, in which storages are numbered in the order of their bytes."""
+
+    segments: list[Segment]
+    numbers: list[int]
+    """Their numbers in the whole plan."""
+    sizes: list[int]
+    """How many bytes of each are in the extent."""
+
+
+def _part(segments: Sequence[Segment], held: Container[int]) -> _Part:
+    """Number the storages of an extent anew. There are zeros in place of the storages that its rank does not hold."""
+    part = _Part([], [], [])
+    anew: dict[int, int] = {}
+    for segment in segments:
+        if isinstance(segment, Header):
+            blanks = tuple((at, anew[number]) for at, number in segment.blanks)
+            part.segments.append(segment._replace(blanks=blanks))
+        elif segment.storage in held:
+            anew[segment.storage] = len(part.numbers)
+            part.segments.append(segment._replace(storage=anew[segment.storage]))
+            part.numbers.append(segment.storage)
+            part.sizes.append(segment.nbytes)
+        else:
+            part.segments.append(Header(segment.offset, bytes(segment.nbytes)))
+    return part
+
+
+def _follow(ranks: Ranks, hold: Callable[[], Plan | None], settings: SaveSettings, check: ReplicaCheck) -> SaveReport:
+    """All ranks but rank 0. ``hold`` returns what this rank holds as all others do."""
+    held: Plan | None = None
     reply: object = None
     while not isinstance(reply, SaveReport):
-        answer: Replica | dict[str, Described] | _Done | None
+        answer: Replica | dict[str, str] | Sequence[int] | None
         try:
             if reply is None:
-                planned = settings.planner(obj, path)([])
-                answer = None if planned is None else replica_of(planned, check)
+                held = hold()
+                answer = None if held is None else replica_of(held, check)
             else:
-                assert planned is not None
-                answer = _do(reply, planned, settings) if isinstance(reply, _Work) else describe(planned)
+                assert held is not None
+                answer = _do(reply, held, settings) if isinstance(reply, _Work) else describe(held)
         except BaseException as error:
             ranks.send_failure(error)
             raise
@@ -264,19 +315,14 @@ def _follow(
     return reply
 
 
-def _do(work: _Work, planned: Plan, settings: SaveSettings) -> _Done:
-    """Write this rank's extent, and make it durable."""
+def _do(work: _Work, held: Plan, settings: SaveSettings) -> Sequence[int]:
+    """Write this rank's extent, and make it durable. Returns the CRC32 of each storage's bytes in the extent."""
     if work.extent[0] == work.extent[1]:
-        return _Done(())
+        return ()
     directory = os.path.dirname(work.file.path)
-    part = Plan(Image(work.segments), planned.storages)
-    with write_errors(directory, "this rank could not write its part of the file", KEPT), found(work.file) as fd:
+    part = Plan(Image(work.segments), tuple(held.storages[number] for number in work.storages))
+    with write_errors(directory, "this rank could not write its part of the file", KEPT), opened(work.file) as fd:
         _, crc32s = write_extent(part, work.extent, fd, directory, settings.backend, [])
         if settings.durable:
             posix.sync_file(fd)
-    return _done(work, crc32s)
-
-
-def _done(work: _Work, crc32s: Sequence[int]) -> _Done:
-    payloads = (segment for segment in work.segments if isinstance(segment, Payload))
-    return _Done([(one.storage, crc32s[one.storage], one.nbytes) for one in payloads])
+    return crc32s
