@@ -339,6 +339,38 @@ def _be_stopped(rank: int, folder: Path, stopped: int, call: str) -> None:
     dist.destroy_process_group()
 
 
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="check_replicas is 'sample' or 'all', found 'none'"):
+        cooperative.save(7, tmp_path / "x", check_replicas="none")  # type: ignore[arg-type]
+    run_ranks(_save_wrongly, 2, tmp_path)
+
+
+def _save_wrongly(rank: int, folder: Path) -> None:
+    join(folder, rank, 2)
+    with pytest.raises(ValueError, match="this rank is not in the group"):
+        cooperative.save(7, folder / "x", group=[dist.new_group([0]), dist.new_group([1])][1 - rank])
+    with pytest.raises(fastensor.CheckpointWriteError, match="its directory is missing"):
+        cooperative.save(7, folder / "missing" / "x")
+    with pytest.raises((fastensor.UnsupportedContentError, fastensor.CheckpointWriteError), match="cannot hold 'x'"):
+        cooperative.save({"x": 7}, folder / "x.safetensors")
+    with pytest.raises(fastensor.CheckpointWriteError, match="cannot save together inside of other work"):
+        _save_nested(folder)
+    dist.barrier()
+    assert not (folder / "x").exists()
+    dist.destroy_process_group()
+
+
+def _save_nested(folder: Path) -> None:
+    """As a signal handler does that interrupts a save."""
+
+    class Saves:
+        def __reduce__(self) -> Any:
+            cooperative.save(7, folder / "x")
+            raise AssertionError
+
+    fastensor.save(Saves(), folder / "x")
+
+
 def test_a_rank_that_does_something_else(tmp_path: Path) -> None:
     run_ranks(_save_while_others_do_not, 2, tmp_path)
 

@@ -11,10 +11,10 @@ import itertools
 import pickle
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -25,8 +25,8 @@ _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.0005, 0.05
 _CHUNK_NBYTES = 4 << 20
 """``TCPStore`` takes values of up to 8 MiB."""
 _PUBLISH = "publish"
-_calls: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-"""By the name of a group, the numbers of its conversations, alike on all ranks."""
+_conversations: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+"""By group, the numbers of its conversations, alike on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,14 @@ class Ranks:
         self._what = what
         self._timeout = timeout
         self._error = error
-        number = next(_calls[group.group_name])
+        number = next(_conversations.setdefault(group, itertools.count()))
         self._gathered = itertools.count()
         self._replies = itertools.count()
         with self._reaching():
             store: Any = _get_default_store()
-            # a connection of its own: calls of one connection wait for each other
-            self._store: Any = PrefixStore(f"fastensor/{group.group_name}/{number}/", store.clone())
+            # a connection of its own, where torch can make one: calls of one connection wait for each other
+            own = store.clone() if hasattr(store, "clone") else store
+            self._store: Any = PrefixStore(f"fastensor/{group.group_name}/{number}/", own)
 
     # --- on all ranks but rank 0
 
@@ -182,7 +183,7 @@ class Ranks:
                 waited = time.monotonic() - started
                 if waited > seconds:
                     return False
-                time.sleep(min(max(waited / 10, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
+                time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
         return True
 
     def _put(self, key: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, get_args
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,8 @@ def save(
             f"signal handler has interrupted; save on rank 0 alone (fastensor.save)"
         )
     settings = SaveSettings(**options)
+    if check_replicas not in get_args(ReplicaCheck):
+        raise ValueError(f"check_replicas is 'sample' or 'all', found {check_replicas!r}")
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         transaction, planner = settings.prepare(obj, path)
         return transaction.run(planner)
