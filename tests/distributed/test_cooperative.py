@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from programs import run_ranks
 
 import fastensor
 from fastensor.checkpoint import cooperative
+from fastensor.testing.calls import Call, intercepted
 
 MIB = 1 << 20
 
@@ -73,4 +75,32 @@ def _save_all(rank: int, world: int, folder: Path) -> None:
         dist.barrier()
     if rank == 0:
         assert len(os.listdir(folder)) == 2 * len(cases) + 1
+    dist.destroy_process_group()
+
+
+def test_every_part_is_durable_before_the_file_is_published(tmp_path: Path) -> None:
+    run_ranks(_note_order, 3, tmp_path)
+
+
+def _note_order(rank: int, folder: Path) -> None:
+    join(folder, rank, 3)
+    calls: list[tuple[float, str]] = []
+
+    def note(call: Call) -> Any:
+        is_of_file = call.name != "fsync" or not os.path.isdir(f"/proc/self/fd/{call.arguments[0]}")
+        result = call.perform()
+        if call.name in ("pwrite", "rename", "fsync"):
+            calls.append((time.monotonic(), call.name if is_of_file else "fsync of the directory"))
+        return result
+
+    with intercepted(note):
+        cooperative.save(large(), folder / "x")
+    everyones: list[Any] = [None] * 3
+    dist.all_gather_object(everyones, calls)
+    ((renamed, _),) = [one for one in everyones[0] if one[1] == "rename"]
+    for one in everyones:
+        written = max(at for at, name in one if name == "pwrite")
+        assert any(written < at < renamed for at, name in one if name == "fsync")
+    assert everyones[0][-1][1] == "fsync of the directory"
+    assert not [name for one in everyones[1:] for _, name in one if name == "rename"]
     dist.destroy_process_group()
