@@ -159,7 +159,7 @@ def _in_words(value: Any, above: tuple[int, ...]) -> str:
     within = (*above, id(value))
     if isinstance(value, PickledTensor):
         parts = "".join(f", {_in_words(part, within)}" for part in value.parts)
-        where = f" in storage {value.storage.key} at {value.offset}" if value.storage is not None else ""
+        where = f" at {value.offset} in {_in_words(value.storage, within)}" if value.storage is not None else ""
         return f"{value.kind} of {value.dtype}, shape {value.shape}, strides {value.stride}{where}{parts}"
     if isinstance(value, PickledStorage):
         return f"storage {value.key} of {value.dtype}, {value.nbytes} bytes"

@@ -1,6 +1,7 @@
 """``fastensor.checkpoint.cooperative.save``: ranks that hold the same state write one file together.
 
-1. Each rank plans the file, which pickles its state. Rank 0 compares what the others found with its own plan.
+1. Each rank plans the file, which pickles its state, or takes the tensors that are said to be alike. Rank 0 compares
+   what the others found with what it has itself.
 2. Rank 0 makes a new file, cuts its plan into extents, and sends each rank the layout of its extent.
 3. Each rank writes its extent from its own memory, and syncs the file.
 4. Rank 0 fills in the CRC32s that were not known before, syncs, and publishes the file.
@@ -181,18 +182,30 @@ class _Leader:
         """
         held = planned if planned is None or self._replicated is None else storages_of(self._replicated)
         own = None if held is None else replica_of(held, self._check)
-        others: list[Replica | None] = self._ranks.gather()
+        found: list[Replica | None] = self._ranks.gather()
         if planned is None or held is None or own is None:
             return None
+        others = [self._planned(rank, one) for rank, one in enumerate(found, 1)]
         self._positions = _positions(planned, held)
-        if any(other is None or other.structure != own.structure for other in others):
+        if any(other.structure != own.structure for other in others):
             self._compare_descriptions(held)
         for rank, other in enumerate(others, 1):
-            assert other is not None
             for number, position in self._positions.items():
                 if own.crc32s[position] != other.crc32s[position]:
                     raise self._mismatch(rank, f"{name_of_storage(planned, number)!r} has other values")
         return planned
+
+    def _planned(self, rank: int, replica: Replica | None) -> Replica:
+        """
+        Raises:
+            CheckpointWriteError: the rank could not plan the file.
+        """
+        if replica is None:
+            raise CheckpointWriteError(
+                f"rank {self._ranks.names[rank]} cannot lay out the file as rank {self._ranks.names[0]} can; its log "
+                f"says why"
+            )
+        return replica
 
     def _compare_descriptions(self, held: Plan) -> None:
         self._ranks.reply([_DESCRIBE] * (self._ranks.size - 1))
