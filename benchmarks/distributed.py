@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 import fastensor
+from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 from fastensor.files import posix
 
@@ -145,8 +146,10 @@ def save_on_rank_0(state: State, path: Path) -> None:
     dist.barrier()
 
 
-# A cooperative save, in which every process writes a part of the same file, is to be one more of these ways.
-SAVING_REPLICAS: dict[str, Callable[[State, Path], object]] = {"fastensor, rank 0 alone": save_on_rank_0}
+SAVING_REPLICAS: dict[str, Callable[[State, Path], object]] = {
+    "fastensor, rank 0 alone": save_on_rank_0,
+    "fastensor, cooperative": cooperative.save,
+}
 """Saves of a state that every process holds whole, as in data parallel training. They return when it is durable."""
 
 
