@@ -11,6 +11,11 @@ METADATA_NAME = ".metadata"
 _OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
 
+def is_metadata_name(name: str) -> bool:
+    """Whether a file of a distributed checkpoint holds metadata: of all ranks, or of one."""
+    return name == METADATA_NAME or _OF_ONE_RANK.fullmatch(name) is not None
+
+
 def metadata_names(location: Location) -> list[str]:
     """The names of the metadata files of a distributed checkpoint.
 
