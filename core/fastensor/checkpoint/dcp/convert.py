@@ -112,7 +112,13 @@ class DirectoryTensors:
         Raises:
             UnsafeCheckpointError: it needs a class that is not allow-listed.
         """
-        (item,) = self._items[name]
+        items = self._items.get(name, [])
+        if len(items) != 1:
+            raise CorruptCheckpointError(
+                f"{self._directory.path}: {name!r} is an object of {len(items)} items, expected 1: the metadata are "
+                f"damaged"
+            )
+        (item,) = items
         with (
             self._directory.open(item.file) as opened,
             ItemReader(opened, [item], self._options, verify=True) as reader,

@@ -21,7 +21,9 @@ from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadO
 from fastensor.checkpoint.reader import MeasuredReader, new_array
 from fastensor.checkpoint.verify import VerifyReport
 from fastensor.checkpoint.verify import verify as verify_file
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.files.os_errors import read_errors
+from fastensor.stitch.containers import SNIFFED_NBYTES, recognize
 from fastensor.stitch.image import CHECKSUM_NBYTES
 from fastensor.stitch.shards import TensorArchive, archive_of
 
@@ -93,9 +95,17 @@ class Item:
 def items_by_file(items: Iterable[Item]) -> dict[str, list[Item]]:
     """The items of each file, in the order of the file."""
     found: dict[str, list[Item]] = {}
-    for item in sorted(items, key=lambda one: (one.file, one.offset)):
+    for item in sorted(items, key=lambda one: (one.file, one.offset, one.nbytes)):
         found.setdefault(item.file, []).append(item)
     return found
+
+
+def is_safetensors(file: OpenedFile) -> bool:
+    """Whether a file of a distributed checkpoint is one of safetensors, which has no items."""
+    start = memoryview(bytearray(min(SNIFFED_NBYTES, file.nbytes)))
+    with read_errors(file.where):
+        file.readinto(0, start)
+    return recognize(bytes(start), file.nbytes, "") == "safetensors"
 
 
 class ItemReader:
@@ -107,6 +117,9 @@ class ItemReader:
         options: how the file is read.
         verify: whether CRC32s are compared.
 
+    Raises:
+        UnsupportedContentError: the file is one of ``SerializationFormat.SAFETENSORS``.
+
     Methods raise :class:`~fastensor.errors.CorruptCheckpointError` for a damaged item, and
     :class:`~fastensor.errors.CheckpointReadError` if the operating system fails to deliver bytes.
     """
@@ -115,8 +128,20 @@ class ItemReader:
         self.where = file.where
         self.verify = verify
         self._file = file
+        if is_safetensors(file):
+            raise UnsupportedContentError(
+                f"{self.where}: the file was written with SerializationFormat.SAFETENSORS, and metadata do not say where "
+                f"in it tensors are; load it by itself with fastensor.load"
+            )
+        end = 0
         for item in items:
-            if item.offset + item.nbytes > file.nbytes:
+            if item.offset < end:
+                raise CorruptCheckpointError(
+                    f"{self.where}: {item.title} begins before the item in front of it ends at {end}: the metadata are "
+                    f"damaged"
+                )
+            end = item.offset + item.nbytes
+            if end > file.nbytes:
                 raise CorruptCheckpointError(
                     f"{self.where}: {item.title} ends behind the end of the file at {file.nbytes}: the file was cut "
                     f"off, or the metadata are those of another save"

@@ -7,11 +7,13 @@ range that torch gives it, and no path leads out of the directory.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from fastensor.errors import CorruptCheckpointError, UnsafeCheckpointError
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.shape import is_shape
-from fastensor.stitch.torch_pickle import read_program
+from fastensor.stitch.torch_pickle import read_structure
 
 _SEAL = b"\nfastensor crc32 %08x\n"
 _SEALED = re.compile(rb"\nfastensor crc32 ([0-9a-f]{8})\n\Z")
@@ -59,9 +61,9 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
             f"{where}: the file has CRC32 {found_crc32:08x}, expected {seal[1].decode()}: it was damaged after it was "
             f"written. Load an older checkpoint"
         )
-    structure = read_program(data, where=where).structure
     try:
-        found = _built(structure)
+        with _without_garbage_collection():
+            found = _built(read_structure(data, where=where))
     except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{where}: the file is damaged, or is not the metadata of a distributed checkpoint ({error})"
@@ -95,18 +97,26 @@ def file_names(metadata: Metadata) -> Iterator[str]:
         yield info.relative_path
 
 
-def chunk_of(metadata: Metadata, index: MetadataIndex) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """The dtype and the shape of the tensor that an item holds; None if the item is no tensor."""
-    entry = metadata.state_dict_metadata.get(index.fqn)
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    chunks = entry.chunks
-    if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
-        return entry.properties.dtype, tuple(chunks[index.index].sizes)
-    for chunk in chunks:
-        if chunk.offsets == index.offset:
-            return entry.properties.dtype, tuple(chunk.sizes)
-    return None
+def chunks_in(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and the shape of each chunk of a tensor, by the tensor's name and the chunk's offset."""
+    return {
+        (name, chunk.offsets): (entry.properties.dtype, tuple(chunk.sizes))
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Make objects faster: the collector would visit all of them again and again, which takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _built(root: Any) -> Any:
@@ -210,6 +220,8 @@ def _tensor(builder: _Builder, value: UnknownObject) -> TensorStorageMetadata:
     for chunk in chunks:
         is_chunk = isinstance(chunk, ChunkStorageMetadata) and len(chunk.offsets) == len(chunk.sizes) == len(size)
         _check(is_chunk, "a chunk of another shape than its tensor")
+        is_inside = all(begin + one <= whole for begin, one, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
+        _check(is_inside, "a chunk that reaches beyond its tensor")
     return TensorStorageMetadata(properties, size, chunks)
 
 
@@ -227,7 +239,8 @@ def _properties(builder: _Builder, value: UnknownObject) -> TensorProperties:
     found: Any = vars(torch).get(name.removeprefix("torch."))
     _check(isinstance(found, torch.layout), f"a layout {name!r}, which torch does not have")
     made = TensorProperties(dtype, found, bool(requires_grad is True), pin_memory=bool(pin_memory is True))
-    _check(isinstance(encoding, UnknownObject) and encoding.name.endswith("._MEM_FORMAT_ENCODING"), "no memory format")
+    is_encoding = isinstance(encoding, UnknownObject) and encoding.name.endswith("MEM_FORMAT_ENCODING")
+    _check(is_encoding, "no memory format")
     made.__setstate__(  # type: ignore[no-untyped-call]  # torch gives it no types
         (dtype, found, made.requires_grad, _MEM_FORMAT_ENCODING(encoding.parts[1][0]), made.pin_memory)
     )
@@ -253,6 +266,7 @@ _MAKERS: dict[str, Callable[[_Builder, UnknownObject], Any]] = {
     f"{_MODULE}.metadata.BytesStorageMetadata": _bytes,
     f"{_MODULE}.metadata.ChunkStorageMetadata": _chunk,
     f"{_MODULE}.metadata.TensorProperties": _properties,
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _properties,  # before torch 2.3
     f"{_MODULE}.metadata.StorageMeta": _storage_meta,
     f"{_MODULE}.filesystem._StorageInfo": _storage_info,
 }
