@@ -180,7 +180,7 @@ class _OfDirectory:
 
     def __init__(self, location: Location, backend: BackendChoice) -> None:
         from fastensor.checkpoint.dcp.catalog import read_contents  # loads torch.distributed.checkpoint
-        from fastensor.checkpoint.dcp.convert import DirectoryTensors
+        from fastensor.checkpoint.dcp.tensors import DirectoryTensors
 
         found = inspect(location)
         self._tensors = DirectoryTensors(read_contents(cast(str, location)), backend, verify=True)

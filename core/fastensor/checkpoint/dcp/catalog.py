@@ -35,6 +35,8 @@ class Contents:
     """The items of all ranks by file, in the order of each file."""
     metadata_nbytes: int
     """Size of the metadata files."""
+    metadata_count: int
+    """How many metadata files there are: more than one if each rank has its own."""
 
 
 def read_contents(path: str | os.PathLike[str]) -> Contents:
@@ -59,7 +61,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         ]
     if not found:
         raise FileNotFoundError(f"{directory.path}: no complete distributed checkpoint is there")
-    return Contents(directory, found[0], items_by_file(items), nbytes)
+    return Contents(directory, found[0], items_by_file(items), nbytes, len(found))
 
 
 def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -200,14 +202,14 @@ def _described(contents: Contents) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def check_single(path: str | os.PathLike[str], names: list[str]) -> None:
+def check_single(contents: Contents) -> None:
     """Refuse a checkpoint in which each rank has metadata of its own.
 
     Raises:
         UnsupportedContentError: there are several metadata files.
     """
-    if len(names) > 1:
+    if contents.metadata_count > 1:
         raise UnsupportedContentError(
-            f"{os.fspath(path)}: each rank has saved without the others ({len(names)} metadata files), so what they "
-            f"hold cannot be joined; load it with as many ranks"
+            f"{contents.directory.path}: each rank has saved without the others ({contents.metadata_count} metadata "
+            f"files), so what they hold cannot be joined; load it with as many ranks"
         )

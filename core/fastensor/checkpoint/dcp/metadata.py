@@ -220,7 +220,9 @@ def _tensor(builder: _Builder, value: UnknownObject) -> TensorStorageMetadata:
     for chunk in chunks:
         is_chunk = isinstance(chunk, ChunkStorageMetadata) and len(chunk.offsets) == len(chunk.sizes) == len(size)
         _check(is_chunk, "a chunk of another shape than its tensor")
-        is_inside = all(begin + one <= whole for begin, one, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
+        is_inside = all(
+            begin + one <= whole for begin, one, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        )
         _check(is_inside, "a chunk that reaches beyond its tensor")
     return TensorStorageMetadata(properties, size, chunks)
 

@@ -25,7 +25,6 @@ from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.select.transfer import BackendChoice, check_choice
 
-
 _Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
 """What is wanted of each item, by its name and the offset of its chunk."""
 
