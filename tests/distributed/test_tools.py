@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from checkpoints import assert_same, emptied, join, load, save, sharded, state_o
 from programs import command_line, run_ranks
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -84,6 +87,24 @@ def test_diff_across_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+def test_diff_of_objects(tmp_path: Path, writer: Any) -> None:
+    """Whatever they are: no code of theirs is run."""
+
+    class Raw(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return io.BytesIO(b"raw") if write_item.index.fqn == "raw" else super().resolve_data(write_item)
+
+    state = {"w": torch.zeros(3), "number": Decimal(3), "list": [1, [2]], "raw": 0, "step": 1}
+    save(state, writer(tmp_path / "a"), planner=Raw())
+    save({**state, "number": 3, "step": 2}, writer(tmp_path / "b"), planner=Raw())
+    assert fastensor.diff(tmp_path / "a", tmp_path / "a").is_empty
+    found = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    assert found.others == {"number": ("<decimal.Decimal>", "3"), "step": ("1", "2")}
+    with pytest.raises(fastensor.UnsafeCheckpointError, match=r"'number': .*decimal\.Decimal"):
+        fastensor.convert(tmp_path / "a", tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
 def test_convert_to_files(tmp_path: Path, writer: Any) -> None:
     state = state_of_all_kinds()
     save(state, writer(tmp_path / "dcp"))
@@ -144,8 +165,12 @@ def test_damage_stops_a_conversion(tmp_path: Path) -> None:
 def test_ranks_with_metadata_of_their_own(tmp_path: Path) -> None:
     run_ranks(_save_alone, 2, tmp_path)
     assert fastensor.verify(tmp_path / "dcp").complete
-    with pytest.raises(fastensor.UnsupportedContentError, match="each rank has saved without the others"):
-        fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt")
+    for use in (
+        lambda: fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt"),
+        lambda: fastensor.diff(tmp_path / "dcp", tmp_path / "dcp"),
+    ):
+        with pytest.raises(fastensor.UnsupportedContentError, match="each rank has saved without the others"):
+            use()
 
 
 def _save_alone(rank: int, folder: Path) -> None:

@@ -165,7 +165,11 @@ def inspect_directory(path: str | os.PathLike[str]) -> Inspection:
         CorruptCheckpointError: the metadata are damaged.
         CheckpointReadError: a file could not be read.
     """
-    contents = read_contents(path)
+    return describe(read_contents(path))
+
+
+def describe(contents: Contents) -> Inspection:
+    """What a distributed checkpoint holds, in words."""
     items = [item for found in contents.files.values() for item in found]
     places: dict[str, list[Item]] = {}
     for item in items:

@@ -78,7 +78,8 @@ def from_directory(source: Location, target: Location, settings: Settings, progr
         others = {name: tensors.read_object(name) for name in chosen if name not in tensors.entries}
 
         def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
-            return unflatten_state_dict({name: {**others, **stand_ins}[name] for name in chosen}, cast(Any, chosen))
+            flat = {name: stand_ins[name] if name in stand_ins else others[name] for name in chosen}
+            return unflatten_state_dict(flat, cast(Any, chosen))
 
         return _write(target, tensors, {name: name for name in names}, build, kind, settings, done)
 

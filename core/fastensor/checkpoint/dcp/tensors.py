@@ -21,7 +21,12 @@ from fastensor.checkpoint.load import load
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import new_array
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import (
+    CheckpointReadError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedContentError,
+)
 from fastensor.files.words import human_size
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.shape import row_major
@@ -149,7 +154,10 @@ class DirectoryTensors:
             UnsafeCheckpointError: it needs a class that is not allow-listed.
             CorruptCheckpointError: its bytes are damaged, or missing.
         """
-        return load(io.BytesIO(self.read_bytes(name)), "cpu", weights_only=True)
+        try:
+            return load(io.BytesIO(self.read_bytes(name)), "cpu", weights_only=True)
+        except UnsafeCheckpointError as error:
+            raise UnsafeCheckpointError(f"{self._directory.path}: {name!r}: {error}") from error
 
     def read_bytes(self, name: str) -> bytes:
         """The bytes of another object than a tensor.
