@@ -83,6 +83,28 @@ def test_items_that_overlap(tmp_path: Path) -> None:
         load({"x": torch.zeros(4)}, FastensorStorageReader(folder))
 
 
+def test_items_of_no_chunk(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "x", [0], [(0, 0)], [(0, 5)])
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["x"].chunks.clear()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(fastensor.CorruptCheckpointError, match=r"item 'x' .* is of no chunk of its tensor"):
+        fastensor.diff(folder, folder)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_quantized_tensors(tmp_path: Path, writer: Any) -> None:
+    quantized = torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, torch.quint8)
+    save({"x": quantized, "y": torch.ones(3)}, writer(tmp_path))
+    assert fastensor.verify(tmp_path).compared
+    assert {tensor.dtype for tensor in fastensor.inspect(tmp_path).tensors} == {torch.quint8, torch.float32}
+    for reader in READERS:
+        place = torch.quantize_per_tensor(torch.zeros(6), 0.5, 1, torch.quint8)
+        found = load({"x": place, "y": torch.zeros(3)}, reader(tmp_path))
+        assert torch.equal(found["x"], quantized)
+        assert found["y"].tolist() == [1] * 3
+
+
 def test_objects_without_items(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"x": BytesStorageMetadata()}, {}, {})))
     with pytest.raises(fastensor.CorruptCheckpointError, match="'x' is an object of 0 items"):

@@ -111,7 +111,12 @@ class DirectoryTensors:
         entry = self.entries[name]
         numel = 0
         for item in self._items.get(name, []):
-            chunk_numel = math.prod(item.shape) if item.shape is not None else 0
+            if item.shape is None:
+                raise CorruptCheckpointError(
+                    f"{self._directory.name_of(item.file)}: {item.title} is of no chunk of its tensor: the metadata "
+                    f"are damaged"
+                )
+            chunk_numel = math.prod(item.shape)
             if not item.transforms and chunk_numel * entry.properties.dtype.itemsize > item.nbytes:
                 raise CorruptCheckpointError(
                     f"{self._directory.name_of(item.file)}: {item.title} is smaller than its chunk of {chunk_numel} "
