@@ -86,6 +86,20 @@ def test_diff_across_kinds(tmp_path: Path) -> None:
     assert (found.only_first, found.only_second, found.same) == ((), ("new",), 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float32])
+def test_differences_that_are_no_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    for name, value in (("a", 0), ("b", 255)):
+        save({"w": torch.full((8,), value, dtype=torch.uint8).view(dtype)}, FastensorStorageWriter(tmp_path / name))
+    (tensor,) = fastensor.diff(tmp_path / "a", tmp_path / "b").tensors
+    assert tensor.elements == 8 // dtype.itemsize
+    assert math.isnan(tensor.largest)
+    _, out, _ = command_line(capsys, "diff", "--json", tmp_path / "a", tmp_path / "b")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert found["tensors"][0]["largest"] is None
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_diff_of_objects(tmp_path: Path, writer: Any) -> None:
     """Whatever they are: no code of theirs is run."""

@@ -36,7 +36,8 @@ class TensorDifference:
     elements: int = 0
     """How many elements have other bytes; 0 if dtypes or shapes differ."""
     largest: float = 0.0
-    """The largest absolute difference of two elements; NaN if that is not a number."""
+    """The largest absolute difference of two elements; NaN if that is not a number, or torch does not compute with the
+    dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,18 @@ def _compare(name: str, one: _Side, two: _Side) -> TensorDifference | None:
         count = int(differing.sum())
         if count:
             elements += count
-            # complex128 holds every value of every dtype but large integers, of which it keeps the magnitude
-            values = [part[differing].to(torch.complex128) for part in parts]
-            found = float((values[0] - values[1]).abs().max())
+            found = _largest(*(part[differing].view(-1).view(tensors[0].dtype) for part in of_bytes))
             largest = found if math.isnan(found) else max(largest, found)
     return TensorDifference(name, *kinds, elements, largest) if elements else None
+
+
+def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest absolute difference of elements that are not the same; NaN if torch cannot tell."""
+    try:
+        # complex128 holds every value of every dtype but large integers, of which it keeps the magnitude
+        return float((one.to(torch.complex128) - two.to(torch.complex128)).abs().max())
+    except NotImplementedError:  # four-bit floats, raw bits
+        return math.nan
 
 
 @contextmanager
