@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+from fastensor.checkpoint.dcp.metadata import read_metadata
 
 WRITERS: Any = [FastensorStorageWriter, FileSystemWriter]
 READERS: Any = [FastensorStorageReader, FileSystemReader]
@@ -71,6 +72,28 @@ def test_many_chunks_without_numbers(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "x", [MANY], chunks, [(0, 5)] * MANY)
     started = time.process_time()
     fastensor.inspect(folder)
+    assert time.process_time() - started < ALLOWED_SECONDS
+
+
+def shared_chunks() -> Metadata:
+    """Every tensor has the same list of chunks, which stands in the file once."""
+    chunks = [ChunkStorageMetadata(Size([0]), Size([0]))] * MANY
+    properties = TensorProperties(torch.float32)
+    return Metadata({str(one): TensorStorageMetadata(properties, Size([0]), chunks) for one in range(MANY)}, {}, {})
+
+
+def shared_transforms() -> Metadata:
+    """Every item has the same list of transforms, which stands in the file once."""
+    transforms = ["x"] * MANY
+    return Metadata({}, {}, {MetadataIndex(str(one)): _StorageInfo("x", one, 1, transforms) for one in range(MANY)})
+
+
+@pytest.mark.parametrize("make", [shared_chunks, shared_transforms])
+def test_parts_that_stand_in_the_file_once(make: Any) -> None:
+    data = pickle.dumps(make())
+    started = time.process_time()
+    with pytest.raises(fastensor.CorruptCheckpointError, match="lists of more than the file holds"):
+        read_metadata(data, where="x")
     assert time.process_time() - started < ALLOWED_SECONDS
 
 

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,8 @@ from fastensor.stitch.torch_pickle import read_structure
 _SEAL = b"\nfastensor crc32 %08x\n"
 _SEALED = re.compile(rb"\nfastensor crc32 ([0-9a-f]{8})\n\Z")
 _MAX_SIZE = 2**63 - 1
+_MOST_DIMENSIONS = 64
+"""More dimensions than torch computes with."""
 _MODULE = "torch.distributed.checkpoint"
 _PATHS = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
 _LAYOUT = "torch.serialization._get_layout"
@@ -63,7 +65,7 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
         )
     try:
         with _without_garbage_collection():
-            found = _built(read_structure(data, where=where))
+            found = _Builder(len(data)).build(read_structure(data, where=where))
     except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{where}: the file is damaged, or is not the metadata of a distributed checkpoint ({error})"
@@ -119,16 +121,21 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _built(root: Any) -> Any:
-    """What the record of a pickle stands for."""
-    return _Builder().build(root)
-
-
 class _Builder:
-    """Makes metadata of records. A record that is in several places becomes one object."""
+    """Makes metadata of records. A record that is in several places becomes one object.
 
-    def __init__(self) -> None:
+    Args:
+        most: how many elements the lists of all records may have together, also those that are in several places.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
         self._done: dict[int, Any] = {}
+
+    def count(self, elements: Sequence[Any]) -> None:
+        """Refuse lists that stand in the file once and are in so many places that visiting them takes long."""
+        self._left -= len(elements)
+        _check(self._left >= 0, "lists of more than the file holds")
 
     def build(self, value: Any) -> Any:
         """Raises ``ValueError`` or ``TypeError`` if something is not as torch makes it."""
@@ -203,6 +210,7 @@ def _storage_info(builder: _Builder, value: UnknownObject) -> _StorageInfo:
     transforms = builder.build(state.get("transform_descriptors"))
     if transforms is not None:
         _check(isinstance(transforms, list | tuple), "transforms that are no list")
+        builder.count(transforms)
         transforms = list(map(_text, transforms))
     made = _StorageInfo(path, offset, nbytes, transforms)
     crc32 = state.get("crc32")
@@ -217,6 +225,7 @@ def _tensor(builder: _Builder, value: UnknownObject) -> TensorStorageMetadata:
     properties, size, chunks = builder.build(state["properties"]), state["size"], builder.build(state["chunks"])
     _check(isinstance(properties, TensorProperties) and _is_size(size), "a tensor without a shape or a dtype")
     _check(isinstance(chunks, list), "a tensor without a list of chunks")
+    builder.count(chunks)
     for chunk in chunks:
         is_chunk = isinstance(chunk, ChunkStorageMetadata) and len(chunk.offsets) == len(chunk.sizes) == len(size)
         _check(is_chunk, "a chunk of another shape than its tensor")
@@ -290,7 +299,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is torch.Size and all(size >= 0 for size in value) and is_shape(value)
+    return (
+        type(value) is torch.Size
+        and len(value) <= _MOST_DIMENSIONS
+        and all(size >= 0 for size in value)
+        and is_shape(value)
+    )
 
 
 def _is_inside(path: str) -> bool:
