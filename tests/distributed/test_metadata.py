@@ -127,6 +127,7 @@ def lies() -> dict[str, Any]:
         "transforms": with_info(transform_descriptors=[7]),
         "items": Metadata({}, storage_data={"x": 1}),
         "no items": Metadata({}),
+        "dimensions": Metadata({}, storage_data={MetadataIndex("x", [0] * 65): _StorageInfo("__0_0.distcp", 0, 5)}),
         "entries": Metadata({"x": 1}, storage_data={}),
         "names": Metadata({1: TensorProperties()}, storage_data={}),  # type: ignore[dict-item]
         "version": Metadata({}, storage_data={}, version=1.0),  # type: ignore[arg-type]
