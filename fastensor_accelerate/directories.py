@@ -19,6 +19,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.files import posix
@@ -91,7 +92,7 @@ class StateDirectory:
             _mark_obsolete(self.path, self.staging)
             committed = os.path.join(self.path, _SAVED)
         if durable:
-            _sync_tree(self.staging)
+            posix.sync_tree(self.staging)
         os.rename(self.staging, committed)
         if self.is_named_by_accelerate and link:
             with contextlib.suppress(FileExistsError):  # a script has made a directory of that name
@@ -161,8 +162,8 @@ def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
 
 
 def move_into(source: str, target: str, *, durable: bool) -> None:
-    """Move everything in a directory to another one, and replace files of the same names. Several processes may do this
-    at a time.
+    """Move everything in a directory to another one, and replace files of the same names, and whole distributed
+    checkpoints. Several processes may do this at a time.
 
     Args:
         source: is empty then.
@@ -172,7 +173,7 @@ def move_into(source: str, target: str, *, durable: bool) -> None:
     Raises:
         OSError: the filesystem refused.
     """
-    for name in _names_in(source):
+    for name in sorted(_names_in(source), key=METADATA_NAME.__eq__):  # a distributed checkpoint is complete with these
         here, there = os.path.join(source, name), os.path.join(target, name)
         if os.path.isdir(here) and not os.path.islink(here) and os.path.isdir(there):
             move_into(here, there, durable=durable)
@@ -181,6 +182,7 @@ def move_into(source: str, target: str, *, durable: bool) -> None:
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(here, there)
+    remove_replaced_shards(target)
     if durable:
         posix.sync_directory(target)
 
@@ -297,21 +299,6 @@ def publish_last(hidden: str, path: str) -> None:
         OSError: the filesystem refused.
     """
     directory = os.path.dirname(path)
-    _sync_tree(directory)
+    posix.sync_tree(directory)
     os.rename(hidden, path)
     posix.sync_directory(directory)
-
-
-def _sync_tree(directory: str) -> None:
-    """Sync every file and directory below a directory, and the directory."""
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(FileNotFoundError):  # a temporary file of the script, renamed by now
-                    fd = os.open(path, os.O_RDONLY)
-                    try:
-                        posix.sync_file(fd)
-                    finally:
-                        os.close(fd)
-        posix.sync_directory(folder)

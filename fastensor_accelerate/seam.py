@@ -1,8 +1,9 @@
 """Which names of Accelerate, transformers and PEFT are replaced while they save or load, and by what.
 
 Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
-``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. What decides which rank
-writes, how tied weights are cleaned, and which globals are safe to load stays their own code.
+``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. Shards of FSDP go through
+``save`` and ``load`` of ``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how
+tied weights are cleaned, and which globals are safe to load stays their own code.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import accelerate
 import safetensors.torch
@@ -29,6 +30,10 @@ from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CorruptCheckpointError
 from fastensor_accelerate.config import FastensorConfig
 
+if TYPE_CHECKING:
+    from fastensor.checkpoint.dcp import FastensorStorageReader
+    from fastensor.checkpoint.dcp.redirect import Redirected
+
 
 class Write(Protocol):
     """Writes one file."""
@@ -38,11 +43,13 @@ class Write(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """The four functions, by Fastensor.
+    """The functions, by Fastensor.
 
     Args:
         config: the options.
         write: writes a file: takes what :func:`fastensor.save` takes.
+        write_shards: writes the shards of this process, with all processes: takes what ``dcp.save`` takes, and a path.
+            None leaves shards to torch.
         loaded: called with the report of every load.
         damaged: gets the errors of damaged files.
         write_together: writes the file of a model or an optimizer, called in all processes, of which each holds the
@@ -52,6 +59,7 @@ class Files:
 
     config: FastensorConfig
     write: Write
+    write_shards: Callable[..., None] | None
     loaded: Callable[[fastensor.LoadReport], None]
     damaged: list[CorruptCheckpointError] = field(default_factory=list)
     write_together: Write | None = None
@@ -98,6 +106,12 @@ class Files:
             safe_save_file=together.save_file,
         )
         save(obj, f, False, safe_serialization)
+
+    def shard_reader(self, path: str | os.PathLike[str]) -> FastensorStorageReader:
+        """Takes the place of torch's ``FileSystemReader``."""
+        from fastensor.checkpoint.dcp import FastensorStorageReader
+
+        return FastensorStorageReader(path, verify=self.config.verify, backend=self.config.backend)
 
     def _load(self, path: Location, map_location: Any, **options: Any) -> Any:
         verify = self.config.verify and not options.get("mmap")
@@ -155,16 +169,30 @@ _lock = threading.RLock()
 
 
 @contextmanager
-def replaced(files: Files) -> Iterator[None]:
-    """Accelerate, and transformers and PEFT if they are imported, save and load by ``files``. One thread at a time."""
-    with _lock, ExitStack() as undo:
+def replaced(files: Files) -> Iterator[Redirected | None]:
+    """Accelerate, and transformers and PEFT if they are imported, save and load by ``files``. One thread at a time.
+
+    Yields:
+        How often shards were saved and loaded; None if this torch leaves them to itself.
+    """
+    with _lock, _shards_replaced(files) as shards, ExitStack() as undo:
         for name in (*_SEAMS, *[_SAVE] * (files.write_together is not None)):
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):
                 undo.callback(setattr, module, attribute, getattr(module, attribute))
                 setattr(module, attribute, _substitute(attribute, files))
-        yield
+        yield shards
+
+
+def _shards_replaced(files: Files) -> AbstractContextManager[Redirected | None]:
+    if files.write_shards is None:
+        return nullcontext()
+    try:
+        from fastensor.checkpoint.dcp.redirect import redirected
+    except ImportError:  # torch before 2.9, or without torch.distributed
+        return nullcontext()
+    return redirected(save=files.write_shards, reader=files.shard_reader)
 
 
 def missing_seams(package: str) -> list[str]:

@@ -13,10 +13,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -24,15 +24,16 @@ from accelerate.logging import get_logger
 
 import fastensor
 from fastensor.checkpoint import cooperative
+from fastensor.checkpoint.agreement import Agreement, has_others
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
-from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
+from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
-from fastensor_accelerate.agreement import Agreement, SavingProcesses, has_others
+from fastensor_accelerate.agreement import SavingProcesses
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.directories import (
     StateDirectory,
@@ -46,7 +47,11 @@ from fastensor_accelerate.directories import (
     surplus,
 )
 from fastensor_accelerate.metrics import StateMetrics, Totals
-from fastensor_accelerate.seam import Files, replaced
+from fastensor_accelerate.seam import Files, Write, replaced
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.dcp.redirect import Redirected
+    from fastensor_accelerate.shards import ShardWriters
 
 _logger = logging.getLogger("fastensor")
 _accelerates_logger = get_logger("accelerate.accelerator")
@@ -63,6 +68,9 @@ class _Saving:
     """With whom this process agrees that the state is whole."""
     metrics: StateMetrics = field(default_factory=StateMetrics)
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
+    shards: list[Callable[[], object]] = field(default_factory=list)
+    """What writes copies of shards, which all processes do together."""
+    folders_of_shards: list[str] = field(default_factory=list)
     failure: Exception | None = None
     """What Accelerate's own part has failed with."""
     is_settled: bool = False
@@ -98,6 +106,8 @@ class StateSaver:
         self._totals = Totals()
         self._said_other_engine = False
         self._saving_in_turn = False
+        self._said_old_torch = False
+        self._shard_writers: ShardWriters | None = None
         self.step: int | None = None
         """The step that was given to ``Accelerator.log`` last."""
         savers.add(self)
@@ -175,19 +185,23 @@ class StateSaver:
             if directory.is_dir():
                 finish(directory, durable=self.config.durable)
         try:
-            with self.loading(together=self.config.cooperative):
+            with self.loading(together=self.config.cooperative) as shards:
                 stock(input_dir if directory is None else str(directory), **options)
+            self._check_shards(None if shards is None else shards.loads)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
                 error.add_note(f"a save to {directory} has begun and was never finished; load another state")
             raise
 
     @contextmanager
-    def loading(self, *, together: bool = False) -> Iterator[None]:
+    def loading(self, *, together: bool = False) -> Iterator[Redirected | None]:
         """What is loaded in the block is read by Fastensor, after the pending state is published.
 
         Args:
             together: whether all processes load the same at the same time.
+
+        Yields:
+            How often shards were saved and loaded; None if they are left to torch.
 
         Raises:
             Exception: what the save of the pending state has failed with.
@@ -195,11 +209,9 @@ class StateSaver:
         """
         self.wait()
         damaged: list[CorruptCheckpointError] = []
-        files = Files(
-            self.config, self._write_now, self._totals.add_load, damaged, load_together=together and has_others()
-        )
-        with replaced(files):
-            yield
+        files = replace(self._files(damaged=damaged), load_together=together and has_others())
+        with replaced(files) as shards:
+            yield shards
         if damaged:  # Accelerate goes on without the states of random number generators
             raise damaged[0]
 
@@ -210,7 +222,7 @@ class StateSaver:
         if self._saving_in_turn:
             yield
             return
-        with replaced(Files(self.config, self._write_now, self._totals.add_load)):
+        with replaced(self._files()):
             yield
 
     @contextmanager
@@ -234,7 +246,7 @@ class StateSaver:
         afterwards: list[Callable[[], None]] = []
 
         def finish_saving() -> None:
-            saving.together(partial(_check_written, saving))
+            self._finish_writing(saving)
             for do in afterwards:
                 do()
             self._account(saving)
@@ -383,8 +395,9 @@ class StateSaver:
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
         last_hook = self.accelerator.register_save_state_pre_hook(partial(self._before_writing, saving))
         try:
-            with self._writing(saving):
+            with self._writing(saving) as shards:
                 stock(saving.directory.staging, **options)
+            self._check_shards(None if shards is None else shards.saves)
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = error
         except BaseException:
@@ -395,17 +408,67 @@ class StateSaver:
             project.automatic_checkpoint_naming, project.iteration = naming, iteration
 
     @contextmanager
-    def _writing(self, saving: _Saving) -> Iterator[None]:
-        write = self._write_later if self.config.asynchronous else self._write_now
+    def _writing(self, saving: _Saving) -> Iterator[Redirected | None]:
         first = staging_first(self._open_writer()) if self.config.asynchronous else nullcontext()
-        files = Files(
+        with first, replaced(self._files(saving)) as shards:
+            yield shards
+
+    def _files(self, saving: _Saving | None = None, damaged: list[CorruptCheckpointError] | None = None) -> Files:
+        write: Write = partial(self._write_now, saving=saving)
+        if saving is not None and self.config.asynchronous:
+            write = partial(self._write_later, saving=saving)
+        has_shards = self.accelerator.distributed_type == DistributedType.FSDP
+        shards = partial(self._write_shards, saving=saving) if has_shards else None
+        together = None
+        if saving is not None and self._is_together(saving):
+            together = partial(self._write_together, saving=saving)
+        return Files(
             self.config,
-            partial(write, saving=saving),
+            write,
+            shards,
             self._totals.add_load,
-            write_together=partial(self._write_together, saving=saving) if self._is_together(saving) else None,
+            [] if damaged is None else damaged,
+            write_together=together,
         )
-        with first, replaced(files):
-            yield
+
+    def _write_shards(
+        self, state_dict: dict[str, Any], path: str | os.PathLike[str], *, saving: _Saving | None, **options: Any
+    ) -> None:
+        """Write shards, or copy them if they are to be written later."""
+        from fastensor_accelerate.shards import ShardWriters
+
+        if self._shard_writers is None:
+            self._shard_writers = ShardWriters()
+        if saving is not None:
+            saving.folders_of_shards.append(os.fspath(path))
+        if saving is None or not self.config.asynchronous:
+            self._shard_writers.write(self.config, state_dict, path, **options)
+        else:
+            options["process_group"] = saving.agreement.group
+            saving.shards.append(self._shard_writers.copy(self.config, state_dict, path, **options))
+
+    def _check_shards(self, number: int | None) -> None:
+        """See that Accelerate's shards went through Fastensor.
+
+        Args:
+            number: how often they did; None if this torch leaves them to itself.
+
+        Raises:
+            UnsupportedContentError: none did.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.accelerator.distributed_type != DistributedType.FSDP or plugin is None or number:
+            return
+        if plugin.state_dict_type.name != "SHARDED_STATE_DICT" or not self.accelerator._models:
+            return
+        if number is not None:
+            raise UnsupportedContentError(
+                "this version of Accelerate saves or loads SHARDED_STATE_DICT in a way that is not known to "
+                "fastensor_accelerate; use another version of one of them, or fastensor_accelerate.disable()"
+            )
+        if self.accelerator.is_main_process and not self._said_old_torch:
+            self._said_old_torch = True
+            _logger.warning("shards of FSDP are saved and loaded by torch, not by Fastensor, which needs torch 2.9")
 
     def _write_now(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any
@@ -486,13 +549,24 @@ class StateSaver:
             Exception: there is no such state.
         """
         try:
-            if saving.is_settled:
-                _check_written(saving)
-            saving.together(partial(_check_written, saving))
+            self._finish_writing(saving)
         except BaseException:
             if self.accelerator.is_local_main_process:
                 saving.directory.discard()
             raise
+
+    def _finish_writing(self, saving: _Saving) -> None:
+        """Return if all processes have written everything. Asynchronous saves of shards are written here.
+
+        Raises:
+            Exception: a process has failed.
+        """
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            saving.together(partial(_check_begun, saving))  # then all have the same shards to write together
+        if saving.is_settled:
+            _check_written(saving)
+        saving.together(partial(_check_written, saving))
+        saving.metrics.nbytes += sum(map(_nbytes_in, saving.folders_of_shards))
 
     def _publish(self, saving: _Saving) -> None:
         """Give a state its place, and remove those that are too old.
@@ -575,17 +649,33 @@ class StateSaver:
                 tracker.log(metrics.as_metrics(), step=self.step)
 
 
-def _check_written(saving: _Saving) -> None:
+def _check_begun(saving: _Saving) -> None:
     """
+    Raises:
+        Exception: what Accelerate has failed with.
+    """
+    if saving.failure is not None:
+        raise saving.failure
+
+
+def _check_written(saving: _Saving) -> None:
+    """Write the shards that are left, and wait for the files.
+
     Raises:
         Exception: what Accelerate has failed with.
         CheckpointWriteError: a file was not written.
     """
+    while saving.shards:
+        saving.shards.pop(0)()
     errors = [error for handle in saving.handles if (error := handle.exception()) is not None]  # none is raised later
     if saving.failure is not None:
         raise saving.failure
     if errors:
         raise CheckpointWriteError(f"{saving.directory.path} was not saved: {errors[0]}") from errors[0]
+
+
+def _nbytes_in(directory: str) -> int:
+    return sum(os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory))
 
 
 def nbytes_of(value: object) -> int:

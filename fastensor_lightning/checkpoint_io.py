@@ -8,8 +8,9 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
@@ -19,10 +20,11 @@ from fastensor.checkpoint import cooperative, ordering
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, log_failures, settle
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.cooperative.options import CooperativeOptions
-from fastensor.checkpoint.files import make_parent, remove
+from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.files.atomic import announce_writer, replace_link, wait_for_writers
 from fastensor_lightning.frameworks import load_classes
+from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -52,6 +54,15 @@ class AsyncOptions(TypedDict, total=False):
     max_bytes_per_second: float | None
     exit_seconds: float
     preemption_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How one checkpoint is saved."""
+
+    backend: str | fastensor.Selector
+    durable: bool
+    asynchronous: bool
 
 
 class _Subscription(NamedTuple):
@@ -96,6 +107,11 @@ class FastensorCheckpointIO(CheckpointIO):
     With ``backend="auto"`` or a selector, each rank of a DDP job learns by itself which backend is the fastest, unless
     the Trainer has a :class:`CheckpointMonitor`, which shares it: the plugin is not called on all ranks at once.
 
+    With ``FSDPStrategy`` and ``ModelParallelStrategy`` of a Trainer, sharded checkpoints go through
+    :class:`fastensor.checkpoint.dcp.FastensorStorageWriter` and ``FastensorStorageReader``: they take their place
+    whole, with ``meta.pt``, and if one rank fails, all raise. Lightning itself reads full checkpoints of these
+    strategies; before, they are verified. ``docs/distributed.md`` says more.
+
     A single save can override ``backend``, ``durable`` and ``asynchronous``: ``trainer.save_checkpoint(path,
     storage_options={"asynchronous": False})``. Picklable, without what is pending. Saves are called on global rank 0,
     loads on all ranks. Paths may be URLs of remote filesystems (``s3://...``), as in :func:`fastensor.save`.
@@ -138,7 +154,7 @@ class FastensorCheckpointIO(CheckpointIO):
         self._writer: fastensor.AsyncWriter | None = None
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
-        self._latest: fastensor.SaveHandle | None = None
+        self._latest: fastensor.SaveHandle | PendingShards | None = None
         """The latest asynchronous save in this process."""
         self._warned = False
         self._saves_together = False
@@ -152,6 +168,9 @@ class FastensorCheckpointIO(CheckpointIO):
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
         self._listeners: list[_Subscription] = []
+        self._options_of_save: SaveOptions | None = None
+        """The options of the save that a strategy is about to ask for without its options."""
+        self._sharded = ShardedCheckpoints(self)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -171,15 +190,14 @@ class FastensorCheckpointIO(CheckpointIO):
         """
         self._warn_if_rank_0_is_alone()
         path = as_in_fsspec(path)
-        options = self._save_options(storage_options)
-        asynchronous = options.pop("asynchronous") and not _FOR_REQUEUE.fullmatch(os.path.basename(path))
-        make_parent(path, durable=options["durable"])
+        chosen = self._save_options(storage_options)
+        make_parent(path, durable=chosen.durable)
+        options: dict[str, Any] = {"backend": chosen.backend, "durable": chosen.durable}
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
         self._warn_if_ranks_learn_alone(checkpoint)
-        if asynchronous and self._is_waited_for(checkpoint):
-            self._warn_without_monitor(checkpoint)
+        if chosen.asynchronous and self._may_be_left_pending(checkpoint, path):
             with ExitStack() as until_saved:
                 _announce(path, until_saved)
                 self._latest = self._open_writer().save(checkpoint, path, **options)
@@ -237,6 +255,10 @@ class FastensorCheckpointIO(CheckpointIO):
         path = as_in_fsspec(path)
         if self._writer is None:
             remove(path)
+        elif isinstance(self._latest, PendingShards):
+            place, latest = next(ordering.places_behind(path)), self._latest
+            what = f"removing {path}"
+            in_turn(self._open_writer(), lambda: _remove_after(latest, path), place, what, leaves_file=False)
         elif self._latest is not None and self._latest.stage == "skipped":
             _logger.warning("%s is not removed, because the save after it was skipped", path)
         else:
@@ -288,11 +310,13 @@ class FastensorCheckpointIO(CheckpointIO):
         """
         path = as_in_fsspec(path)
         options = self._save_options(storage_options)
-        if options.pop("asynchronous"):
+        if options.asynchronous:
             raise ValueError(f"{path} was not saved: ranks save it together, which is never asynchronous")
-        make_parent(path, durable=options["durable"])
-        options.update(container="torch", follow_symlinks=False)
-        report = cooperative.save(checkpoint, path, replicated=replicated, **self._cooperation, **options)
+        make_parent(path, durable=options.durable)
+        report = cooperative.save(
+            checkpoint, path, replicated=replicated, backend=options.backend, durable=options.durable,
+            container="torch", follow_symlinks=False, **self._cooperation,
+        )  # fmt: skip
         if torch.distributed.get_rank() == 0:
             self._notify(report, checkpoint.get("global_step"))
         else:
@@ -359,7 +383,7 @@ class FastensorCheckpointIO(CheckpointIO):
         return end
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_listeners": [], "_latest": None, "_handled_before": None}
+        return {**self.__dict__, "_listeners": [], "_latest": None, "_handled_before": None, "_options_of_save": None}
 
     def _open_writer(self) -> fastensor.AsyncWriter:
         if self._writer is None or self._writer.closed:
@@ -391,6 +415,13 @@ class FastensorCheckpointIO(CheckpointIO):
         self.last_save = report
         for listener in tuple(self._listeners):
             listener.saved(report, step)
+
+    def _may_be_left_pending(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bool:
+        """Whether an asynchronous save may be left pending when it returns. Warns if no monitor watches it."""
+        if _FOR_REQUEUE.fullmatch(os.path.basename(path)) or not self._is_waited_for(checkpoint):
+            return False
+        self._warn_without_monitor(checkpoint)
+        return True
 
     def _is_waited_for(self, checkpoint: dict[str, Any]) -> bool:
         """Whether :meth:`teardown` is still to come, so that a save may be left pending.
@@ -444,15 +475,33 @@ class FastensorCheckpointIO(CheckpointIO):
                 stacklevel=4,
             )
 
-    def _save_options(self, overrides: Any | None) -> dict[str, Any]:
+    @contextmanager
+    def _saving_with(self, options: SaveOptions) -> Iterator[None]:
+        """In the block, a strategy saves with these options, which it does not pass on."""
+        self._options_of_save = options
+        try:
+            yield
+        finally:
+            self._options_of_save = None
+
+    def _save_options(self, overrides: Any | None) -> SaveOptions:
+        options = self._options_of_save or SaveOptions(self.backend, self.durable, self.asynchronous)
         if overrides is None:
-            overrides = {}
+            return options
         if not isinstance(overrides, dict) or set(overrides) - set(_STORAGE_OPTIONS):
             raise TypeError(
                 f"storage_options of {type(self).__name__} is a dict with keys among {list(_STORAGE_OPTIONS)}, "
                 f"found {overrides!r}"
             )
-        return {"backend": self.backend, "durable": self.durable, "asynchronous": self.asynchronous, **overrides}
+        return replace(options, **overrides)
+
+
+def _remove_after(save: PendingShards, path: str) -> None:
+    """Remove a checkpoint unless the save that it makes room for has failed."""
+    if save.stage == "failed":
+        _logger.warning("%s is not removed, because %s was not saved", path, save.path)
+    else:
+        remove_at_once(path)
 
 
 def _has_other_ranks() -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import fastensor
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.methods import replace_method
+from fastensor_lightning.sharded import PendingShards
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class WaitingLoggers:
 
     def __init__(self, plugin: FastensorCheckpointIO, loggers: Iterable[Any]) -> None:
         self._plugin = plugin
-        self._waiting: deque[tuple[fastensor.SaveHandle, partial[None]]] = deque()
+        self._waiting: deque[tuple[fastensor.SaveHandle | PendingShards, partial[None]]] = deque()
         self._undo = [
             replace_method(logger, "after_save_checkpoint", partial(self._later, logger.after_save_checkpoint))
             for logger in loggers
@@ -68,7 +69,7 @@ class WaitingLoggers:
             else:
                 _logger.warning("loggers are not called for %s: the save was %s", handle.path, handle.stage)
 
-    def _is_finished(self, handle: fastensor.SaveHandle, call: partial[None]) -> bool:
+    def _is_finished(self, handle: fastensor.SaveHandle | PendingShards, call: partial[None]) -> bool:
         (callback,) = call.args
         last, best = getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")
         names = {last, best, *getattr(callback, "best_k_models", ())}

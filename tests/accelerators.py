@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastensor
 import fastensor_accelerate
-from fastensor.files import posix
 from fastensor_accelerate import FastensorConfig
 
 MODES = [
@@ -214,25 +212,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(fastensor.AsyncWriter, "save", noting(fastensor.AsyncWriter.save, seen.saved, 2))
     monkeypatch.setattr(fastensor, "load_with_report", noting(fastensor.load_with_report, seen.loaded, 0))
     return seen
-
-
-class Gate:
-    """Files cannot be synced by other threads than the one that trains until it is open: what they save is pending."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._opened = threading.Event()
-        self._trains = threading.get_ident()
-        sync = posix.sync_file
-
-        def wait_and_sync(fd: int) -> None:
-            if threading.get_ident() != self._trains:
-                assert self._opened.wait(60)
-            sync(fd)
-
-        monkeypatch.setattr(posix, "sync_file", wait_and_sync)
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 def files_in(folder: Path) -> list[str]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from states import DTYPES, random_bytes
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 
 TIMEOUT_SECONDS = 40
 
@@ -149,3 +155,33 @@ def sharded(mesh: DeviceMesh, step: int | None) -> dict[str, Any]:
 def whole(state: dict[str, Any]) -> dict[str, Any]:
     """The same state with whole tensors."""
     return {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in state.items()}
+
+
+class Calls:
+    """How often storage of Fastensor and of torch was asked, in this process."""
+
+    def __init__(self, patches: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        for kind, method in (
+            (FastensorStorageWriter, "write_data"), (FastensorStorageReader, "read_data"),
+            (FileSystemWriter, "write_data"), (FileSystemReader, "read_data"),
+        ):  # fmt: skip
+            patches.setattr(kind, method, self._counted(kind.__name__, getattr(kind, method)))
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            self.names.append(name)
+            return method(*arguments)
+
+        return counted
+
+    def since(self) -> dict[str, int]:
+        """The numbers of calls by class, since this was called before."""
+        names, self.names = self.names, []
+        return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+@contextmanager
+def counted_calls() -> Iterator[Calls]:
+    with pytest.MonkeyPatch.context() as patches:
+        yield Calls(patches)

@@ -63,3 +63,22 @@ class SlowDisk:
             sync(fd)
 
         monkeypatch.setattr(posix, "sync_file", sync_later)
+
+
+class Gate:
+    """Files cannot be synced by other threads than the one that trains until it is open: what they save is pending."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._opened = threading.Event()
+        self._trains = threading.get_ident()
+        sync = posix.sync_file
+
+        def wait_and_sync(fd: int) -> None:
+            if threading.get_ident() != self._trains:
+                assert self._opened.wait(60)
+            sync(fd)
+
+        monkeypatch.setattr(posix, "sync_file", wait_and_sync)
+
+    def open(self) -> None:
+        self._opened.set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from accelerators import Gate, Seen, begin_anew, watch
+from accelerators import Seen, begin_anew, watch
+from disks import Gate
 
 
 @pytest.fixture(autouse=True)

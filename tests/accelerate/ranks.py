@@ -19,9 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerators import Gate, Training, files_in, random_numbers, training
-from disks import FullDisk
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import ProjectConfiguration
+from accelerators import Training, begin_anew, files_in, random_numbers, training
+from checkpoints import counted_calls
+from disks import FullDisk, Gate
 from states import assert_equal
 
 import fastensor
@@ -295,6 +298,126 @@ def offload(config: FastensorConfig, folder: Path, rank: int) -> Any:
     plain, _ = train()
     fastensor_accelerate.enable(dataclasses.replace(config, offload=True, offload_min_bytes=4096))
     return plain, *train()
+
+
+class Sharded:
+    """A training by FSDP 2 on CPUs, which Accelerate itself chooses on GPUs only."""
+
+    def __init__(self, config: FastensorConfig | None, folder: Path | None, kind: str, **project: Any) -> None:
+        begin_anew()
+        if config is not None:
+            fastensor_accelerate.enable(config)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type=kind, cpu_ram_efficient_loading=False,
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"],
+        )  # fmt: skip
+        if folder is not None:
+            project = {"project_dir": str(folder), "automatic_checkpoint_naming": True, **project}
+        self.accelerator: Any = Accelerator(
+            cpu=True, fsdp_plugin=plugin, project_config=ProjectConfiguration(**project)
+        )
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.accelerator.backward(self.model(torch.rand(4, 5)).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> list[Any]:
+        """All numbers of model and optimizer, on all ranks alike."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        values = [*self.model.state_dict().values(), *moments]
+        return [(one.full_tensor() if hasattr(one, "full_tensor") else one).flatten().tolist() for one in values]
+
+
+def shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """States of FSDP 2, sharded and full, by both and by Accelerate alone."""
+    seen: dict[str, Any] = {}
+    with counted_calls() as calls:
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            found = Sharded(config, folder / kind, kind, total_limit=2)
+            for _ in range(3):
+                found.train()
+                found.accelerator.save_state()
+            expected = found.values()
+            found.accelerator.load_state()
+            assert found.values() == expected
+            own = Sharded(config, None, kind)
+            for number in range(2):  # the second one replaces the first
+                own.train()
+                if number:
+                    own.accelerator.load_state(folder / kind / "checkpoints" / "checkpoint_2")
+                own.accelerator.save_state(folder / kind / "own")
+            fastensor_accelerate.disable()
+            seen[kind] = calls.since()
+            own.accelerator.save_state(folder / kind / "stock")
+            seen[f"{kind} stock"] = calls.since()
+            for name in ("checkpoints/checkpoint_2", "own", "stock"):
+                for by in (config, None):
+                    found = Sharded(by, None, kind)
+                    found.train()
+                    assert found.values() != expected
+                    found.accelerator.load_state(folder / kind / name)
+                    assert found.values() == expected
+                    seen[f"{kind} {name} {by is None}"] = calls.since()
+            dist.barrier()
+    return seen
+
+
+def fail_to_shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """A process that fails, in its shard or elsewhere, fails all; so does a version of Accelerate that is not known."""
+    found = Sharded(config, folder, "SHARDED_STATE_DICT")
+    found.train()
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    expected = found.values()
+    said = []
+
+    def save_in_vain() -> None:
+        found.train()
+        with pytest.raises(Exception) as caught:  # noqa: PT011, PT012  # an asynchronous one raises later
+            found.accelerator.save_state()
+            found.accelerator.load_state()
+        assert sorted(os.listdir(folder / "checkpoints")) == ["checkpoint_0"]
+        said.append([type(caught.value).__name__, str(caught.value)])
+        dist.barrier()
+
+    for failing in (0, 1):
+        with pytest.MonkeyPatch.context() as patches:
+            FullDisk(patches).full = rank == failing
+            save_in_vain()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("accelerate.accelerator.save_fsdp_model", lambda *_, **__: None)
+        patches.setattr("accelerate.accelerator.save_fsdp_optimizer", lambda *_, **__: None)
+        save_in_vain()
+
+    def hook(*arguments: object) -> None:
+        raise ZeroDivisionError("the hook's")
+
+    if rank == 1:
+        handle = found.accelerator.register_save_state_pre_hook(hook)
+    save_in_vain()
+    if rank == 1:
+        handle.remove()
+    found.accelerator.load_state()
+    assert found.values() == expected
+    shard = next((folder / "checkpoints" / "checkpoint_0" / "optimizer_0").glob("*.distcp"))
+    if rank == 0:
+        data = bytearray(shard.read_bytes())
+        for number in range(len(data) // 2, len(data)):
+            data[number] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+    with pytest.raises(fastensor.CorruptCheckpointError):
+        found.accelerator.load_state()
+    return said
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import pytest
 from accelerators import MODES, by, files_in, training
 from programs import Program
 
+import fastensor
 from fastensor_accelerate import FastensorConfig
 
 RANKS = Path(__file__).with_name("ranks.py")
@@ -174,3 +175,38 @@ def test_activations_of_a_job_are_offloaded_and_it_trains_alike(tmp_path: Path) 
     assert min(moved, others_moved) > 0
     assert "activation offload of DistributedDataParallel: 3 steps" in err
     assert "activation offload" not in others_err
+
+
+@modes
+def test_shards_of_fsdp(tmp_path: Path, config: FastensorConfig) -> None:
+    (seen, _), (others, _) = run("shard", config, tmp_path)
+    assert seen == others
+    ours, stock = {"FastensorStorageReader": 2}, {"FileSystemReader": 2}
+    kind = "SHARDED_STATE_DICT"
+    assert seen[kind] == {"FastensorStorageWriter": 10, "FastensorStorageReader": 4}
+    assert seen[f"{kind} stock"] == {"FileSystemWriter": 2}
+    assert seen["FULL_STATE_DICT"] == {}
+    for name in ("checkpoints/checkpoint_2", "own", "stock"):
+        assert seen[f"{kind} {name} False"] == ours
+        assert seen[f"{kind} {name} True"] == stock
+        assert seen[f"FULL_STATE_DICT {name} False"] == {}
+    assert sorted(os.listdir(tmp_path / kind / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
+    for name in ("checkpoints/checkpoint_2", "own"):
+        for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+            path = tmp_path / kind / name / part
+            assert len(list(path.iterdir())) == 3, "nothing is left of what was replaced"
+            assert fastensor.verify(path).complete
+    full = tmp_path / "FULL_STATE_DICT" / "own"
+    assert {"pytorch_model_fsdp.bin", "optimizer.bin"} < {*os.listdir(full)}
+    assert fastensor.verify(full / "optimizer.bin").complete
+
+
+@modes
+def test_a_process_that_fails_to_write_its_shards_fails_all(tmp_path: Path, config: FastensorConfig) -> None:
+    (said, _), (others, _) = run("fail_to_shard", config, tmp_path)
+    for first, second in (said[:2], others[:2]):
+        assert "No space left" in first[1]
+        assert "No space left" in second[1]
+    assert "in a way that is not known" in said[2][1]
+    assert said[3][0] == "CheckpointWriteError"
+    assert others[3] == ["ZeroDivisionError", "the hook's"]

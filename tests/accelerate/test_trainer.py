@@ -523,11 +523,15 @@ def test_disable_restores_everything(tmp_path: Path) -> None:
         assert not fastensor_accelerate.is_enabled()
 
 
+def ignore(*arguments: Any, **options: Any) -> None:
+    pass
+
+
 def test_what_is_replaced_in_a_save_is_restored_when_it_fails() -> None:
     before = everything()
 
     def fail() -> None:
-        with replaced(Files(SYNCHRONOUS, lambda *args, **options: None, lambda report: None)):
+        with replaced(Files(SYNCHRONOUS, ignore, None, ignore)):
             assert not [name for name in _SEAMS if before[name] is not None and seam_value(name) is before[name]]
             raise KeyError
 
@@ -573,7 +577,7 @@ def test_shards_may_be_loaded_where_transformers_4_does_it(monkeypatch: pytest.M
     monkeypatch.setattr(older, "safe_load_file", safetensors.torch.load_file, raising=False)
     monkeypatch.delattr(newer, "safe_load_file", raising=False)
     assert missing_seams("transformers") == []
-    files = Files(SYNCHRONOUS, lambda *args, **options: None, lambda report: None)
+    files = Files(SYNCHRONOUS, ignore, None, ignore)
     with replaced(files):
         assert older.safe_load_file == files.load_file
     assert older.safe_load_file is safetensors.torch.load_file

@@ -30,7 +30,7 @@ from killer import Killer
 WORLD = 2
 NEVER = -1
 STEPS = 3
-CALLS = ("open", "pwrite", "fsync", "link", "rename", "unlink", "close")
+CALLS = ("open", "pwrite", "fsync", "link", "rename", "renameat2", "mkdir", "unlink", "close")
 
 
 def main() -> None:

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
@@ -104,6 +105,54 @@ def _load_all(rank: int, folder: Path) -> None:
     state = {"columns": sharded(mesh, None)["columns"]}
     load(state, FastensorStorageReader(folder / "ours"), no_dist=False)
     assert torch.equal(state["columns"].full_tensor(), expected["columns"])
+    dist.destroy_process_group()
+
+
+PLACEMENTS = {
+    "rows and columns": [Shard(0), Shard(1)],
+    "columns and rows": [Shard(1), Shard(0)],
+    "rows twice": [Shard(0), Shard(0)],
+    "replicated rows": [Replicate(), Shard(0)],
+    "columns of replicas": [Shard(1), Replicate()],
+    "replicas": [Replicate(), Replicate()],
+}
+"""On a mesh of two dimensions, as data parallelism with tensor, expert or context parallelism makes them."""
+
+
+def test_meshes_of_two_dimensions(tmp_path: Path) -> None:
+    run_ranks(_save_and_load_on_meshes, 4, tmp_path)
+    for name in ("ours", "torch"):
+        found = load({key: torch.zeros(7, 5) for key in PLACEMENTS}, FastensorStorageReader(tmp_path / name))
+        assert_same(found, {key: torch.arange(35.0).view(7, 5) for key in PLACEMENTS})
+
+
+def _save_and_load_on_meshes(rank: int, folder: Path) -> None:
+    line = join(folder, rank, 4)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
+    values = torch.arange(35.0).view(7, 5)  # no rank has as much as another one, and some have nothing
+
+    def state(mesh: DeviceMesh, values: torch.Tensor, placements: dict[str, Any]) -> dict[str, Any]:
+        return {key: distribute_tensor(values, mesh, where) for key, where in placements.items()}
+
+    saved = state(square, values, PLACEMENTS)
+    save(saved, FastensorStorageWriter(folder / "ours"), no_dist=False)
+    save(saved, FileSystemWriter(folder / "torch"), no_dist=False)
+    nbytes = [sum(path.stat().st_size for path in (folder / name).glob("*.distcp")) for name in ("ours", "torch")]
+    assert nbytes[0] == nbytes[1]
+    reordered = dict(zip(PLACEMENTS, [*PLACEMENTS.values()][::-1], strict=True))
+    others = [
+        state(square, torch.zeros(7, 5), PLACEMENTS),
+        state(square, torch.zeros(7, 5), reordered),
+        state(line, torch.zeros(7, 5), {key: [Shard(1)] for key in PLACEMENTS}),
+    ]
+    for name, reader in (
+        ("ours", FastensorStorageReader), ("ours", FileSystemReader), ("torch", FastensorStorageReader),
+    ):  # fmt: skip
+        for other in others:
+            for one in other.values():
+                one.to_local().zero_()
+            load(other, reader(folder / name), no_dist=False)
+            assert_same(whole(other), dict.fromkeys(PLACEMENTS, values))
     dist.destroy_process_group()
 
 

@@ -63,9 +63,9 @@ def fit(pl: Any, folder: Path, plugin: Any | None = None, ckpt_path: Any = None,
     return trainer
 
 
-def act_as_rank(rank: int, port: int) -> None:
+def act_as_rank(rank: int, port: int, world: int = 2) -> None:
     """For Lightning's Trainer, which is to believe that a launcher has started this process."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="1",
     )  # fmt: skip

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -71,6 +73,28 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     assert "Resumed from it and trained to epoch 2" in out
     assert "load, in page cache" in out
     assert not os.listdir(tmp_path)
+
+
+def test_the_example_of_shards_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "shard_lightning.py"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    ranks = [
+        Program(
+            example, "--epochs", "1", folder=tmp_path, lightning=True, RANK=str(rank), LOCAL_RANK=str(rank),
+            WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            TORCHELASTIC_RUN_ID="1",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    with ThreadPoolExecutor(2) as threads:
+        (out, err), _ = threads.map(Program.communicate, ranks)
+    assert "epoch 1" in out, err
+    assert out.count(".distcp") == 2
+    assert fastensor.verify(tmp_path / "sharded" / "last.ckpt").complete
+    out = run(str(example), "--epochs", "2", "--processes", "1", cwd=tmp_path, lightning=True)
+    assert "epoch 2" in out
+    assert out.count(".distcp") == 1
 
 
 def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:

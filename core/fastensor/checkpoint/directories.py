@@ -1,7 +1,9 @@
-"""Which directories are distributed checkpoints. This loads nothing of ``torch.distributed``."""
+"""Which directories are distributed checkpoints, and which of their files. This loads nothing of
+``torch.distributed``."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -9,6 +11,8 @@ from fastensor.checkpoint.location import Location, RemotePath, locate
 
 METADATA_NAME = ".metadata"
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+SHARD_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
+"""Names of files with shards, as they stand in a pickle of metadata, which need not be read whole to find them."""
 _OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
 
@@ -40,3 +44,22 @@ def metadata_names(location: Location) -> list[str]:
     if METADATA_NAME in names:
         return [METADATA_NAME]
     return sorted(name for name in names if _OF_ONE_RANK.fullmatch(name))
+
+
+def remove_replaced_shards(directory: str) -> None:
+    """Remove the files with shards that the metadata in a directory do not name: those of a checkpoint that was there
+    before. Nothing happens without metadata. Several processes may do this at a time.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    try:
+        with open(os.path.join(directory, METADATA_NAME), "rb") as file:
+            named = {*SHARD_NAMES.findall(file.read())}
+    except FileNotFoundError:
+        return
+    for name in os.listdir(directory):
+        encoded = os.fsencode(name)
+        if SHARD_NAMES.fullmatch(encoded) and encoded not in named:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))

@@ -13,8 +13,9 @@ from types import FrameType
 
 _CALLERS = (
     "fastensor.cli", "fastensor.testing", "fastensor.checkpoint.asynchronous.exits", "fastensor.files.afterwards",
+    "fastensor.checkpoint.agreement", "fastensor.checkpoint.dcp.redirect",
 )  # fmt: skip
-"""Modules that call the rest of Fastensor, or handlers of the program, as any program does."""
+"""Modules that call the rest of Fastensor, or functions that they were given, as any program does."""
 _BETWEEN = ("contextlib", "functools")
 """Modules by which Fastensor calls itself."""
 

@@ -28,6 +28,7 @@ _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
 _AT_EACCESS = 0x200
+_RENAME_EXCHANGE = 2
 _STATX_ATTRIBUTES = 0x08  # stx_attributes, u64
 _STATX_ATTR_MOUNT_ROOT = 0x2000
 _KEPT_ATTRIBUTES = ("user.", "system.", "security.selinux")
@@ -243,6 +244,39 @@ def has_proc() -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def exchange(one: str, two: str) -> bool:
+    """Exchange what two names of a filesystem lead to, in one instant (``renameat2``, RENAME_EXCHANGE).
+
+    Returns:
+        False if the filesystem cannot do that. Nothing has changed then.
+    """
+    try:
+        _call("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(two), _RENAME_EXCHANGE)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def sync_tree(directory: str) -> None:
+    """``fsync`` every file and directory below a directory, and the directory. Links are not followed. A file that
+    disappears meanwhile is passed over."""
+    with os.scandir(directory) as found:
+        entries = list(found)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            sync_tree(entry.path)
+        elif entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    sync_file(fd)
+                finally:
+                    close_read_only(fd)
+    sync_directory(directory)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:

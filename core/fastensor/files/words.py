@@ -34,7 +34,8 @@ def nbytes_in(text: str) -> int:
     if found is None:
         raise ValueError(f"expected a size such as 5GB or 2GiB, found {text!r}")
     number, unit, binary = found.groups()
-    return round(float(number) * (1024 if binary else 1000) ** (" KMGT".index(unit.upper()) if unit else 0))
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return round(float(number) * (1024.0 if binary else 1000.0) ** power)
 
 
 def human_seconds(seconds: float) -> str:

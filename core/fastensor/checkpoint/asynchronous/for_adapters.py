@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 
 from fastensor.checkpoint.asynchronous.writer import LEAST_STAGING_NBYTES, AsyncWriter
@@ -26,24 +27,36 @@ def log_failures(writer: AsyncWriter) -> None:
 
 
 def in_turn(
-    writer: AsyncWriter, function: Callable[[], None], place: str, what: str, *, at_end: Callable[[], None]
-) -> None:
-    """Have a file made at a place after all work that the writer has accepted, whether that succeeds or fails.
+    writer: AsyncWriter,
+    function: Callable[[], None],
+    place: str,
+    what: str,
+    *,
+    at_end: Callable[[], None] = lambda: None,
+    leaves_file: bool = True,
+) -> Future[None]:
+    """Have a file made at a place, or removed, after all work that the writer has accepted, whether that succeeds or
+    fails.
 
     Args:
         writer: its thread calls the function.
-        function: makes the file. What it raises is raised by the writer's next call. Not called if a signal handler
-            saves to the place before.
+        function: makes or removes the file. What it raises is raised by the writer's next call. Not called if a signal
+            handler saves to the place before.
         place: the place of the file, as :func:`fastensor.checkpoint.ordering.places_behind` says it.
         what: a description of the work, for messages.
         at_end: called once when the function has returned, or will not be called.
+        leaves_file: whether there is a file at the place then.
+
+    Returns:
+        The future of the work. To look at its exception leaves that to the writer's next call, too.
     """
     try:
-        step = writer._follow(place, function, what, leaves_file=True, after=None)
+        step = writer._follow(place, function, what, leaves_file=leaves_file, after=None)
     except BaseException:
         at_end()
         raise
     step.future.add_done_callback(lambda future: at_end())
+    return step.future
 
 
 def reserve(writer: AsyncWriter, nbytes: int) -> None:

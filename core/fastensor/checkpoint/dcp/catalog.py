@@ -18,10 +18,13 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.inspect import Inspection
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.read_options import ReadOptions
-from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify_opened
+from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify, verify_opened
 from fastensor.errors import CheckpointReadError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
+
+_BESIDE = "meta.pt"
+"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
                         tally.compare(reader, item)
         except FileNotFoundError as error:
             raise CheckpointReadError(error.errno, "the metadata name this file, which is missing", where) from error
+    nbytes += tally.compare_file(contents.directory)
     report = VerifyReport(
         path=contents.directory.path,
         container="dcp",
@@ -137,6 +141,17 @@ class _Tally:
             report = error.report
         self._add_report(report, name, 0)
         self._done += report.compared_bytes
+
+    def compare_file(self, directory: LocalDirectory | RemoteDirectory) -> int:
+        """Compare the file of Lightning beside the shards. Returns its size; 0 if there is none."""
+        try:
+            report = verify(directory.name_of(_BESIDE))
+        except FileNotFoundError:
+            return 0
+        except DamagedCheckpointError as error:
+            report = error.report
+        self._add_report(report, _BESIDE, 0)
+        return report.nbytes
 
     def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
         try:

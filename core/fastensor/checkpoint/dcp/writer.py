@@ -48,7 +48,7 @@ from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
-from fastensor.checkpoint.directories import METADATA_NAME, is_metadata_name
+from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.publish import KEPT
@@ -63,8 +63,6 @@ from fastensor.stitch.source import Plan
 
 _TOKEN_NBYTES = 4
 _OUR_NAME = re.compile(r"__\d+_[0-9a-f]{16}_\d+\.distcp")
-_FILE_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
-"""Names of files as they stand in a pickle of metadata, which need not be read whole to find them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +406,7 @@ class FastensorStorageWriter(FileSystemWriter):
         found = set(metadata)
         for name in metadata:
             with suppress(FileNotFoundError):
-                found |= {one.decode() for one in _FILE_NAMES.findall(self._directory.read(name))}
+                found |= {one.decode() for one in SHARD_NAMES.findall(self._directory.read(name))}
         return found
 
     def _remove_old(self, current: set[str]) -> None:

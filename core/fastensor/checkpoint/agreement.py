@@ -1,0 +1,105 @@
+"""The processes of a distributed job agree whether a checkpoint is whole. This needs ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fastensor.errors import CheckpointWriteError, FastensorError
+
+PATIENCE = timedelta(minutes=30)
+"""How long a process waits for one that does not answer. The death of a process is noticed at once."""
+
+
+class Agreement:
+    """Exchanges outcomes among all processes of a job, in a process group of its own. All processes make it, and call
+    :meth:`exchange`, at the same points. One thread at a time may call it. With one process there is nothing to agree.
+
+    Args:
+        alone: whether this process has nobody to agree with, although there are others.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self.group: Any = None
+        """The process group; None with one process. Collectives of others in it must not overlap with those here."""
+        self._broken: Exception | None = None
+        self.size = 1
+        if not alone and has_others():
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.size = dist.get_world_size()
+
+    def exchange(
+        self, failure: BaseException | None, what: str, error: type[FastensorError] = CheckpointWriteError
+    ) -> None:
+        """Return when all processes have come here without a failure.
+
+        Args:
+            failure: what this process has failed with.
+            what: says what was not done, for messages.
+            error: what is raised for the failures of others.
+
+        Raises:
+            BaseException: the failure of this process.
+            CheckpointWriteError: other processes have failed, or cannot be reached. The message names them. An
+                ``error`` is raised in its place.
+        """
+        texts: list[str | None] = [None] * self.size
+        if self.size > 1:
+            own = None if failure is None else f"{type(failure).__name__}: {failure}"
+            try:
+                self._gather(texts, own)
+            except (RuntimeError, ValueError) as broken:  # ValueError: the process group was destroyed
+                if failure is None:
+                    raise error(f"{what}: a process cannot be reached: {broken}") from broken
+        if failure is not None:
+            raise failure
+        failed = [f"process {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise error(f"{what}: {'; '.join(failed)}")
+
+    def together(self, do: Callable[[], None], what: str, error: type[FastensorError] = CheckpointWriteError) -> None:
+        """Do something in all processes. Returns when all have done it.
+
+        Args:
+            do: what this process does.
+            what: says what was not done if a process fails, for messages.
+            error: as for :meth:`exchange`.
+
+        Raises:
+            Exception: what this process has failed with; or another one, as an ``error``.
+        """
+        failure = None
+        try:
+            do()
+        except Exception as raised:  # noqa: BLE001  # raised when the other processes know
+            failure = raised
+        self.exchange(failure, what, error)
+
+    def end(self) -> None:
+        """Give the process group back. Others that wait in it are told that this process cannot be reached."""
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _gather(self, texts: list[str | None], own: str | None) -> None:
+        """
+        Raises:
+            RuntimeError, ValueError: a process cannot be reached, now or in an earlier call.
+        """
+        if self._broken is not None:
+            raise RuntimeError(f"as before: {self._broken}")
+        try:
+            dist.monitored_barrier(self.group, PATIENCE, wait_all_ranks=True)  # names those who do not come
+            dist.all_gather_object(texts, own, group=self.group)
+        except (RuntimeError, ValueError) as error:
+            self._broken = error
+            self.end()  # so that others, which wait for this process, do not wait on
+            raise
+
+
+def has_others() -> bool:
+    """Whether the job has more processes than this one."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

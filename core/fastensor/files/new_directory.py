@@ -1,0 +1,135 @@
+"""Atomic replacement of directories: at every instant a name leads to the old directory or to the new one, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import hashlib
+import os
+import shutil
+import time
+
+from fastensor.files import posix
+from fastensor.files.atomic import LEFTOVER_SECONDS
+
+SUFFIX = ".fastensor-saving"
+_ASIDE_SUFFIX = ".fastensor-replaced"
+_DIGITS = 16
+
+
+class NewDirectory:
+    """A directory that is filled under a hidden name beside its path, and then takes the place of whatever is there.
+
+    Several processes may fill it. One of them calls the methods, in one thread at a time. The hidden name follows from
+    the path. It is locked (``flock``) until the directory is published or discarded, so that others know what a killed
+    process has left.
+
+    Args:
+        path: the absolute path that the directory is to have. Its parent exists.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.hidden = _hidden_name(path)
+        """The path while the directory is filled."""
+        self._aside = self.hidden.removesuffix(SUFFIX) + _ASIDE_SUFFIX
+        """The path of what was replaced, where two renames are needed."""
+        self._lock: int | None = None
+
+    def create(self) -> None:
+        """Create the directory, empty, and remove what killed processes have left in its parent. What such a process
+        was about to replace gets its path back.
+
+        Raises:
+            FileExistsError: another process is filling the directory.
+            OSError: the filesystem refused.
+        """
+        if os.path.lexists(self._aside) and not os.path.lexists(self.path):
+            os.rename(self._aside, self.path)  # a process was killed between the two renames
+        _remove(self._aside)
+        parent = os.path.dirname(self.path)
+        for left in glob.glob(f"{glob.escape(parent)}/.*{SUFFIX}"):
+            if left == self.hidden or os.lstat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
+                _remove_unless_locked(left)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.hidden)
+        self._lock = os.open(self.hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not posix.try_lock(self._lock):
+            self._unlock()
+            raise FileExistsError(errno.EEXIST, "another process is saving to the same path", self.path)
+
+    def publish(self, *, durable: bool) -> None:
+        """Give the directory its path, and remove what was there before.
+
+        That takes one instant, except where the filesystem cannot exchange two names (some network filesystems): there
+        is nothing at the path between two renames then, and what was there has a hidden name.
+
+        Args:
+            durable: whether everything is on stable storage then.
+
+        Raises:
+            OSError: the filesystem refused. What was at the path is there, unless only the removal has failed.
+        """
+        if durable:
+            posix.sync_tree(self.hidden)
+        if not os.path.lexists(self.path):
+            os.rename(self.hidden, self.path)
+        elif not posix.exchange(self.hidden, self.path):
+            os.rename(self.path, self._aside)
+            try:
+                os.rename(self.hidden, self.path)
+            except BaseException:
+                os.rename(self._aside, self.path)
+                raise
+        if durable:
+            posix.sync_directory(os.path.dirname(self.path))
+        self._unlock()
+        _remove(self.hidden)
+        _remove(self._aside)
+
+    def discard(self) -> None:
+        """Remove the directory, if it was created here and not published. Calling this again does nothing."""
+        if self._lock is not None:
+            self._unlock()
+            _remove(self.hidden)
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            posix.unlock(lock)
+            posix.close_read_only(lock)
+
+
+def _hidden_name(path: str) -> str:
+    """
+    >>> _hidden_name("/runs/last.ckpt")
+    '/runs/.e6f69ff248c8b801.fastensor-saving'
+    """
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:_DIGITS]}{SUFFIX}")
+
+
+def _remove_unless_locked(path: str) -> None:
+    """Remove a directory unless a process fills it; or a file or link, which a directory has replaced."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        _remove(path)
+        return
+    try:
+        if posix.try_lock(fd):
+            _remove(path)
+    finally:
+        posix.close_read_only(fd)
+
+
+def _remove(path: str) -> None:
+    """Remove a file, a link, or a directory with all it holds; nothing if it is missing."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

@@ -1,0 +1,394 @@
+"""Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` save and load by the plugin.
+
+These strategies ask the plugin for full checkpoints only, and only to save them. So three of their methods are
+replaced, for Trainers that have :class:`FastensorCheckpointIO`. Their own code still does all of the work. It writes to
+a hidden directory, which then takes its place, and what it asks ``torch.distributed.checkpoint`` for goes to the
+storage of Fastensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+
+import fastensor
+from fastensor.checkpoint import ordering
+from fastensor.checkpoint.agreement import Agreement
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn
+from fastensor.checkpoint.files import make_parent
+from fastensor.checkpoint.location import as_in_fsspec, locate
+from fastensor.checkpoint.publish import KEPT
+from fastensor.errors import CheckpointReadError, FastensorError
+from fastensor.files.new_directory import NewDirectory
+from fastensor.files.os_errors import write_errors
+from fastensor_lightning.frameworks import load_classes
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+    from fastensor_lightning.checkpoint_io import FastensorCheckpointIO, SaveOptions
+
+_STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy")
+_REPLACED = "_fastensor_replaced"
+_METADATA = "meta.pt"
+"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
+
+
+class UnknownLightningError(FastensorError):
+    """This version of Lightning saves or loads sharded checkpoints in a way that Fastensor does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingShards:
+    """The latest asynchronous save of a sharded checkpoint. Like a :class:`fastensor.SaveHandle`."""
+
+    path: str
+    future: Future[None]
+
+    def done(self) -> bool:
+        """Whether the save has succeeded or failed."""
+        return self.future.done()
+
+    @property
+    def stage(self) -> Literal["writing", "durable", "failed"]:
+        """Where the save is."""
+        if not self.future.done():
+            return "writing"
+        return "durable" if self.future.exception() is None else "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """One save of a sharded checkpoint."""
+
+    path: str
+    directory: NewDirectory
+    options: SaveOptions
+    agreement: Agreement
+    is_first: bool
+    """Whether this is the first of all ranks, which publishes the checkpoint."""
+    is_first_of_machine: bool
+    started: float
+    step: int | None
+
+    def together(self, do: Callable[[], None]) -> None:
+        """Do something on all ranks.
+
+        Raises:
+            Exception: what this rank has failed with, or another one. Nothing is left of the save then.
+        """
+        try:
+            self.agreement.together(do, f"{self.path} was not saved")
+        except BaseException:
+            if self.is_first:
+                self.directory.discard()
+            raise
+
+
+class ShardedCheckpoints:
+    """What the two strategies do with a plugin. Methods are called on all ranks, in the thread that trains."""
+
+    def __init__(self, plugin: FastensorCheckpointIO) -> None:
+        self._plugin = plugin
+        self._agreement: Agreement | None = None
+        self._storage: FastensorStorageWriter | None = None
+        """The same for all saves, so that the memory for copies is used again."""
+        self._warned = False
+        self._group: Any = None
+        self._world: Any = None
+        """The process group of all ranks, at the time when the agreement was made."""
+        replace_methods()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedCheckpoints, (self._plugin,)
+
+    def save(
+        self,
+        strategy: Any,
+        stock: Callable[..., None],
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Takes the place of the strategy's ``save_checkpoint``.
+
+        Raises:
+            TypeError, fastensor.CheckpointWriteError, OSError: as ``FastensorCheckpointIO.save_checkpoint``. If one
+                rank fails, all raise.
+            UnknownLightningError: the checkpoint was not saved, because Lightning does so in an unknown way.
+        """
+        plugin = self._plugin
+        options = plugin._save_options(storage_options)
+        if not _saves_shards(strategy):
+            with plugin._saving_with(options):
+                stock(strategy, checkpoint, filepath)
+            return
+        if not self._can_redirect():
+            stock(strategy, checkpoint, filepath)
+            return
+        given: str | os.PathLike[str] = strategy.broadcast(filepath)
+        waited_for = options.asynchronous and plugin._may_be_left_pending(checkpoint, given)
+        options = replace(options, asynchronous=bool(strategy.broadcast(waited_for)))
+        saving = self._begin(strategy, given, options, checkpoint)
+        copies: list[Callable[[], object]] = []
+        saving.together(partial(self._write, saving, strategy, partial(stock, strategy, checkpoint), copies))
+        finish = partial(self._finish, saving, copies, time.perf_counter() - saving.started)
+        if options.asynchronous:
+            place = saving.directory.path
+            future = in_turn(plugin._open_writer(), finish, place, f"saving {saving.path}")
+            plugin._latest = PendingShards(saving.path, future)
+        else:
+            plugin._latest = None
+            finish()
+
+    def load(self, strategy: Any, stock: Callable[..., Any], checkpoint_path: Any, *args: Any, **options: Any) -> Any:
+        """Takes the place of the strategy's ``load_checkpoint``.
+
+        Raises:
+            fastensor.CorruptCheckpointError: the checkpoint is damaged.
+            fastensor.CheckpointReadError: it cannot be read, or another rank has found damage.
+            UnknownLightningError: Lightning has read shards in an unknown way.
+            Exception: what a pending save has failed with, or what the strategy raises.
+        """
+        if not self._can_redirect():
+            return stock(strategy, checkpoint_path, *args, **options)
+        from fastensor.checkpoint.dcp.redirect import redirected
+
+        path = as_in_fsspec(strategy.broadcast(checkpoint_path))
+        agreement = self._agree()
+        agreement.together(self._wait, f"{path} was not loaded", CheckpointReadError)
+        if self._plugin.verify:
+            check = partial(_verify_others, path) if strategy.local_rank == 0 else lambda: None
+            agreement.together(check, f"{path} was not loaded", CheckpointReadError)
+        with redirected(reader=self._reader) as calls:
+            found = stock(strategy, checkpoint_path, *args, **options)
+        if os.path.isdir(path) and not calls.loads:
+            raise UnknownLightningError(_unknown(strategy, "loads"))
+        return found
+
+    def teardown(self, strategy: Any, stock: Callable[..., None]) -> None:
+        """Takes the place of the strategy's ``teardown``, which may leave out the plugin's."""
+        try:
+            stock(strategy)
+        finally:
+            self._plugin.teardown()
+
+    def _begin(
+        self, strategy: Any, given: str | os.PathLike[str], options: SaveOptions, checkpoint: dict[str, Any]
+    ) -> _Saving:
+        path = as_in_fsspec(given)
+        if not isinstance(locate(path), str):
+            raise ValueError(
+                f"{type(strategy).__name__} of Lightning saves sharded checkpoints to local paths only, found {path}"
+            )
+        saving = _Saving(
+            path=path,
+            directory=NewDirectory(next(ordering.places_behind(path))),
+            options=options,
+            agreement=self._agree(),
+            is_first=strategy.global_rank == 0,
+            is_first_of_machine=strategy.local_rank == 0,
+            started=time.perf_counter(),
+            step=checkpoint.get("global_step"),
+        )
+        saving.together(partial(self._prepare, saving))
+        return saving
+
+    def _prepare(self, saving: _Saving) -> None:
+        """Wait for the save before. Make the hidden directory."""
+        self._wait()
+        if saving.is_first:
+            make_parent(saving.path, durable=saving.options.durable)
+            with write_errors(saving.path, "the save failed", KEPT):
+                saving.directory.create()
+
+    def _write(
+        self, saving: _Saving, strategy: object, stock: Callable[[str], None], copies: list[Callable[[], object]]
+    ) -> None:
+        """Have Lightning write the checkpoint to the hidden directory. If shards are to be written later, what writes
+        copies of them goes to ``copies``."""
+        from fastensor.checkpoint.dcp.redirect import redirected, save_now
+
+        def write(state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> None:
+            storage = self._writer(path, saving.options)
+            if saving.options.asynchronous:
+                options["process_group"] = self._group_for_threads(saving.agreement)
+                copies.append(partial(save_now, storage.stage(state_dict), storage, **options))
+            else:
+                save_now(state_dict, storage, **options)
+
+        with redirected(save=write) as calls:
+            stock(saving.directory.hidden)
+        if not calls.saves:
+            raise UnknownLightningError(_unknown(strategy, "saves"))
+
+    def _finish(self, saving: _Saving, copies: list[Callable[[], object]], stall_seconds: float) -> None:
+        """Write what is left to write, and give the checkpoint its place. Called on all ranks, in any thread.
+
+        Raises:
+            Exception: a rank has failed.
+        """
+        if copies:
+            saving.together(partial(_call_all, copies))
+        self._publish(saving)
+        if saving.is_first:
+            self._report(saving, stall_seconds)
+
+    def _publish(self, saving: _Saving) -> None:
+        """Give the checkpoint its place, where machines have the same filesystem, and where each has its own."""
+        directory, durable = saving.directory, saving.options.durable
+
+        def publish(first: bool) -> None:
+            if saving.is_first if first else saving.is_first_of_machine and _is_there(directory.hidden):
+                with write_errors(saving.path, "the save failed"):
+                    directory.publish(durable=durable)
+
+        saving.together(partial(publish, True))
+        saving.together(partial(publish, False))
+
+    def _report(self, saving: _Saving, stall_seconds: float) -> None:
+        seconds = time.perf_counter() - saving.started
+        report = fastensor.SaveReport(
+            path=saving.path,
+            nbytes=_nbytes_in(saving.directory.path),
+            backend=str(saving.options.backend),
+            reason="each rank has written its own shards",
+            durable=saving.options.durable,
+            atomic=True,
+            plan_seconds=0.0,
+            write_seconds=seconds,
+            sync_seconds=0.0,
+            publish_seconds=0.0,
+            seconds=seconds,
+            stall_seconds=stall_seconds if saving.options.asynchronous else seconds,
+        )
+        self._plugin._notify(report, saving.step)
+
+    def _can_redirect(self) -> bool:
+        """Whether this torch has what Fastensor's storage needs. If not, that is said once."""
+        try:
+            importlib.import_module("fastensor.checkpoint.dcp")
+        except ImportError as error:
+            if not self._warned:
+                warnings.warn(f"sharded checkpoints are saved and loaded by Lightning alone: {error}", stacklevel=5)
+                self._warned = True
+            return False
+        return True
+
+    def _wait(self) -> None:
+        """Wait for what is pending on this rank.
+
+        Raises:
+            Exception: what it has failed with.
+        """
+        if self._plugin._writer is not None:
+            self._plugin._open_writer().wait()
+
+    def _agree(self) -> Agreement:
+        if self._agreement is None or self._world is not dist.group.WORLD:
+            self._agreement, self._group, self._world = Agreement(), None, dist.group.WORLD
+        return self._agreement
+
+    def _group_for_threads(self, agreement: Agreement) -> Any:
+        """A process group on the CPU for collectives in the thread of the writer."""
+        if agreement.group is not None:
+            return agreement.group
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def _reader(self, path: str | os.PathLike[str]) -> FastensorStorageReader:
+        from fastensor.checkpoint.dcp import FastensorStorageReader
+
+        return FastensorStorageReader(path, verify=self._plugin.verify, backend=self._plugin.backend)
+
+    def _writer(self, path: str | os.PathLike[str], options: SaveOptions) -> FastensorStorageWriter:
+        from fastensor.checkpoint.dcp import FastensorStorageWriter
+
+        if self._storage is None:
+            self._storage = FastensorStorageWriter(path)
+        self._storage.sync_files, self._storage.backend = options.durable, options.backend
+        self._storage.reset(path)
+        return self._storage
+
+
+def replace_methods() -> None:
+    """Have the strategies of all installed packages ask the plugin, if they have one of ours. Done once per process."""
+    for name in _STRATEGIES:
+        for strategy in load_classes(name, "lightning.pytorch.strategies", "pytorch_lightning.strategies"):
+            if _REPLACED not in vars(strategy):
+                setattr(strategy, _REPLACED, True)
+                _replace(strategy, "save_checkpoint", ShardedCheckpoints.save)
+                _replace(strategy, "load_checkpoint", ShardedCheckpoints.load)
+                _replace(strategy, "teardown", ShardedCheckpoints.teardown)
+
+
+def _replace(strategy: type[Any], name: str, method: Callable[..., Any]) -> None:
+    stock = getattr(strategy, name)
+
+    @functools.wraps(stock)
+    def ours(self: Any, *arguments: Any, **options: Any) -> Any:
+        sharded = getattr(self.checkpoint_io, "_sharded", None)
+        if not isinstance(sharded, ShardedCheckpoints):
+            return stock(self, *arguments, **options)
+        return method(sharded, self, stock, *arguments, **options)
+
+    setattr(strategy, name, ours)
+
+
+def _saves_shards(strategy: Any) -> bool:
+    """Whether a strategy saves a directory of shards, and not one file.
+
+    Raises:
+        UnknownLightningError: it does not say.
+    """
+    kind = getattr(strategy, "_state_dict_type", None)
+    if kind is not None:
+        return bool(kind == "sharded")
+    found = getattr(strategy, "_save_distributed_checkpoint", None)
+    if found is None:
+        raise UnknownLightningError(_unknown(strategy, "chooses how it saves"))
+    return bool(found)
+
+
+def _unknown(strategy: object, does: str) -> str:
+    return (
+        f"{type(strategy).__name__} of this version of Lightning {does} sharded checkpoints in a way that is not known "
+        f"to fastensor_lightning; use another version of one of them, or the Trainer without FastensorCheckpointIO"
+    )
+
+
+def _verify_others(path: str) -> None:
+    """Compare what Lightning itself reads with its checksums: a full checkpoint, or the file beside shards.
+
+    Raises:
+        fastensor.CorruptCheckpointError: the file is damaged.
+    """
+    file = os.path.join(path, _METADATA) if os.path.isdir(path) else path
+    if os.path.isfile(file):
+        fastensor.verify(file)
+
+
+def _call_all(functions: list[Callable[[], object]]) -> None:
+    """Call all functions, and let go of each: they hold copies of states."""
+    while functions:
+        functions.pop(0)()
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is such a name. A network filesystem, which may remember what a name was, is asked for names."""
+    parent, name = os.path.split(path)
+    return name in os.listdir(parent)
+
+
+def _nbytes_in(directory: str) -> int:
+    return sum(os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory))
