@@ -50,7 +50,7 @@ def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationO
 
     Raises:
         ValueError: the model is attached with other options; or a pattern fits no module.
-        OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
+        OffloadError: FSDP version 1 or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
 
     >>> model = nn.Sequential(nn.Linear(512, 512), nn.Sigmoid())
     >>> offload = attach(model, OffloadConfig(min_bytes=1 << 16))
@@ -254,7 +254,7 @@ class PreparedOffloads:
 
         Raises:
             ValueError: a pattern of the options fits no module.
-            OffloadError: the model is sharded by FSDP or DeepSpeed's ZeRO stage 3.
+            OffloadError: the model is sharded by FSDP version 1 or DeepSpeed's ZeRO stage 3.
         """
         if any(known.model is model for known in self._models):
             return

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.nn import Module
 
+from fastensor.offload.modules import is_fsdp2
 from fastensor_accelerate import transformers_trainer
 from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.config import FastensorConfig
@@ -144,6 +145,16 @@ def _prepare_model(
     return prepared
 
 
+def _prepare(self: Accelerator, *objects: Any, **options: Any) -> Any:
+    """Accelerate's own ``prepare``, which shards models by FSDP2 without :meth:`prepare_model`."""
+    prepared = _stock("prepare", self)(*objects, **options)
+    if (offloads := _offloads_of(self)) is not None:
+        for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            if isinstance(one, Module) and any(map(is_fsdp2, one.modules())):
+                offloads.add(one)
+    return prepared
+
+
 def _backward(self: Accelerator, loss: Any, **options: Any) -> None:
     _stock("backward", self)(loss, **options)
     if (offloads := _offloads_of(self)) is not None:
@@ -183,6 +194,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
+    "prepare": _prepare,
     "prepare_model": _prepare_model,
     "backward": _backward,
     "free_memory": _free_memory,
@@ -211,6 +223,7 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
     save_state = functools.wraps(Accelerator.save_state)(_save_state)
     load_state = functools.wraps(Accelerator.load_state)(_load_state)
     save = functools.wraps(Accelerator.save)(_save)
+    prepare = functools.wraps(Accelerator.prepare)(_prepare)
     prepare_model = functools.wraps(Accelerator.prepare_model)(_prepare_model)
     backward = functools.wraps(Accelerator.backward)(_backward)
     free_memory = functools.wraps(Accelerator.free_memory)(_free_memory)

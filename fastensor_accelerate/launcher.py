@@ -59,8 +59,8 @@ class _Parser(accelerate_cli.CustomArgumentParser):  # type: ignore[misc]  # Acc
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         for flag in (argument.partition("=")[0] for argument in unknown):
-            if flag.replace("-", "_").startswith(("__fastensor", "__no_fastensor")):
-                known = [name for name in self._option_string_actions if name.startswith(("--fastensor", "--no_fast"))]
+            if flag.replace("-", "_").startswith(("__fast", "__no_fast")):
+                known = [name for name in self._option_string_actions if name.startswith(("--fast", "--no_fast"))]
                 raise ConfigError(
                     f"there is no flag {flag}{nearest(flag.replace('-', '_').replace('__', '--'), known)}"
                 )

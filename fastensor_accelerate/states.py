@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 
 import fastensor
-from fastensor.checkpoint.agreement import Agreement
+from fastensor.checkpoint import cooperative
+from fastensor.checkpoint.agreement import Agreement, has_others
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
@@ -33,7 +34,7 @@ from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
 from fastensor_accelerate.agreement import SavingProcesses
-from fastensor_accelerate.config import FastensorConfig
+from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.directories import (
     StateDirectory,
     finish,
@@ -72,6 +73,8 @@ class _Saving:
     folders_of_shards: list[str] = field(default_factory=list)
     failure: Exception | None = None
     """What Accelerate's own part has failed with."""
+    is_settled: bool = False
+    """Whether all processes know that one has failed."""
 
     def together(self, do: Callable[[], None], what: str = "") -> None:
         """:meth:`Agreement.together` for this state. By default, ``what`` says that it was not saved."""
@@ -134,6 +137,7 @@ class StateSaver:
         naming = self.accelerator.project_configuration.automatic_checkpoint_naming
         if self._has_own_engine() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
+        self._check_cooperation()
         agreement = self._processes.all() if naming else self._processes.callers()
         if agreement is None:  # the main process does not wait for this one's files
             with self.saving():
@@ -181,7 +185,7 @@ class StateSaver:
             if directory.is_dir():
                 finish(directory, durable=self.config.durable)
         try:
-            with self.loading() as shards:
+            with self.loading(together=self.config.cooperative) as shards:
                 stock(input_dir if directory is None else str(directory), **options)
             self._check_shards(None if shards is None else shards.loads)
         except FileNotFoundError as error:
@@ -190,8 +194,11 @@ class StateSaver:
             raise
 
     @contextmanager
-    def loading(self) -> Iterator[Redirected | None]:
+    def loading(self, *, together: bool = False) -> Iterator[Redirected | None]:
         """What is loaded in the block is read by Fastensor, after the pending state is published.
+
+        Args:
+            together: whether all processes load the same at the same time.
 
         Yields:
             How often shards were saved and loaded; None if they are left to torch.
@@ -202,7 +209,8 @@ class StateSaver:
         """
         self.wait()
         damaged: list[CorruptCheckpointError] = []
-        with replaced(self._files(damaged=damaged)) as shards:
+        files = replace(self._files(damaged=damaged), load_together=together and has_others())
+        with replaced(files) as shards:
             yield shards
         if damaged:  # Accelerate goes on without the states of random number generators
             raise damaged[0]
@@ -342,9 +350,24 @@ class StateSaver:
                 posix.sync_directory(folder)  # the newest one was perhaps published a moment before
             self._remove_surplus(states[-1])
 
-    def _make_room(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
+    def _before_writing(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
 
+        Raises:
+            Exception: there is no room; or a hook of another process has failed, for which processes that write files
+                together would wait.
+        """
+        if not self._is_together(saving):
+            self._make_room(saving, models, weights, output_dir)
+            return
+        try:
+            saving.together(lambda: self._make_room(saving, models, weights, output_dir))
+        except Exception:
+            saving.is_settled = True
+            raise
+
+    def _make_room(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
+        """
         Raises:
             CheckpointWriteError: there is no room for the state beside the older ones.
         """
@@ -370,7 +393,7 @@ class StateSaver:
         project = self.accelerator.project_configuration
         naming, iteration = project.automatic_checkpoint_naming, project.iteration
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
-        last_hook = self.accelerator.register_save_state_pre_hook(partial(self._make_room, saving))
+        last_hook = self.accelerator.register_save_state_pre_hook(partial(self._before_writing, saving))
         try:
             with self._writing(saving) as shards:
                 stock(saving.directory.staging, **options)
@@ -396,7 +419,17 @@ class StateSaver:
             write = partial(self._write_later, saving=saving)
         has_shards = self.accelerator.distributed_type == DistributedType.FSDP
         shards = partial(self._write_shards, saving=saving) if has_shards else None
-        return Files(self.config, write, shards, self._totals.add_load, [] if damaged is None else damaged)
+        together = None
+        if saving is not None and self._is_together(saving):
+            together = partial(self._write_together, saving=saving)
+        return Files(
+            self.config,
+            write,
+            shards,
+            self._totals.add_load,
+            [] if damaged is None else damaged,
+            write_together=together,
+        )
 
     def _write_shards(
         self, state_dict: dict[str, Any], path: str | os.PathLike[str], *, saving: _Saving | None, **options: Any
@@ -446,6 +479,44 @@ class StateSaver:
         if saving is not None:
             saving.metrics.nbytes += report.nbytes
 
+    def _write_together(
+        self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving, **options: Any
+    ) -> None:
+        """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""
+        assert isinstance(path, str | os.PathLike)
+        if os.path.basename(path).startswith("optimizer"):
+            replicated = list(_tensors_in(obj))
+        else:
+            replicated = [weight for model in self.accelerator._models for weight in model.parameters()]
+        report = cooperative.save(
+            obj,
+            path,
+            timeout=self.config.cooperative_timeout,
+            replicated=replicated,
+            container=container,
+            backend=self.config.backend,
+            durable=self.config.durable,
+            **options,
+        )
+        if self.accelerator.is_main_process:
+            saving.metrics.nbytes += report.nbytes
+
+    def _is_together(self, saving: _Saving) -> bool:
+        """Whether all processes write files of this state together."""
+        return self.config.cooperative and saving.agreement.size > 1
+
+    def _check_cooperation(self) -> None:
+        """
+        Raises:
+            ConfigError: processes are to save together, and do not hold the same.
+        """
+        kind = self.accelerator.distributed_type.value
+        if self.config.cooperative and kind != "NO" and not kind.startswith("MULTI_"):
+            raise ConfigError(
+                f"cooperative is for data parallel training (DDP), whose processes hold the same state; found {kind}: "
+                f"leave it out"
+            )
+
     def _write_later(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving, **options: Any
     ) -> None:
@@ -492,6 +563,8 @@ class StateSaver:
         """
         if self.accelerator.distributed_type == DistributedType.FSDP:
             saving.together(partial(_check_begun, saving))  # then all have the same shards to write together
+        if saving.is_settled:
+            _check_written(saving)
         saving.together(partial(_check_written, saving))
         saving.metrics.nbytes += sum(map(_nbytes_in, saving.folders_of_shards))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,15 +15,13 @@ import torch
 
 import fastensor
 from fastensor.backends.memory import map_file
+from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, files_of, find_weights, read_json
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import BackendChoice
 
 _OFFLOAD_INDEX = "index.json"
-_INDEX_SUFFIX = ".index.json"
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
-"""What ``save_pretrained`` and ``Accelerator.save_model`` call the file of a model that is not sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,8 @@ def open_weights(
     found = _in_folder(Path(path)) if os.path.isdir(path) else Path(path)
     if found.name == _OFFLOAD_INDEX:
         return OffloadFolder(found, device)
-    files = _shards(found) if found.name.endswith(_INDEX_SUFFIX) else {found: None}
+    is_index = found.name.endswith(INDEX_SUFFIX)
+    files: Mapping[Path, set[str] | None] = files_of(found) if is_index else {found: None}
     return Checkpoints(files, device, verify=verify, backend=backend)
 
 
@@ -85,43 +83,15 @@ def _in_folder(folder: Path) -> Path:
     """The index or the file in a folder that names its weights; safetensors come first."""
     if (folder / _OFFLOAD_INDEX).exists():
         return folder / _OFFLOAD_INDEX
-    indices = sorted(folder.glob(f"*{_INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name))
-    found = [*indices, *(folder / name for name in _WHOLE if (folder / name).exists())]
-    if not found:
+    found = find_weights(folder)
+    if found is None:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"no weights: expected {_OFFLOAD_INDEX} (of disk_offload), *{_INDEX_SUFFIX} or {' or '.join(_WHOLE)} in "
+            f"no weights: expected {_OFFLOAD_INDEX} (of disk_offload), *{INDEX_SUFFIX} or {' or '.join(WHOLE)} in "
             "the folder; for a file of another name, give its path",
             str(folder),
         )
-    return found[0]
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    with read_errors(str(path), "cannot read the index"):
-        text = path.read_bytes()
-    try:
-        index = json.loads(text)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: the index is not JSON ({error})") from error
-    if not isinstance(index, dict):
-        raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(index).__name__}")
-    return index
-
-
-def _shards(index: Path) -> dict[Path, set[str] | None]:
-    """The files that an index names, and the names of the tensors that it expects in each."""
-    names = _read_index(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise CorruptCheckpointError(
-            f"{index}: expected 'weight_map', an object from names of tensors to names of files"
-        )
-    shards: dict[Path, set[str] | None] = {}
-    for name, file in names.items():
-        expected = shards.setdefault(index.parent / file, set())
-        assert expected is not None
-        expected.add(name)
-    return shards
+    return found
 
 
 class Checkpoints:
@@ -188,7 +158,7 @@ class OffloadFolder:
         self.ties: Mapping[str, str] = {}
         self._paths: dict[str, Path] = {}
         self._found: dict[str, os.stat_result] = {}
-        for name, entry in _read_index(index).items():
+        for name, entry in read_json(index).items():
             dtype, shape = _of_entry(entry, f"{index}: {name!r}")
             path = index.parent / f"{name}.dat"
             self._dtypes[name] = dtype

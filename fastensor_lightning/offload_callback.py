@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 else:
     Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
-_REFUSED = {
-    "FSDPStrategy": "it frees and refills the memory of parameters that autograd has saved",
-    "ModelParallelStrategy": "its parameters may be DTensors whose memory FSDP2 frees and refills",
-}
-"""Strategies, by the names of their classes, and why they are refused."""
 _logger = logging.getLogger(__name__)
 
 
@@ -30,8 +25,8 @@ class SSDActivationOffload(Callback):
     """Larger batches and deeper models: training steps keep their saved activations on an SSD until the backward pass.
 
     Gradients are the same, to the last bit; see :class:`fastensor.offload.ActivationOffload`. Training steps are
-    covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP;
-    validation is left alone. Parameters and buffers of the module stay where they are.
+    covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP, FSDP2
+    (``ModelParallelStrategy``); validation is left alone. Parameters and buffers of the module stay where they are.
 
     At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded. :attr:`statistics`
     has the same numbers.
@@ -44,8 +39,8 @@ class SSDActivationOffload(Callback):
             ``offload/prefetch_hit_rate`` of each training batch.
 
     Raises:
-        UnsupportedContentError: in ``fit``, with DeepSpeed's ZeRO stage 3, FSDP and FSDP2, and where a Trainer has
-            several of these callbacks.
+        UnsupportedContentError: in ``fit``, with ``FSDPStrategy``, which is FSDP version 1, and DeepSpeed's ZeRO stage
+            3; and where a Trainer has several of these callbacks.
 
     >>> from lightning.pytorch import Trainer
     >>> trainer = Trainer(callbacks=[SSDActivationOffload()], logger=False, accelerator="cpu")
@@ -148,12 +143,15 @@ def _refuse(strategy: Any) -> None:
     Raises:
         UnsupportedContentError: offloading is not safe with this strategy.
     """
-    for kind in type(strategy).__mro__:
-        reason = _REFUSED.get(kind.__name__)
-        if kind.__name__ == "DeepSpeedStrategy" and getattr(strategy, "zero_stage_3", False):
-            reason = "ZeRO stage 3 frees and refills the memory of parameters that autograd has saved"
-        if reason is not None:
-            raise UnsupportedContentError(
-                f"SSDActivationOffload does not work with {kind.__name__}: {reason}. Use DDP, or DeepSpeed up to stage "
-                f"2, or activation checkpointing instead"
-            )
+    kinds = {kind.__name__ for kind in type(strategy).__mro__}
+    reason = instead = ""
+    if "FSDPStrategy" in kinds:
+        reason, instead = "FSDP version 1", "ModelParallelStrategy with FSDP2 (fully_shard)"
+    elif "DeepSpeedStrategy" in kinds and getattr(strategy, "zero_stage_3", False):
+        reason, instead = "ZeRO stage 3", "DeepSpeed up to stage 2"
+    if reason:
+        raise UnsupportedContentError(
+            f"SSDActivationOffload does not work with {type(strategy).__name__}: {reason} frees and refills the memory "
+            f"of parameters that autograd has saved, and does not say which. Use {instead}, DDP, or activation "
+            f"checkpointing"
+        )

@@ -8,9 +8,9 @@ saves one state after the other, all of whose tensors hold the value; or, if it 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 import fastensor_accelerate
-from fastensor.testing.calls import Call, intercepted
+from fastensor.testing.calls import intercepted
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from killer import Killer
 
 NUMEL = 300_000
 
@@ -85,19 +88,6 @@ def save(training: Training, output_dir: str | None, first: int, fatal: int) -> 
             training.accelerator.project_configuration.iteration = value
             training.accelerator.save_state(output_dir)
         training.accelerator.end_training()
-
-
-class Killer:
-    """Kills this process before a call."""
-
-    def __init__(self, fatal: int) -> None:
-        self._calls = count(1)
-        self._fatal = fatal
-
-    def __call__(self, call: Call) -> Any:
-        if next(self._calls) == self._fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call.perform()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 import yaml
+from accelerate import Accelerator, DistributedType
 from accelerate.commands import accelerate_cli, launch
 from accelerate.commands.config import cluster, config, config_args
+from accelerators import by, training
 
 from fastensor.offload import OffloadConfig
 from fastensor_accelerate import ConfigError, FastensorConfig, launcher
@@ -296,7 +298,8 @@ def test_no_fastensor_wins_over_everything(command: Command, tmp_path: Path) -> 
         (["--fastensor_bakend", "direct"], None, "no flag --fastensor_bakend; did you mean '--fastensor_backend'"),
         (["--fastensor-asinc"], None, "no flag --fastensor-asinc; did you mean '--fastensor_async'"),
         (["--fastensor_bakend=direct"], None, "did you mean '--fastensor_backend'"),
-        (["--no_fastensr_async"], None, None),  # looks like none of ours: Accelerate refuses it
+        (["--fastensr"], None, "no flag --fastensr; did you mean '--fastensor'"),
+        (["--no_fsdp_async"], None, None),  # looks like none of ours: Accelerate refuses it
         (["--fastensor_backend", "dierct"], None, "did you mean 'direct'"),
         (["--fastensor_staging_bytes", "much"], None, "staging_bytes is a number"),
         ([], {"durabel": True}, "config.yaml has no option 'durabel'; did you mean 'durable'"),
@@ -320,7 +323,7 @@ def test_mistakes_are_found_before_anything_is_launched(
     with pytest.raises(SystemExit, match=said) as ended:
         command("launch", "--config_file", path, *arguments, "train.py")
     if said is None:
-        assert "unrecognized arguments: --no_fastensr_async" in capsys.readouterr().err
+        assert "unrecognized arguments: --no_fsdp_async" in capsys.readouterr().err
     else:
         assert str(ended.value.code).startswith("fastensor-accelerate: ")
     assert is_wanted_by_environment() is None
@@ -404,3 +407,17 @@ def test_the_environment_is_shown(command: Command, capsys: pytest.CaptureFixtur
         command("env", "--config_file", path)
     assert "`Accelerate` version" in (out := capsys.readouterr().out)
     assert "fastensor_config: {'verify': False}" in out
+
+
+def test_what_contradicts_cooperation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cooperative and asynchronous contradict"):
+        FastensorConfig(cooperative=True, asynchronous=True)
+    with pytest.raises(ConfigError, match="cooperative_timeout is a number of seconds above 0, found 0"):
+        FastensorConfig(cooperative=True, cooperative_timeout=0.0)
+
+
+def test_cooperation_is_for_data_parallel_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = training(tmp_path)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with by(FastensorConfig(cooperative=True)), pytest.raises(ConfigError, match=r"for data parallel .* found FSDP"):
+        found.accelerator.save_state()

@@ -8,16 +8,19 @@ that saves one state after the other, or, if it is to kill itself, one.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from contextlib import suppress
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastensor
-from fastensor.testing.calls import Call, intercepted
+from fastensor.testing.calls import intercepted
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from killer import Killer
 
 
 def main() -> None:
@@ -42,19 +45,6 @@ def save(path: str, states: list[Any], first: int, *, new: bool, fatal: int) -> 
                 os.unlink(path)
         with intercepted(Killer(fatal)):
             fastensor.save(states[i % 2], path)
-
-
-class Killer:
-    """Kills this process before a call."""
-
-    def __init__(self, fatal: int) -> None:
-        self._calls = count(1)
-        self._fatal = fatal
-
-    def __call__(self, call: Call) -> Any:
-        if next(self._calls) == self._fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call.perform()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Two processes that save together until one of them kills itself. Run by ``test_kill.py``.
 
 Argument: the folder of the checkpoint. For each line of its input, ``ROUND FIRST RANK CALL WAY``, two children join a
-group and save the states of the steps from FIRST on, in the way ``save`` or ``async``. The child RANK kills itself
-before its CALL-th system call that changes something, and the other one is killed then.
+group and save the states of the steps from FIRST on, in the way ``save``, ``async`` or ``cooperative``. The child RANK
+kills itself before its CALL-th system call that changes something, and the other one is killed then.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.dcp import FastensorStorageWriter
-from fastensor.testing.calls import Call, intercepted
+from fastensor.testing.calls import intercepted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints import join, save, stamped
+from killer import Killer
 
 WORLD = 2
 NEVER = -1
@@ -42,7 +45,7 @@ def main() -> None:
             if pid == 0:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the one that lives will complain
                 fatal = int(call) if one == int(rank) else NEVER
-                run(store, folder, one, int(first), fatal, asynchronous=way == "async")
+                run(store, folder, one, int(first), fatal, way)
                 os._exit(0)
             children.append(pid)
         pid, status = os.waitpid(children[int(rank)], 0)
@@ -53,13 +56,16 @@ def main() -> None:
         print("dead", os.waitstatus_to_exitcode(status), flush=True)
 
 
-def run(store: Path, folder: Path, rank: int, first: int, fatal: int, *, asynchronous: bool) -> None:
+def run(store: Path, folder: Path, rank: int, first: int, fatal: int, way: str) -> None:
     mesh = join(store, rank, WORLD)
     writer = FastensorStorageWriter(folder)
-    with intercepted(Killer(fatal)):
+    with intercepted(Killer(fatal, CALLS)):
         for step in range(first, first + STEPS):
+            if way == "cooperative":
+                cooperative.save(large_stamped(step), folder / "x.ckpt")
+                continue
             state = sharded(mesh, step)
-            if asynchronous:
+            if way == "async":
                 future: Any = dcp.async_save(state, storage_writer=writer)
                 future.result()
             else:
@@ -75,18 +81,9 @@ def sharded(mesh: DeviceMesh, step: int) -> dict[str, Any]:
     return state
 
 
-class Killer:
-    """Kills this process before a call that changes something. Others are not counted."""
-
-    def __init__(self, fatal: int) -> None:
-        self._fatal = fatal
-        self._calls = 0
-
-    def __call__(self, call: Call) -> Any:
-        self._calls += call.name in CALLS
-        if self._calls == self._fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call.perform()
+def large_stamped(step: int) -> dict[str, Any]:
+    """A part of it for each rank."""
+    return {**stamped(step), "largest": torch.full((300_000,), step)}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 from collections import Counter
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,25 @@ def test_metadata_are_those_that_pickle_reads(tmp_path: Path, writer: Any, proto
     assert found == expected
     crc32s = [[getattr(one, "crc32", None) for one in some.storage_data.values()] for some in (found, expected)]
     assert crc32s[0] == crc32s[1]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_memory_formats_as_each_version_of_python_writes_them(tmp_path: Path, protocol: int, by_name: bool) -> None:
+    """Python 3.11.0 to 3.11.3 write a call of ``getattr`` for a member of an enum."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, Enum):
+                return (getattr, (type(value), value.name)) if by_name else (type(value), (value.value,))
+            return NotImplemented
+
+    expected = pickle.loads(metadata_of(tmp_path))
+    expected.state_dict_metadata["large"].properties.memory_format = torch.channels_last
+    file = io.BytesIO()
+    Pickler(file, protocol).dump(expected)
+    expected.storage_meta.checkpoint_id = str(expected.storage_meta.checkpoint_id)
+    assert read_metadata(file.getvalue(), where="x") == expected
 
 
 class Evil:
@@ -106,6 +127,7 @@ def lies() -> dict[str, Any]:
         "transforms": with_info(transform_descriptors=[7]),
         "items": Metadata({}, storage_data={"x": 1}),
         "no items": Metadata({}),
+        "dimensions": Metadata({}, storage_data={MetadataIndex("x", [0] * 65): _StorageInfo("__0_0.distcp", 0, 5)}),
         "entries": Metadata({"x": 1}, storage_data={}),
         "names": Metadata({1: TensorProperties()}, storage_data={}),  # type: ignore[dict-item]
         "version": Metadata({}, storage_data={}, version=1.0),  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def test_files_of_the_replaced_checkpoint_are_removed(tmp_path: Path, replaced: 
 
 def test_urls(tmp_path: Path) -> None:
     state = state_of_all_kinds()
-    for url in ("memory://fastensor-dcp/step", f"file://{tmp_path}/step"):
+    for url in ("memory://fastensor-dcp/v1.0", f"file://{tmp_path}/step"):
         for writer, reader in ((FastensorStorageWriter, FsspecReader), (FsspecWriter, FastensorStorageReader)):
             for _ in range(2):  # the second one replaces the first
                 save(state, writer(url))

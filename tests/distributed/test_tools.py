@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
+import math
+import pickle
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +16,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, emptied, join, load, save, sharded, state_of_all_kinds
 from programs import command_line, run_ranks
+from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+from fastensor.checkpoint.dcp.catalog import read_contents
+from fastensor.checkpoint.dcp.tensors import DirectoryTensors
 
 WRITERS: Any = [FastensorStorageWriter, FileSystemWriter]
 
@@ -72,6 +84,38 @@ def test_diff_across_kinds(tmp_path: Path) -> None:
     assert [(one.name, one.elements) for one in found.tensors] == [("i", 0), ("w", 1)]
     assert found.tensors[1].largest == pytest.approx(1)
     assert (found.only_first, found.only_second, found.same) == ((), ("new",), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.float32])
+def test_differences_that_are_no_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    for name, value in (("a", 0), ("b", 255)):
+        save({"w": torch.full((8,), value, dtype=torch.uint8).view(dtype)}, FastensorStorageWriter(tmp_path / name))
+    (tensor,) = fastensor.diff(tmp_path / "a", tmp_path / "b").tensors
+    assert tensor.elements == 8 // dtype.itemsize
+    assert math.isnan(tensor.largest)
+    _, out, _ = command_line(capsys, "diff", "--json", tmp_path / "a", tmp_path / "b")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert found["tensors"][0]["largest"] is None
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_diff_of_objects(tmp_path: Path, writer: Any) -> None:
+    """Whatever they are: no code of theirs is run."""
+
+    class Raw(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return io.BytesIO(b"raw") if write_item.index.fqn == "raw" else super().resolve_data(write_item)
+
+    state = {"w": torch.zeros(3), "number": Decimal(3), "list": [1, [2]], "raw": 0, "step": 1}
+    save(state, writer(tmp_path / "a"), planner=Raw())
+    save({**state, "number": 3, "step": 2}, writer(tmp_path / "b"), planner=Raw())
+    assert fastensor.diff(tmp_path / "a", tmp_path / "a").is_empty
+    found = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    assert found.others == {"number": ("<decimal.Decimal>", "3"), "step": ("1", "2")}
+    with pytest.raises(fastensor.UnsafeCheckpointError, match=r"'number': .*decimal\.Decimal"):
+        fastensor.convert(tmp_path / "a", tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -135,8 +179,12 @@ def test_damage_stops_a_conversion(tmp_path: Path) -> None:
 def test_ranks_with_metadata_of_their_own(tmp_path: Path) -> None:
     run_ranks(_save_alone, 2, tmp_path)
     assert fastensor.verify(tmp_path / "dcp").complete
-    with pytest.raises(fastensor.UnsupportedContentError, match="each rank has saved without the others"):
-        fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt")
+    for use in (
+        lambda: fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt"),
+        lambda: fastensor.diff(tmp_path / "dcp", tmp_path / "dcp"),
+    ):
+        with pytest.raises(fastensor.UnsupportedContentError, match="each rank has saved without the others"):
+            use()
 
 
 def _save_alone(rank: int, folder: Path) -> None:
@@ -145,4 +193,162 @@ def _save_alone(rank: int, folder: Path) -> None:
     state = {"x": torch.zeros(5, dtype=torch.int64)}
     dcp.load(state, storage_reader=FastensorStorageReader(folder / "dcp"))
     assert state["x"].tolist() == [rank] * 5
+    torch.distributed.destroy_process_group()
+
+
+WEIGHTS = {
+    "a": torch.arange(3000.0).view(30, 100),
+    "b": torch.arange(7, dtype=torch.int64),
+    "c.d": torch.arange(5000.0).view(50, 100).to(torch.bfloat16),
+    "e": torch.tensor(2.5),
+    "f": torch.empty(0, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ["dcp", "ckpt", "safetensors"])
+def test_convert_to_a_model_in_several_files_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    source = tmp_path / f"x.{kind}"
+    if kind == "dcp":
+        save({"model": WEIGHTS, "step": 3}, FastensorStorageWriter(source))
+    else:
+        fastensor.save({"model": WEIGHTS} if kind == "ckpt" else WEIGHTS, source)
+    root = () if kind == "safetensors" else ("--root", "model")
+    folder = tmp_path / "out"
+    status, *_ = command_line(capsys, "convert", source, f"{folder}/", *root, "--shard-size", "12kB")
+    assert status == 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in WEIGHTS.values())}
+    assert sorted(path.name for path in folder.iterdir()) == [*sorted(set(index["weight_map"].values())), *[
+        "model.safetensors.index.json"
+    ]]  # fmt: skip
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            assert_same(opened.get_tensor(name), WEIGHTS[name])
+    assert {path.stat().st_size < 13_000 for path in folder.glob("*.safetensors")} == {True}
+    for number, model in enumerate((folder, folder / "model.safetensors.index.json")):
+        fastensor.convert(model, tmp_path / f"again-{number}", container="dcp")
+        assert_same(load(emptied(WEIGHTS), FastensorStorageReader(tmp_path / f"again-{number}")), WEIGHTS)
+    status, _, errors = command_line(capsys, "convert", source, folder, *root)
+    assert status == 1
+    assert "holds a model already" in errors
+
+
+def test_convert_to_a_model_in_one_file(tmp_path: Path) -> None:
+    save(WEIGHTS, FastensorStorageWriter(tmp_path / "dcp"))
+    report = fastensor.convert(tmp_path / "dcp", tmp_path / "out", container="huggingface")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert_same(fastensor.load(tmp_path / "out" / "model.safetensors"), WEIGHTS)
+    assert report.nbytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    fastensor.convert(tmp_path / "out", tmp_path / "again", container="dcp")
+    assert fastensor.diff(tmp_path / "dcp", tmp_path / "again").is_empty
+
+
+def test_transformers_reads_converted_models(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=16, tie_word_embeddings=False)
+    model = GPT2LMHeadModel(config)
+    save(model.state_dict(), FastensorStorageWriter(tmp_path / "dcp"))
+    fastensor.convert(tmp_path / "dcp", tmp_path / "out", container="huggingface", shard_nbytes=40_000)
+    config.save_pretrained(tmp_path / "out")
+    found = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert_same(found.state_dict(), dict(model.state_dict()))
+
+
+def test_bad_indices(tmp_path: Path) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for weights, message in (
+        ({"a": "../a.safetensors"}, "files in its folder"),
+        ({"a": "/a.safetensors"}, "files in its folder"),
+        ({"nosuch": "a.safetensors"}, "'nosuch' is not in it"),
+        ({"a": 1}, "weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": weights}))
+        with pytest.raises(fastensor.CorruptCheckpointError, match=message):
+            fastensor.convert(index, tmp_path / "dcp", container="dcp")
+    index.write_text("[" * 100_000)
+    with pytest.raises(fastensor.CorruptCheckpointError, match="not JSON"):
+        fastensor.convert(index, tmp_path / "dcp", container="dcp")
+
+
+def test_keys_that_become_the_same(tmp_path: Path) -> None:
+    save({"a": torch.zeros(1), "b": torch.ones(1)}, FileSystemWriter(tmp_path / "dcp"))
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    metadata.planner_data = {"a": ("a", "b.c"), "b": ("a.b", "c")}
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(fastensor.UnsupportedContentError, match=r"would both be called 'a\.b\.c'"):
+        fastensor.convert(tmp_path / "dcp", tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "memory://fastensor-pieces/x.safetensors"])
+def test_tensors_larger_than_the_memory(tmp_path: Path, writer: Any, target: str) -> None:
+    run_ranks(_save_large, 2, tmp_path, writer)
+    target = target if "://" in target else str(tmp_path / target)
+    seen: list[tuple[int, int]] = []
+    fastensor.convert(
+        tmp_path / "dcp", target, memory_nbytes=1 << 20, progress=lambda done, total: seen.append((done, total))
+    )
+    expected = {name: large(*shape) for name, shape in LARGE.items()}
+    assert_same(fastensor.load(target), expected)
+    assert seen[-1] == (sum(tensor.nbytes for tensor in expected.values()),) * 2
+
+
+@pytest.mark.parametrize("shape", [(300, 1000), (1, 300_000), (2, 3, 50_000), (300_000,)])
+def test_damage_in_pieces(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save({"w": large(*shape)}, FastensorStorageWriter(tmp_path / "dcp"))
+    (path,) = (tmp_path / "dcp").glob("*.distcp")
+    fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", memory_nbytes=1 << 20)
+    assert torch.equal(torch.load(tmp_path / "x.pt")["w"], large(*shape))
+    sound = path.read_bytes()
+    for at in (200, 1000, len(sound) // 2, len(sound) - 300):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        with pytest.raises(fastensor.CorruptCheckpointError, match="item 'w'"):
+            fastensor.convert(tmp_path / "dcp", tmp_path / "y.pt", memory_nbytes=1 << 20)
+        assert not (tmp_path / "y.pt").exists()
+
+
+def test_chunks_that_can_only_be_read_whole(tmp_path: Path) -> None:
+    save({"w": large(1000, 300).t()}, FastensorStorageWriter(tmp_path / "dcp"))
+    with pytest.raises(fastensor.UnsupportedContentError, match="can only be read whole"):
+        fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", memory_nbytes=1 << 20)
+    fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", memory_nbytes=3 << 20)
+    assert torch.equal(torch.load(tmp_path / "x.pt")["w"], large(1000, 300).t())
+
+
+def test_memory_of_a_conversion(tmp_path: Path) -> None:
+    """Of a tensor that is larger, no more than the budget is in memory at a time."""
+    budget = 4 << 20
+    save({"w": torch.zeros(64, 1 << 18)}, FastensorStorageWriter(tmp_path / "dcp"))
+    with DirectoryTensors(read_contents(tmp_path / "dcp"), "numpy", verify=True) as tensors:
+        peak_memory_nbytes()
+        next(tensors.pieces("w", budget // 2))
+        before = peak_memory_nbytes()
+        count = sum(1 for _ in tensors.pieces("w", budget // 2))
+        assert count == 32
+        assert peak_memory_nbytes() - before < 3 * budget  # the tensor has 16 times as much as the budget
+
+
+def peak_memory_nbytes() -> int:
+    """The most resident memory since the last call."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(found[1]) << 10
+
+
+LARGE = {"rows": (301, 1000), "columns": (9, 50_000), "flat": (400_000,), "first": (2, 3, 60_000), "small": (5, 5)}
+
+
+def large(*shape: int) -> torch.Tensor:
+    return torch.arange(float(math.prod(shape))).view(shape)
+
+
+def _save_large(rank: int, folder: Path, writer: Any) -> None:
+    mesh = join(folder, rank, 2)
+    dims = {"rows": 0, "columns": 1, "flat": 0, "first": 2, "small": 0}
+    state = {name: distribute_tensor(large(*shape), mesh, [Shard(dims[name])]) for name, shape in LARGE.items()}
+    save(state, writer(folder / "dcp"), no_dist=False)
     torch.distributed.destroy_process_group()

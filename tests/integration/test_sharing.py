@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from fastensor import Context, Selector
 from fastensor.select import share
@@ -116,13 +117,36 @@ def known_before(rank: int, folder: Path) -> None:
     note(folder, rank, explore(selector, rank, 3))
 
 
-def in_a_subgroup(rank: int, folder: Path) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+def in_a_dimension(rank: int, folder: Path) -> None:
+    """Ranks of one of two dimensions share, twice. Rank 0 has a group more than others, and rank 3 comes last."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    if rank == 3:  # ranks 0 and 2 do not wait for rank 3 to share
+        dist.recv(torch.empty(1), 0)
+    group = mesh.get_group("dp")
+    found = []
+    for _ in range(2):
+        selector = Selector(paper=True)
+        sharing = Sharing(selector, "same", group)
+        explore(selector, rank)
+        sharing.sync()
+        found.append([sharing.leader, explore(selector, rank, 1)])
+        sharing.end()
+    if rank == 0:
+        dist.send(torch.ones(1), 3)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)  # the group is still the training's
+    note(folder, rank, [*found, total.item()])
+
+
+def of_some_ranks(rank: int, folder: Path) -> None:
+    """Ranks outside of the group share nothing, and learn by themselves."""
+    group = dist.new_group([1, 2])
     selector = Selector(paper=True)
-    sharing = Sharing(selector, "same", groups[rank % 2])
+    sharing = Sharing(selector, "same", group)
     explore(selector, rank)
     sharing.sync()
-    note(folder, rank, [sharing.leader, explore(selector, rank, 1)])
+    note(folder, rank, [explore(selector, rank, 1), selector.statistics().explored > 0])
 
 
 def dies(rank: int, folder: Path) -> None:
@@ -157,7 +181,7 @@ def leaves(rank: int, folder: Path) -> None:
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("injected")
 
-        share.dist.broadcast_object_list = fail
+        share._broadcast = fail
     sums = train(rank, sharing)
     note(folder, rank, [sums, sharing.leader == rank, selector.explore])
 
@@ -191,7 +215,8 @@ PROGRAMS: dict[str, Callable[[int, Path], None]] = {
     "read otherwise": read_otherwise,
     "cannot everything": cannot_everything,
     "known before": known_before,
-    "subgroup": in_a_subgroup,
+    "dimension": in_a_dimension,
+    "some": of_some_ranks,
     "dies": dies,
     "leaves": leaves,
     "does not come": does_not_come,
@@ -242,8 +267,14 @@ def test_what_rank_0_knows_is_sent_at_once(tmp_path: Path) -> None:
     assert run("known before", 2, tmp_path) == [["direct"] * 3] * 2
 
 
-def test_groups_within_the_whole(tmp_path: Path) -> None:
-    assert run("subgroup", 4, tmp_path) == [[0, ["direct"]], [0, ["torch"]], [0, ["direct"]], [0, ["torch"]]]
+def test_groups_of_a_dimension_of_a_mesh(tmp_path: Path) -> None:
+    first, second = [0, ["direct"]], [0, ["torch"]]
+    assert run("dimension", 4, tmp_path) == [[first] * 2 + [2.0], [second] * 2 + [2.0]] * 2
+
+
+def test_ranks_outside_of_the_group_keep_to_themselves(tmp_path: Path) -> None:
+    found = run("some", 4, tmp_path)
+    assert found == [[["direct"], True], [["torch"], True], [["torch"], False], [["torch"], True]]
 
 
 def test_a_rank_that_dies_leaves_the_others_to_themselves(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from models import in_threads
 from programs import Program, run
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, copying
 from fastensor.offload.jobs import THREADS
@@ -279,19 +280,15 @@ def test_patterns_that_fit_nothing(make: Any) -> None:
 
 
 def test_models_whose_memory_comes_and_goes_are_refused(make: Any, tmp_path: Path) -> None:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     stage_3 = nn.Linear(4, 4)
     stage_3.weight.ds_id = 0  # type: ignore[assignment]  # as DeepSpeed marks it
-    with pytest.raises(OffloadError, match=r"weight is a parameter of DeepSpeed's ZeRO stage 3.*Use DDP"):
+    with pytest.raises(OffloadError, match=r"weight is a parameter of DeepSpeed's ZeRO stage 3.*Use ZeRO"):
         make().attach(stage_3)
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        sharded = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))))
-        with pytest.raises(OffloadError, match=r"0 is a FSDPModule \(FSDP\)"):
-            make().attach(sharded)
+        version_1 = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+        with pytest.raises(OffloadError, match=r"0 is a FullyShardedDataParallel \(FSDP version 1\).*Use FSDP2"):
+            make().attach(version_1)
     finally:
         distributed.destroy_process_group()
 

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
+from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
@@ -34,6 +35,11 @@ from fastensor.stitch.shape import row_major
 from fastensor.stitch.source import Plan
 
 _SHOWN = 5
+OF_TORCH = {"format": "pt"}
+"""The metadata by which transformers knows that the tensors of a safetensors file are torch's."""
+MEMORY_NBYTES = 2 << 30
+"""How much memory a conversion takes by default."""
+MIN_MEMORY_NBYTES = 1 << 20
 _MAP_NORESERVE = 0x4000
 """A flag of Linux that Python has no name for."""
 
@@ -46,14 +52,16 @@ def convert(
     metadata: Mapping[str, str] | None = None,
     checksums: bool = True,
     copy_ties: bool = False,
-    container: SavedContainer | Literal["dcp"] | None = None,
+    container: SavedContainer | Literal["dcp", "huggingface"] | None = None,
     verify: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
+    shard_nbytes: int = SHARD_NBYTES,
+    memory_nbytes: int = MEMORY_NBYTES,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt``, ``.safetensors`` and directories of
-    ``torch.distributed.checkpoint``.
+    """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt``, ``.safetensors``, models of Hugging
+    Face in several files, and directories of ``torch.distributed.checkpoint``.
 
     Tensors are compared with the checksums of the source, and the new file carries checksums, so this also adds them to
     files of other tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: if
@@ -61,9 +69,10 @@ def convert(
 
     Args:
         source: a file that holds a dict from names to dense tensors, in any container but that of torch before 1.6; or
-            the directory of a distributed checkpoint. Of that, one tensor at a time is put together in memory; a torch
-            file also gets the other objects, if ``weights_only=True`` allows them.
-        target: as for :func:`fastensor.save`; or, with ``container="dcp"``, a directory.
+            the directory of a distributed checkpoint, of which a torch file also gets the other objects, if
+            ``weights_only=True`` allows them; or, for ``container="dcp"``, also ``*.index.json`` of a model in several
+            files, or its folder.
+        target: as for :func:`fastensor.save`; or, for the last two containers, a directory.
         root: the name of the dict within the source, such as ``state_dict`` of a Lightning checkpoint. None means all
             of it.
         metadata: texts for a safetensors target. None keeps those of a safetensors source; a torch file has no room
@@ -72,10 +81,16 @@ def convert(
         copy_ties: write tensors that share memory once for each name, where a safetensors file would refuse them. In a
             torch file they would be separate tensors, too.
         container: as for :func:`fastensor.save`; ``"dcp"`` for a distributed checkpoint, which holds everything that
-            the source does. The source is then loaded by ``mmap``.
+            the source does, and for which the source is loaded by ``mmap``; ``"huggingface"`` for
+            ``model-00001-of-0000N.safetensors`` and their index, or ``model.safetensors`` if one is enough, in a
+            directory that holds no model yet.
         verify: whether to compare tensors with the checksums of the source.
         backend: how bytes are moved on both sides.
         durable: as for :func:`fastensor.save`.
+        shard_nbytes: for ``"huggingface"``: the most bytes of tensors in a file, unless one tensor has more.
+        memory_nbytes: how many bytes of a distributed checkpoint may be in memory at a time, at least 1 MiB. Tensors
+            are put together of their chunks in one half of it, in pieces if they are larger than that. Buffers of the
+            backend, tables of names and other objects than tensors come on top.
         progress: called after every few MiB with the bytes done and the bytes to do.
 
     Raises:
@@ -95,14 +110,28 @@ def convert(
     >>> fastensor.load(f"{folder}/a.safetensors")
     {'weight': tensor([1., 1.])}
     """
+    if shard_nbytes < 1 or memory_nbytes < MIN_MEMORY_NBYTES:
+        raise ValueError(
+            f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found {shard_nbytes} and "
+            f"{memory_nbytes}"
+        )
+    if container in ("dcp", "huggingface") and not isinstance(target, str | os.PathLike):
+        raise UnsupportedContentError(f"{name_of(target)}: expected the path of a directory, found an open file")
+    progress = progress or (lambda done, total: None)
     if container == "dcp" or metadata_names(source):
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
 
         if container == "dcp":
+            if metadata is not None or not checksums:
+                raise ValueError("metadata and checksums=False are for safetensors, not for a distributed checkpoint")
             return of_directories.to_directory(source, target, root, verify=verify, backend=backend, durable=durable)
-        settings = of_directories.Settings(root, metadata, checksums, container, verify, backend, durable)
-        return of_directories.from_directory(source, target, settings, progress or (lambda done, total: None))
-    kind = choose_container(container, name_of(target), metadata, checksums)
+        settings = of_directories.Settings(
+            root, metadata, checksums, container, verify, backend, durable, shard_nbytes, memory_nbytes
+        )
+        return of_directories.from_directory(source, target, settings, progress)
+    kind: SavedContainer = "safetensors"
+    if container != "huggingface":
+        kind = choose_container(container, name_of(target), metadata, checksums)
     with ExitStack() as stack:
         file = stack.enter_context(opened(source))
         catalog = read_catalog(file, verify=verify)
@@ -114,15 +143,30 @@ def convert(
         texts = catalog.metadata or None if metadata is None and kind == "safetensors" else metadata
         if _is_same_file(source, target):
             _check_nothing_is_lost(catalog, root, tensors, texts or {}, file.where)
+        total = sum(one.info.nbytes for one in tensors.values())
+        written = 0
 
-        def plan(fallbacks: list[Fallback]) -> Plan:
-            planned, order = _plan_without_values(tensors, kind, texts, checksums, file.where)
-            source_tensors = _SourceTensors(file, order, verify, backend, progress or (lambda done, total: None))
-            stack.callback(source_tensors.close)
-            return replace(planned, storages=tuple(_TensorBytes(source_tensors, one) for one in order))
+        def write(path: Location, names: Sequence[str]) -> SaveReport:
+            nonlocal written
+            some = {name: tensors[name] for name in names}
+            before = written
+            written += sum(one.info.nbytes for one in some.values())
 
-        transaction = SaveTransaction(target, _refuse, backend=backend, durable=durable, follow_symlinks=True)
-        return transaction.run(plan)
+            def plan(fallbacks: list[Fallback]) -> Plan:
+                planned, order = _plan_without_values(some, kind, texts, checksums, file.where)
+                source_tensors = _SourceTensors(
+                    file, order, verify, backend, lambda done, of_file: progress(before + done, total)
+                )
+                stack.callback(source_tensors.close)
+                return replace(planned, storages=tuple(_TensorBytes(source_tensors, one) for one in order))
+
+            return SaveTransaction(path, _refuse, backend=backend, durable=durable, follow_symlinks=True).run(plan)
+
+        if container == "huggingface":
+            texts = texts or OF_TORCH
+            sizes = {name: one.info.nbytes for name, one in tensors.items()}
+            return write_sharded(cast(str, target), sizes, shard_nbytes, write, durable=durable)
+        return write(target, [*tensors])
 
 
 def _plan_without_values(

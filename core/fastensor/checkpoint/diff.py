@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
+from isal import isal_zlib
 
 from fastensor.backends import registry
-from fastensor.checkpoint.catalog import TensorInfo, in_words
+from fastensor.checkpoint.catalog import TensorInfo, in_words, read_catalog
 from fastensor.checkpoint.directories import metadata_names
-from fastensor.checkpoint.inspect import inspect
 from fastensor.checkpoint.lazy import open as open_lazily
 from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.opened import opened
+from fastensor.errors import CorruptCheckpointError
 from fastensor.select.transfer import BackendChoice
 
 _AT_ONCE = 1 << 22
@@ -33,7 +36,8 @@ class TensorDifference:
     elements: int = 0
     """How many elements have other bytes; 0 if dtypes or shapes differ."""
     largest: float = 0.0
-    """The largest absolute difference of two elements; NaN if that is not a number."""
+    """The largest absolute difference of two elements; NaN if that is not a number, or torch does not compute with the
+    dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +151,25 @@ def _compare(name: str, one: _Side, two: _Side) -> TensorDifference | None:
         count = int(differing.sum())
         if count:
             elements += count
-            # complex128 holds every value of every dtype but large integers, of which it keeps the magnitude
-            values = [part[differing].to(torch.complex128) for part in parts]
-            found = float((values[0] - values[1]).abs().max())
+            found = _largest(*(part[differing].view(-1).view(tensors[0].dtype) for part in of_bytes))
             largest = found if math.isnan(found) else max(largest, found)
     return TensorDifference(name, *kinds, elements, largest) if elements else None
+
+
+def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest absolute difference of elements that are not the same; NaN if torch cannot tell."""
+    try:
+        # complex128 holds every value of every dtype but large integers, of which it keeps the magnitude
+        return float((one.to(torch.complex128) - two.to(torch.complex128)).abs().max())
+    except NotImplementedError:  # four-bit floats, raw bits
+        return math.nan
 
 
 @contextmanager
 def _opened(location: Location, backend: BackendChoice) -> Iterator[_Side]:
     with ExitStack() as stack:
         if metadata_names(location):
-            yield _OfDirectory(location, backend)
+            yield _OfDirectory(location, backend, stack)
         else:
             yield _OfFile(location, backend, stack)
 
@@ -178,17 +189,23 @@ class _OfFile:
 class _OfDirectory:
     """A distributed checkpoint."""
 
-    def __init__(self, location: Location, backend: BackendChoice) -> None:
-        from fastensor.checkpoint.dcp.catalog import read_contents  # loads torch.distributed.checkpoint
-        from fastensor.checkpoint.dcp.convert import DirectoryTensors
+    def __init__(self, location: Location, backend: BackendChoice, stack: ExitStack) -> None:
+        from fastensor.checkpoint.dcp.catalog import describe, read_contents  # loads torch.distributed.checkpoint
+        from fastensor.checkpoint.dcp.tensors import DirectoryTensors
 
-        found = inspect(location)
-        self._tensors = DirectoryTensors(read_contents(cast(str, location)), backend, verify=True)
+        contents = read_contents(cast(str, location))
+        found = describe(contents)
+        self._tensors = stack.enter_context(DirectoryTensors(contents, backend, verify=True))
         self.tensors = {info.name: info for info in found.tensors}
         self.others = {name: self._word(name) for name in found.others}
 
     def _word(self, name: str) -> str:
-        return in_words(self._tensors.read_object(name))
+        data = self._tensors.read_bytes(name)
+        try:
+            with opened(io.BytesIO(data)) as file:
+                return in_words(read_catalog(file, verify=False).structure)
+        except CorruptCheckpointError:  # a planner of the user's has made the bytes; they are as they were saved
+            return f"<{len(data)} bytes with CRC32 {isal_zlib.crc32(data):08x}>"
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors.read(name)

@@ -10,9 +10,15 @@ import re
 from fastensor.checkpoint.location import Location, RemotePath, locate
 
 METADATA_NAME = ".metadata"
-SHARD_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{8}_)?\d+\.distcp")
+_FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+SHARD_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
 """Names of files with shards, as they stand in a pickle of metadata, which need not be read whole to find them."""
 _OF_ONE_RANK = re.compile(r"__\d+\.metadata")
+
+
+def is_metadata_name(name: str) -> bool:
+    """Whether a file of a distributed checkpoint holds metadata: of all ranks, or of one."""
+    return name == METADATA_NAME or _OF_ONE_RANK.fullmatch(name) is not None
 
 
 def metadata_names(location: Location) -> list[str]:
@@ -29,7 +35,7 @@ def metadata_names(location: Location) -> list[str]:
         return []
     found = locate(location)
     if isinstance(found, RemotePath):
-        if "." in found.path.rsplit("/", 1)[-1]:  # the name of a file, for which a server need not be asked
+        if found.path.lower().endswith(_FILE_SUFFIXES):  # a server need not be asked
             return []
         return [METADATA_NAME] if found.filesystem.isfile(f"{found.path.rstrip('/')}/{METADATA_NAME}") else []
     if not isinstance(found, str) or not os.path.isdir(found):

@@ -95,17 +95,23 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     >>> report.complete, report.compared
     (True, 2)
     """
-    started = time.perf_counter()
     check_choice(backend)
+    progress = progress or (lambda done, total: None)
     if metadata_names(path):
         from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
 
-        return verify_directory(cast(str, path), backend, progress or (lambda done, total: None))
+        return verify_directory(cast(str, path), backend, progress)
     with opened(path) as file:
-        container = container_of(file)
-        tally = _Tally()
-        parts = _PARTS[container](file, tally)
-        _compare(file, parts, tally, backend, progress or (lambda done, total: None))
+        return verify_opened(file, backend, progress)
+
+
+def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """:func:`verify` for a file that is open already, and stays so."""
+    started = time.perf_counter()
+    container = container_of(file)
+    tally = _Tally()
+    parts = _PARTS[container](file, tally)
+    _compare(file, parts, tally, backend, progress)
     report = VerifyReport(
         path=file.where,
         container=container,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +21,8 @@ def add_to(commands: Any) -> None:
         help="compare two checkpoints",
         description="Compare the tensors and other values of two checkpoints by their names: files, or directories of "
         "torch.distributed.checkpoint. All of them are compared with their checksums on the way.",
-        epilog="Exit status: 0 if both hold the same; 1 if they differ, or one is damaged or cannot be read.",
+        epilog="Exit status: 0 if both hold the same; 1 if they differ, or one is damaged or cannot be read. In JSON, "
+        "the largest difference is null if it is no finite number.",
     )
     parser.add_argument("first", metavar="A", help="path or URL of a file, or of the directory of a checkpoint")
     parser.add_argument("second", metavar="B", help="the other one, which may be of another kind")
@@ -32,7 +34,11 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     found = diff(options.first, options.second)
     if options.json:
-        print_json(asdict(found))
+        shown = asdict(found)
+        for one in shown["tensors"]:
+            if not math.isfinite(one["largest"]):
+                one["largest"] = None  # JSON has no other numbers
+        print_json(shown)
     else:
         _print(found, show_all=options.all)
     return OK if found.is_empty else FAILED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -17,6 +19,23 @@ def human_size(nbytes: float) -> str:
             break
         nbytes, unit = nbytes / 1024, larger
     return f"{_three_digits(nbytes)} {unit}"
+
+
+def nbytes_in(text: str) -> int:
+    """The bytes in a size as people write it, with a unit of 1024 (``KiB``, ``MiB``) or of 1000 (``KB``, ``MB``).
+
+    Raises:
+        ValueError: the text is none.
+
+    >>> nbytes_in("5GB"), nbytes_in("1.5 MiB"), nbytes_in("4096")
+    (5000000000, 1572864, 4096)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B|B?)", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"expected a size such as 5GB or 2GiB, found {text!r}")
+    number, unit, binary = found.groups()
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return round(float(number) * (1024.0 if binary else 1000.0) ** power)
 
 
 def human_seconds(seconds: float) -> str:

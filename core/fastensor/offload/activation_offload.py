@@ -40,6 +40,9 @@ class ActivationOffload:
     raises, unless nothing of it was offloaded. Files and threads begin with the first tensor that is offloaded.
     ``torch.func`` refuses to work under hooks of this kind.
 
+    A model that FSDP2 (``fully_shard``) shards has to be attached: FSDP2 frees the memory of unsharded parameters and
+    fills it again, and only the model says which memory that is.
+
     Args:
         config: how many bytes go where.
 
@@ -89,16 +92,17 @@ class ActivationOffload:
             engine.end_step()
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Name the model that runs in the steps, so that its buffers are not offloaded, and ``include`` and ``exclude``
-        of the configuration can name its modules. A model that was attached before is detached.
+        """Name the model that runs in the steps, so that its buffers and what FSDP2 gathers of its parameters are not
+        offloaded, and ``include`` and ``exclude`` of the configuration can name its modules. It may be sharded before
+        or afterwards. A model that was attached before is detached.
 
         Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
         attached, and can be loaded where Fastensor is not installed.
 
         Raises:
             ValueError: a pattern fits no module of the model.
-            OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters; or a
-                pattern fits a module of TorchScript, which calls no hooks.
+            OffloadError: FSDP version 1 or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's
+                parameters; or a pattern fits a module of TorchScript, which calls no hooks.
         """
         attached = AttachedModel(model, self.config.include, self.config.exclude)
         self.detach()

@@ -128,7 +128,8 @@ def resized(storage: torch.UntypedStorage, end: int) -> OffloadError:
     """The error to raise if a storage was resized."""
     return OffloadError(
         f"a storage of which {end} bytes were saved for the backward pass has {storage.nbytes()} now: it was "
-        "resized (FSDP does so with parameters; it cannot be used with activation offload)"
+        "resized. FSDP does so with parameters: attach a model of FSDP2 before the step (ActivationOffload.attach); "
+        "FSDP version 1 cannot be used with activation offload"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.modules import AttachedModel
+from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.statistics import WRITTEN_BY, Counters, OffloadStatistics, drive_days
 from fastensor.offload.swapper import Swapper
@@ -118,9 +118,9 @@ class OffloadEngine:
         with self._lock:
             return self._schedules.begin(form, saved)
 
-    def persistent_storages(self) -> set[int]:
-        """The identities of the storages of the model's parameters and buffers."""
-        return set() if self.model is None else self.model.storages()
+    def persistent_storages(self) -> PersistentStorages:
+        """The storages of the model's parameters and buffers."""
+        return PersistentStorages(None) if self.model is None else self.model.storages()
 
     @property
     def wants_now(self) -> bool:

@@ -157,10 +157,10 @@ class StepHooks:
             return reason, range(nbytes_of(tensor))
         storage = tensor.untyped_storage()
         span = bytes_to_move(spanned(tensor), storage.nbytes())
-        if storage._cdata in self._persistent:
-            return "buffer", span
         if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
             return "small", span
+        if storage in self._persistent:
+            return "buffer", span
         if is_cast_of_parameter(tensor):
             return "parameter", span
         return "" if self._engine.wants_now else "module", span

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,9 +17,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.errors import OffloadError
-
-_RESHARDED = {"FSDPModule", "FullyShardedDataParallel"}
-"""Names of classes that free and refill the memory of parameters."""
 
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
@@ -40,6 +39,67 @@ class UncopiedHook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
         return getattr, (nullcontext(), "__exit__")
+
+
+class PersistentStorages:
+    """The storages of a model's parameters and buffers, from the start of a step.
+
+    FSDP2 registers another tensor in a parameter's place while the parameter is unsharded. The storage of that one is
+    shrunk to 0 bytes afterwards, and filled again before the backward pass. So parameters of FSDP2 are looked up again
+    if they were replaced since the last question: whatever is saved of an unsharded parameter is saved while it is
+    registered.
+
+    Args:
+        model: the model; None has no storages.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._found: set[int] = set()
+        self._sharded: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        """Where parameters of FSDP2 are registered."""
+        self._seen: list[weakref.ref[nn.Parameter] | None] = []
+        """What was registered there when it was looked up last."""
+        if model is None:
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._found |= _storages_of(tensor)
+        modules = {inner for outer in model.modules() if is_fsdp2(outer) for inner in outer.modules()}
+        self._sharded = [(module._parameters, name) for module in modules for name in module._parameters]
+        self._seen = [None] * len(self._sharded)
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        if self._sharded and storage._cdata not in self._found:
+            self._look_again()
+        return storage._cdata in self._found
+
+    def _look_again(self) -> None:
+        for index, (parameters, name) in enumerate(self._sharded):
+            parameter, seen = parameters[name], self._seen[index]
+            if parameter is not None and (seen is None or seen() is not parameter):
+                self._seen[index] = weakref.ref(parameter)
+                self._found |= _storages_of(parameter)
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether ``torch.distributed.fsdp.fully_shard`` was applied to the module itself."""
+    return _is_of_fsdp(module, "FSDPModule")
+
+
+def _is_of_fsdp(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of ``torch.distributed.fsdp``. That takes long to import; unless somebody has
+    imported it, no module is."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, name))
+
+
+def _storages_of(tensor: torch.Tensor) -> set[int]:
+    """The identities of the storages of a tensor, or of the tensors that it wraps, as DTensor does."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return set[int]().union(*(_storages_of(getattr(tensor, name)) for name in names))
+    if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided:
+        return {tensor.untyped_storage()._cdata}
+    return set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +131,8 @@ class AttachedModel:
 
     Raises:
         ValueError: a pattern fits no module.
-        OffloadError: FSDP or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters; or a
-            pattern fits a module of TorchScript, which calls no hooks.
+        OffloadError: FSDP version 1 or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters;
+            or a pattern fits a module of TorchScript, which calls no hooks.
     """
 
     def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
@@ -100,13 +160,9 @@ class AttachedModel:
         stack = self._stack()
         return stack[-1][1] if stack else self._default
 
-    def storages(self) -> set[int]:
-        """The identities of the present storages of parameters and buffers."""
-        found = set()
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided:
-                found.add(tensor.untyped_storage()._cdata)
-        return found
+    def storages(self) -> PersistentStorages:
+        """The present storages of parameters and buffers."""
+        return PersistentStorages(self._model)
 
     def remove(self) -> None:
         """Take the hooks out. Calling it again does nothing."""
@@ -140,16 +196,19 @@ def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _refuse(model: nn.Module) -> None:
-    """Raise OffloadError if the model's strategy frees memory that autograd has saved."""
-    reason = ""
+    """Raise OffloadError if the model's strategy frees memory that autograd has saved, and cannot be told which."""
+    reason = instead = ""
     for name, module in model.named_modules():
-        if kinds := _RESHARDED & {kind.__name__ for kind in type(module).__mro__}:
-            reason = f"{name or type(module).__name__} is a {kinds.pop()} (FSDP)"
+        if _is_of_fsdp(module, version_1 := "FullyShardedDataParallel"):
+            reason, instead = (
+                f"{name or type(module).__name__} is a {version_1} (FSDP version 1)",
+                "FSDP2 (fully_shard)",
+            )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
-            reason = f"{name} is a parameter of DeepSpeed's ZeRO stage 3"
+            reason, instead = f"{name} is a parameter of DeepSpeed's ZeRO stage 3", "ZeRO up to stage 2"
     if reason:
         raise OffloadError(
             f"activations of this model cannot be offloaded: {reason}, which frees and refills memory that autograd "
-            f"has saved. Use DDP, ZeRO up to stage 2, or activation checkpointing"
+            f"has saved, and does not say which. Use {instead}, DDP, or activation checkpointing"
         )

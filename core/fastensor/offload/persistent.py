@@ -8,9 +8,10 @@ MOVABLE_DEVICES = {"cpu", "cuda"}
 _SAME_VALUES = frozenset((
     "T", "Transpose", "Permute", "View", "ReshapeAlias", "UnsafeView", "Expand", "Alias", "Select", "Slice", "Split",
     "SplitWithSizes", "Unbind", "Squeeze", "Unsqueeze", "AsStrided", "Clone", "Detach", "ToCopy", "Unfold", "Diagonal",
-    "Movedim", "Flatten",
+    "Movedim", "Flatten", "_ToTorchTensor",
 ))  # fmt: skip
-"""Operations that only move, cast or view their input. The names of their autograd nodes add ``Backward0``."""
+"""Operations that only move, cast or view their input. The names of their autograd nodes add ``Backward0``; that of
+``DTensor.to_local`` adds ``Backward``."""
 _SPARSE_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 

@@ -8,8 +8,11 @@ all that ranks of their kinds do."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -27,7 +30,8 @@ _PATIENCE = timedelta(minutes=5)
 """How long ranks wait for a rank that does not answer. The death of a rank is noticed at once."""
 
 _logger = logging.getLogger("fastensor")
-
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""By the group that shares, the numbers of its sharings. They are alike in all ranks of the group."""
 
 _Digest: TypeAlias = dict[Key, tuple[Winners, tuple[str, ...]]]
 """By key, the best backends, and all backends in order of speed."""
@@ -69,22 +73,24 @@ def leaders_of(kinds: Sequence[str | None]) -> tuple[int, ...]:
 
 
 class Sharing:
-    """Sharing of timings among the selectors of all ranks. All ranks make it, and call :meth:`sync`, at the same
-    points.
+    """Sharing of timings among the selectors of some ranks, or of all. These ranks make it, and call :meth:`sync`, at
+    the same points. Other ranks are not waited for.
 
-    The ranks communicate in a process group of their own, apart from that of the training. A rank whose communication
+    The ranks communicate over connections of their own, apart from those of the training. A rank whose communication
     fails logs that, and leaves. The other ranks notice at their next sync, and then every rank learns by itself.
 
     Args:
         selector: this rank's selector. It tries backends only if this rank is a leader.
         kind: this rank's kind (:func:`kind_of`); None to learn by itself.
-        group: a process group of ``torch.distributed`` that nothing else uses, and that :meth:`end` destroys; None
-            makes one of all ranks. Without ``torch.distributed`` nothing is shared.
+        group: a process group of ``torch.distributed``, with any backend, which says which ranks share: that of a
+            mesh's dimension, for example (``mesh.get_group("dp")``). Nothing is sent in it. None is all ranks. Without
+            ``torch.distributed``, and on ranks outside of the group, nothing is shared.
     """
 
-    def __init__(self, selector: Selector, kind: str | None, group: Any | None = None) -> None:
+    def __init__(self, selector: Selector, kind: str | None, group: dist.ProcessGroup | None = None) -> None:
         self._selector = selector
-        self._group: Any = group
+        self._connections: Any = None
+        """As :func:`_connect` makes them. torch gives their methods no types."""
         self._explores = selector.explore
         """Whether the selector tries backends without sharing."""
         self._sent: _Digest | None = None
@@ -94,15 +100,13 @@ class Sharing:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
             return
         self._rank = self.leader = dist.get_rank(group)
-        kinds: list[str | None] = [None] * dist.get_world_size(group)
         try:
-            if group is None:
-                self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            dist.all_gather_object(kinds, kind, group=self._group)
+            self._connections = _connect(group)
+            kinds = [_broadcast(self._connections, rank, json.dumps(kind)) for rank in range(self._connections.size())]
         except RuntimeError as error:
             self._break_off(error)
             return
-        leaders = leaders_of(kinds)
+        leaders = leaders_of([json.loads(one) for one in kinds])
         self.leader = leaders[self._rank]
         self._leaders = tuple(leader for leader in sorted(set(leaders)) if leaders.count(leader) > 1)
         selector.explore = self._explores and self.leader == self._rank
@@ -111,29 +115,25 @@ class Sharing:
     def sync(self) -> None:
         """Broadcast this rank's dictionary to the ranks that it leads, or receive the leader's."""
         for leader in self._leaders:
-            message = [self._update() if leader == self._rank else None]
             try:
-                source = dist.get_global_rank(self._group, leader)
-                dist.broadcast_object_list(message, source, self._group)
-            except (RuntimeError, ValueError) as error:  # ValueError if the group was destroyed
+                update = _broadcast(self._connections, leader, self._update() if leader == self._rank else "")
+            except RuntimeError as error:
                 self._break_off(error)
                 return
-            if leader == self.leader != self._rank and message[0] is not None:
-                self._adopt(message[0])
+            if leader == self.leader != self._rank and update:
+                self._adopt(update)
 
     def end(self) -> None:
         """Stop sharing. This rank keeps what it knows, and learns by itself. Other ranks notice at their next sync."""
         self._leaders = ()
         self._keep_to_itself()
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._connections = None
 
-    def _update(self) -> str | None:
-        """The dictionary as JSON; None if no best backend has changed since the last one."""
+    def _update(self) -> str:
+        """The dictionary as JSON; an empty string if no best backend has changed since the last one."""
         dictionary = self._selector.dictionary
         sent, self._sent = self._sent, _digest_of(dictionary)
-        return None if sent == self._sent else dictionary.to_json()
+        return "" if sent == self._sent else dictionary.to_json()
 
     def _adopt(self, update: str) -> None:
         try:
@@ -154,13 +154,45 @@ class Sharing:
         self.end()
 
 
-def share_choice(backend: str | Selector, folder: str, device: torch.device) -> Sharing | None:
-    """Begin to share what chooses backends for files in a folder. All ranks call it, at the same points.
+def _connect(group: dist.ProcessGroup | None) -> Any:
+    """New connections among the ranks of a group. They are closed when the object goes.
+
+    ``torch.distributed.new_group`` is of no use here: all ranks of the job have to call it; or else, with
+    ``use_local_synchronization``, the ranks have to be in equally many groups, and cannot make a group twice.
+
+    Raises:
+        RuntimeError: a rank does not come.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
+
+    lowest = min(dist.get_process_group_ranks(group))  # no other group of this name has it
+    name = "all" if group is None else f"{group.group_name}/{lowest}"
+    store = PrefixStore(f"fastensor/sharing/{name}/{next(_numbers[name])}", _get_default_store())
+    return ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout=_PATIENCE)
+
+
+def _broadcast(connections: Any, root: int, text: str) -> str:
+    """The text of the rank ``root``, on all ranks."""
+    data = bytearray(text.encode())
+    count = torch.tensor([len(data)])
+    connections.broadcast(count, root).wait()
+    if connections.rank() != root:
+        data = bytearray(int(count))
+    if data:
+        connections.broadcast(torch.frombuffer(data, dtype=torch.uint8), root).wait()
+    return data.decode()
+
+
+def share_choice(
+    backend: str | Selector, folder: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Sharing | None:
+    """Begin to share what chooses backends for files in a folder. All ranks of the group call it, at the same points.
 
     Args:
         backend: as for :func:`fastensor.save`.
         folder: where the files go; it need not exist.
         device: the device that this rank computes on.
+        group: which ranks share; see :class:`Sharing`.
 
     Returns:
         What shares it; None if the backend is not chosen by a selector.
@@ -169,4 +201,4 @@ def share_choice(backend: str | Selector, folder: str, device: torch.device) -> 
         if backend != AUTO:
             return None
         backend = current_selector(folder)
-    return Sharing(backend, kind_of(device, identity(folder)))
+    return Sharing(backend, kind_of(device, identity(folder)), group)

@@ -13,7 +13,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -75,14 +75,14 @@ def read_program(data: bytes, *, where: str) -> Program:
         CorruptCheckpointError: it is not a pickle of torch's.
     """
     try:
-        return _run(_Interpreter(data, recognizes=True), where)
+        return _run(_Interpreter(data, recognizes=True).run, where)
     except _NotAsTorchWritesError:
-        return _run(_Interpreter(data, recognizes=False), where)
+        return _run(_Interpreter(data, recognizes=False).run, where)
 
 
-def _run(interpreter: _Interpreter, where: str) -> Program:
+def _run(interpret: Callable[[], _Found], where: str) -> _Found:
     try:
-        return interpreter.run()
+        return interpret()
     except (MemoryError, _NotAsTorchWritesError):
         raise
     except RecursionError as error:
@@ -90,6 +90,20 @@ def _run(interpreter: _Interpreter, where: str) -> Program:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise CorruptCheckpointError(f"{where}: the pickle is damaged or not one of torch's ({reason})") from error
+
+
+def read_structure(data: bytes, *, where: str) -> Any:
+    """The :attr:`Program.structure` of a pickle, whose records do not say which bytes have made them. Twice as fast as
+    :func:`read_program`.
+
+    Args:
+        data: the pickle.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpointError: it is not a pickle of torch's.
+    """
+    return _run(_Interpreter(data, recognizes=False).run_without_places, where)
 
 
 _WITH_LENGTHS = (tuple, list, dict, set, frozenset, str, bytes, bytearray)
@@ -107,6 +121,7 @@ _OTHERS = {
     pickle.SHORT_BINSTRING,
 }
 """The other opcodes that torch's own search for globals knows."""
+_Found = TypeVar("_Found")
 _FORGOTTEN: Any = object()
 """Stands in the memo for the values that :meth:`_Interpreter._plain_tensor` does not make. torch never takes them."""
 
@@ -152,12 +167,32 @@ class _Interpreter(pickle._Unpickler):
             self._data, structure, self._texts, self._names, self._puts, self._gets, can_be_cut=self._can_be_cut
         )
 
-    def load(self) -> Any:
-        """Run all opcodes, and note which bytes make each tensor and each object of an unknown class."""
+    def run_without_places(self) -> Any:
+        """Run the pickle, and note no places."""
+        file = self._begin()
+        read, dispatch, memo = file.read, self.dispatch, self.memo
+        while True:
+            key = read(1)
+            if key == pickle.MEMOIZE:  # nearly half of the opcodes are
+                memo[len(memo)] = self.stack[-1]
+            elif key == pickle.STOP:
+                return self.stack.pop()
+            elif not key:
+                raise EOFError("the pickle has no end")
+            else:
+                dispatch[key[0]](self)
+
+    def _begin(self) -> io.BytesIO:
+        """The file that all opcodes are read from, at its start."""
         file = io.BytesIO(self._data)
         self.read, self.readline, self.readinto = file.read, file.readline, file.readinto
         self.metastack, self.stack, self.proto = [], [], 0
         self.append = self.stack.append
+        return file
+
+    def load(self) -> Any:
+        """Run all opcodes, and note which bytes make each tensor and each object of an unknown class."""
+        file = self._begin()
         begins: list[int] = []
         """Where the making of each value on the stack begins."""
         outer: list[tuple[list[int], int]] = []

@@ -21,7 +21,7 @@ try:
     from torch.distributed.checkpoint.filesystem import SerializationFormat as _SerializationFormat
 except ImportError as error:
     raise ImportError(
-        f"fastensor.checkpoint.dcp needs torch.distributed.checkpoint as it is since torch 2.9 ({error}); "
+        f"fastensor.checkpoint.dcp needs a newer torch.distributed.checkpoint than that of this torch ({error}); "
         f"update torch, or save with torch's own FileSystemWriter"
     ) from error
 

@@ -11,13 +11,14 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fastensor.checkpoint.catalog import TensorInfo
-from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file
-from fastensor.checkpoint.dcp.metadata import chunk_of, read_metadata
+from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
+from fastensor.checkpoint.dcp.metadata import chunks_in, read_metadata
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.inspect import Inspection
+from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.read_options import ReadOptions
-from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify
+from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify, verify_opened
 from fastensor.errors import CheckpointReadError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
@@ -37,6 +38,8 @@ class Contents:
     """The items of all ranks by file, in the order of each file."""
     metadata_nbytes: int
     """Size of the metadata files."""
+    metadata_count: int
+    """How many metadata files there are: more than one if each rank has its own."""
 
 
 def read_contents(path: str | os.PathLike[str]) -> Contents:
@@ -49,17 +52,19 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     directory = directory_at(path)
     nbytes = 0
     found: list[Metadata] = []
-    items: dict[tuple[str, int], Item] = {}
+    items: list[Item] = []
     for name in metadata_names(path):
         data = directory.read(name)
         nbytes += len(data)
         metadata = read_metadata(data, where=directory.name_of(name))
         found.append(metadata)
-        for index, info in metadata.storage_data.items():
-            items[info.relative_path, info.offset] = Item.of(index, info, chunk_of(metadata, index))
+        chunks = chunks_in(metadata)
+        items += [
+            Item.of(index, info, chunks.get((index.fqn, index.offset))) for index, info in metadata.storage_data.items()
+        ]
     if not found:
         raise FileNotFoundError(f"{directory.path}: no complete distributed checkpoint is there")
-    return Contents(directory, found[0], items_by_file(items.values()), nbytes)
+    return Contents(directory, found[0], items_by_file(items), nbytes, len(found))
 
 
 def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -77,13 +82,14 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
     for name, items in contents.files.items():
         where = contents.directory.name_of(name)
         try:
-            with (
-                contents.directory.open(name) as file,
-                ItemReader(file, items, ReadOptions(backend), verify=True) as reader,
-            ):
+            with contents.directory.open(name) as file:
                 nbytes += file.nbytes
-                for item in items:
-                    tally.compare(reader, item)
+                if is_safetensors(file):
+                    tally.compare_safetensors(file, name, backend)
+                    continue
+                with ItemReader(file, items, ReadOptions(backend), verify=True) as reader:
+                    for item in items:
+                        tally.compare(reader, item)
         except FileNotFoundError as error:
             raise CheckpointReadError(error.errno, "the metadata name this file, which is missing", where) from error
     nbytes += tally.compare_file(contents.directory)
@@ -127,6 +133,15 @@ class _Tally:
         self._done += item.nbytes
         self._progress(self._done, self._total)
 
+    def compare_safetensors(self, file: OpenedFile, name: str, backend: BackendChoice) -> None:
+        """Compare a file of safetensors with its own checksums."""
+        try:
+            report = verify_opened(file, backend, lambda done, total: self._progress(self._done + done, self._total))
+        except DamagedCheckpointError as error:
+            report = error.report
+        self._add_report(report, name, 0)
+        self._done += report.compared_bytes
+
     def compare_file(self, directory: LocalDirectory | RemoteDirectory) -> int:
         """Compare the file of Lightning beside the shards. Returns its size; 0 if there is none."""
         try:
@@ -135,9 +150,7 @@ class _Tally:
             return 0
         except DamagedCheckpointError as error:
             report = error.report
-        self._add(report.compared, report.compared_bytes)
-        self.uncompared += report.uncompared
-        self.damage += [replace(one, part=f"{_BESIDE}: {one.part}") for one in report.damage]
+        self._add_report(report, _BESIDE, 0)
         return report.nbytes
 
     def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
@@ -148,11 +161,12 @@ class _Tally:
         if report is None:
             self.uncompared += 1
             return
+        self._add_report(report, title, item.offset)
+
+    def _add_report(self, report: VerifyReport, title: str, offset: int) -> None:
         self._add(report.compared, report.compared_bytes)
         self.uncompared += report.uncompared
-        self.damage += [
-            replace(one, part=f"{title}: {one.part}", offset=item.offset + one.offset) for one in report.damage
-        ]
+        self.damage += [replace(one, part=f"{title}: {one.part}", offset=offset + one.offset) for one in report.damage]
 
     def _add(self, count: int, nbytes: int) -> None:
         self.compared += count
@@ -166,7 +180,11 @@ def inspect_directory(path: str | os.PathLike[str]) -> Inspection:
         CorruptCheckpointError: the metadata are damaged.
         CheckpointReadError: a file could not be read.
     """
-    contents = read_contents(path)
+    return describe(read_contents(path))
+
+
+def describe(contents: Contents) -> Inspection:
+    """What a distributed checkpoint holds, in words."""
     items = [item for found in contents.files.values() for item in found]
     places: dict[str, list[Item]] = {}
     for item in items:
@@ -203,14 +221,14 @@ def _described(contents: Contents) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def check_single(path: str | os.PathLike[str], names: list[str]) -> None:
+def check_single(contents: Contents) -> None:
     """Refuse a checkpoint in which each rank has metadata of its own.
 
     Raises:
         UnsupportedContentError: there are several metadata files.
     """
-    if len(names) > 1:
+    if contents.metadata_count > 1:
         raise UnsupportedContentError(
-            f"{os.fspath(path)}: each rank has saved without the others ({len(names)} metadata files), so what they "
-            f"hold cannot be joined; load it with as many ranks"
+            f"{contents.directory.path}: each rank has saved without the others ({contents.metadata_count} metadata "
+            f"files), so what they hold cannot be joined; load it with as many ranks"
         )

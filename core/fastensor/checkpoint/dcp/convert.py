@@ -1,36 +1,32 @@
-"""Converting distributed checkpoints to files, one tensor at a time, and files to distributed checkpoints."""
+"""Converting distributed checkpoints to files, in bounded memory, and files to distributed checkpoints."""
 
 from __future__ import annotations
 
-import io
-import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, BinaryIO, cast
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
-from isal import isal_zlib
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.convert import plan_stand_ins, untouched
-from fastensor.checkpoint.dcp.catalog import Contents, check_single, read_contents
-from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file
+from fastensor.checkpoint.convert import OF_TORCH, plan_stand_ins, untouched
+from fastensor.checkpoint.dcp.catalog import Contents, read_contents
+from fastensor.checkpoint.dcp.tensors import DirectoryTensors, TensorBytes
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.load import load
-from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.location import Location, locate, name_of
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
+from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, files_of, find_weights, write_sharded
 from fastensor.checkpoint.verify import Progress
 from fastensor.checkpoint.verify import verify as verify_file
 from fastensor.errors import CorruptCheckpointError, LayoutError, UnsupportedContentError
@@ -45,149 +41,103 @@ class Settings:
     root: str | None
     metadata: Mapping[str, str] | None
     checksums: bool
-    container: SavedContainer | None
+    container: SavedContainer | Literal["huggingface"] | None
     verify: bool
     backend: BackendChoice
     durable: bool
+    shard_nbytes: int
+    memory_nbytes: int
 
-
-class DirectoryTensors:
-    """Reads tensors of a distributed checkpoint, each put together of its chunks. Used by one thread.
-
-    Args:
-        contents: the checkpoint.
-        backend: as for :func:`fastensor.load`.
-        verify: whether chunks are compared with their CRC32s.
-    """
-
-    def __init__(self, contents: Contents, backend: BackendChoice, *, verify: bool) -> None:
-        self._directory = contents.directory
-        self._options = ReadOptions(backend)
-        self._verify = verify
-        self.entries = {
-            name: entry
-            for name, entry in contents.metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        """Dtypes and shapes by name."""
-        self._items: dict[str, list[Item]] = {}
-        for items in contents.files.values():
-            for item in items:
-                self._items.setdefault(item.fqn, []).append(item)
-
-    def nbytes(self, name: str) -> int:
-        """Size of a tensor."""
-        entry = self.entries[name]
-        return math.prod(entry.size) * entry.properties.dtype.itemsize
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor in new memory of the host.
-
-        Raises:
-            CorruptCheckpointError: a chunk is damaged, or missing.
-            CheckpointReadError: the operating system failed to deliver bytes.
-        """
-        entry = self.entries[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        items = self._items.get(name, [])
-        if sum(math.prod(item.shape) for item in items if item.shape is not None) != tensor.numel():
-            raise CorruptCheckpointError(
-                f"{self._directory.path}: the chunks of {name!r} are not as many elements as it has: the metadata are "
-                f"damaged, or not all of its ranks have saved"
-            )
-        for file, some in items_by_file(items).items():
-            with (
-                self._directory.open(file) as opened,
-                ItemReader(opened, some, self._options, verify=self._verify) as reader,
-            ):
-                for item in some:
-                    place = narrow_tensor_by_index(tensor, item.chunk_offset, cast(tuple[int, ...], item.shape))
-                    if not reader.read_into(item, place):
-                        place.copy_(reader.read_tensor(item))
-        return tensor
-
-    def read_object(self, name: str) -> Any:
-        """Another object than a tensor.
-
-        Raises:
-            UnsafeCheckpointError: it needs a class that is not allow-listed.
-        """
-        (item,) = self._items[name]
-        with (
-            self._directory.open(item.file) as opened,
-            ItemReader(opened, [item], self._options, verify=True) as reader,
-        ):
-            return load(io.BytesIO(reader.read(item)), "cpu", weights_only=True)
-
-
-class _TensorBytes:
-    """The bytes of one tensor: a :class:`fastensor.stitch.source.FileBytes`. It is in memory while it is read.
-
-    Args:
-        tensors: the checkpoint.
-        name: the name of the tensor.
-        report: called with the number of bytes of the tensor that have been read.
-    """
-
-    def __init__(self, tensors: DirectoryTensors, name: str, report: Callable[[int], object]) -> None:
-        self._tensors = tensors
-        self._name = name
-        self._report = report
-        self._nbytes = tensors.nbytes(name)
-        self._bytes: memoryview | None = None
-
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def readinto(self, begin: int, buffer: memoryview) -> int:
-        if self._bytes is None:
-            self._bytes = self._tensors.read(self._name).view(-1).view(torch.uint8).numpy().data
-        end = begin + buffer.nbytes
-        buffer[:] = self._bytes[begin:end]
-        if end >= self._nbytes:
-            self._bytes = None
-        self._report(end)
-        return int(isal_zlib.crc32(buffer))
-
-    def check(self, crc32: int) -> None:
-        """Chunks have been compared when they were read."""
+    @property
+    def texts(self) -> Mapping[str, str] | None:
+        """The metadata of safetensors files."""
+        return OF_TORCH if self.metadata is None and self.container == "huggingface" else self.metadata
 
 
 def from_directory(source: Location, target: Location, settings: Settings, progress: Progress) -> SaveReport:
-    """:func:`fastensor.convert` from a distributed checkpoint to a file."""
-    directory = cast(str, source)
-    check_single(directory, metadata_names(directory))
-    kind = choose_container(settings.container, name_of(target), settings.metadata, settings.checksums)
-    contents = read_contents(directory)
-    tensors = DirectoryTensors(contents, settings.backend, verify=settings.verify)
+    """:func:`fastensor.convert` from a distributed checkpoint to a file, or to the shards of a model."""
+    contents = read_contents(cast(str, source))
     chosen = _chosen(contents, settings.root)
-    stand_ins = {
-        name: untouched(entry.properties.dtype, tuple(entry.size))
-        for name, entry in tensors.entries.items()
-        if name in chosen
-    }
-    if kind == "safetensors":
-        if others := sorted(chosen.keys() - stand_ins.keys()):
-            raise UnsupportedContentError(
-                f"{contents.directory.path}: a safetensors file holds tensors only, but {others[0]!r} is another "
-                f"object; choose a dict of tensors with root, or write a file of torch"
+    with DirectoryTensors(contents, settings.backend, verify=settings.verify) as tensors:
+        names = [name for name in tensors.entries if name in chosen]
+        done = _Done(progress, sum(map(tensors.nbytes, names)))
+        if settings.container == "huggingface":
+            by_key = _keys(contents, chosen, names)
+            return write_sharded(
+                cast(str, target),
+                {key: tensors.nbytes(name) for key, name in by_key.items()},
+                settings.shard_nbytes,
+                lambda path, keys: _write(
+                    path, tensors, {key: by_key[key] for key in keys}, None, "safetensors", settings, done
+                ),
+                durable=settings.durable,
             )
-        state: Any = {".".join(map(str, chosen[name])): stand_in for name, stand_in in stand_ins.items()}
-    else:
-        flat = {name: stand_ins[name] if name in stand_ins else tensors.read_object(name) for name in chosen}
-        state = unflatten_state_dict(flat, cast(Any, chosen))
-    total = sum(map(tensors.nbytes, stand_ins))
+        kind = choose_container(settings.container, name_of(target), settings.metadata, settings.checksums)
+        if kind == "safetensors":
+            return _write(target, tensors, _keys(contents, chosen, names), None, kind, settings, done)
+        others = {name: tensors.read_object(name) for name in chosen if name not in tensors.entries}
+
+        def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
+            flat = {name: stand_ins[name] if name in stand_ins else others[name] for name in chosen}
+            return unflatten_state_dict(flat, cast(Any, chosen))
+
+        return _write(target, tensors, {name: name for name in names}, build, kind, settings, done)
+
+
+class _Done:
+    """How many bytes of all tensors have been read.
+
+    Args:
+        progress: gets the bytes done and the bytes to do.
+        total: the bytes to do.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._before = 0
+
+    def of_next(self, nbytes: int) -> Callable[[int], object]:
+        """What is called with the bytes that have been read of the next tensor."""
+        before = self._before
+        self._before += nbytes
+        return lambda read: self._progress(before + read, self._total)
+
+
+def _write(
+    target: Location,
+    tensors: DirectoryTensors,
+    names: Mapping[str, str],
+    build: Callable[[Mapping[str, torch.Tensor]], Any] | None,
+    kind: SavedContainer,
+    settings: Settings,
+    done: _Done,
+) -> SaveReport:
+    """Write one file.
+
+    Args:
+        target: where.
+        tensors: the checkpoint.
+        names: the names of tensors in the checkpoint, by the names that they get.
+        build: makes what is saved of stand-ins by their names; None if it is a dict of them.
+        kind: the container.
+        settings: of the conversion.
+        done: is told what has been read.
+    """
+    entries = {key: tensors.entries[name] for key, name in names.items()}
+    stand_ins = {key: untouched(one.properties.dtype, tuple(one.size)) for key, one in entries.items()}
+    state = stand_ins if build is None else build(stand_ins)
 
     def plan(fallbacks: list[Fallback]) -> Plan:
-        planned, names = plan_stand_ins(state, stand_ins, kind, settings.metadata, settings.checksums)
+        planned, keys = plan_stand_ins(state, stand_ins, kind, settings.texts, settings.checksums)
         storages: list[Any] = []
-        before = 0
-        for name, storage in zip(names, planned.storages, strict=True):
-            if name is None:
+        for key, storage in zip(keys, planned.storages, strict=True):
+            if key is None:
                 storages.append(storage)
-                continue
-            storages.append(_TensorBytes(tensors, name, partial(_add, progress, before, total)))
-            before += tensors.nbytes(name)
+            else:
+                name = names[key]
+                report = done.of_next(tensors.nbytes(name))
+                storages.append(TensorBytes(tensors, name, settings.memory_nbytes // 2, report))
         return replace(planned, storages=tuple(storages))
 
     transaction = SaveTransaction(
@@ -196,8 +146,27 @@ def from_directory(source: Location, target: Location, settings: Settings, progr
     return transaction.run(plan)
 
 
-def _add(progress: Progress, before: int, total: int, read: int) -> None:
-    progress(before + read, total)
+def _keys(contents: Contents, chosen: Mapping[str, tuple[Any, ...]], names: Sequence[str]) -> dict[str, str]:
+    """The names of tensors by the keys that they get in a file that holds nothing else.
+
+    Raises:
+        UnsupportedContentError: there is something else, or two tensors get one key.
+    """
+    if others := sorted(chosen.keys() - set(names)):
+        raise UnsupportedContentError(
+            f"{contents.directory.path}: a safetensors file holds tensors only, but {others[0]!r} is another "
+            f"object; choose a dict of tensors with root, or write a file of torch"
+        )
+    keys: dict[str, str] = {}
+    for name in names:
+        key = ".".join(map(str, chosen[name]))
+        if key in keys:
+            raise UnsupportedContentError(
+                f"{contents.directory.path}: {keys[key]!r} and {name!r} would both be called {key!r} in a safetensors "
+                f"file; write a file of torch"
+            )
+        keys[key] = name
+    return keys
 
 
 def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
@@ -232,9 +201,7 @@ def to_directory(
         raise UnsupportedContentError(f"{name_of(target)}: a distributed checkpoint needs the path of a directory")
     if metadata_names(source):
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
-    if verify:
-        verify_file(source)
-    state = load(source, "cpu", mmap=True, weights_only=True)
+    state = _loaded(source, verify=verify)
     for key in () if root is None else root.split("."):
         if not isinstance(state, dict) or key not in state:
             raise UnsupportedContentError(f"{name_of(source)}: it has no dict called {root!r}")
@@ -251,7 +218,7 @@ def to_directory(
         path=str(writer.checkpoint_id),
         nbytes=sum(info.length for info in metadata.storage_data.values()),
         backend=backend if isinstance(backend, str) else "auto",
-        reason="asked for",
+        reason="the writer has chosen" if backend == registry.AUTO else "asked for",
         durable=durable,
         atomic=True,
         plan_seconds=planned - started,
@@ -261,6 +228,36 @@ def to_directory(
         seconds=ended - started,
         stall_seconds=ended - started,
     )
+
+
+def _loaded(source: Location, *, verify: bool) -> Any:
+    """What a file, or the files of a model, hold. Tensors are mapped."""
+    path = Path(source) if isinstance(source, str | os.PathLike) and isinstance(locate(source), str) else None
+    if path is not None and path.is_dir():
+        found = find_weights(path)
+        if found is None:
+            raise UnsupportedContentError(
+                f"{path}: expected a file, or a directory with *{INDEX_SUFFIX} or {' or '.join(WHOLE)}, found neither"
+            )
+        source = path = found
+    if path is None or not path.name.endswith(INDEX_SUFFIX):
+        return _load_mapped(source, verify=verify)
+    state: dict[str, Any] = {}
+    for file, names in files_of(path).items():
+        loaded = _load_mapped(file, verify=verify)
+        if missing := names - loaded.keys():
+            raise CorruptCheckpointError(
+                f"{file}: {min(missing)!r} is not in it ({len(missing)} of the tensors that {path.name} expects there "
+                f"are missing); the index and the file are of different checkpoints"
+            )
+        state.update((name, loaded[name]) for name in sorted(names))
+    return state
+
+
+def _load_mapped(source: Location, *, verify: bool) -> Any:
+    if verify:
+        verify_file(source)
+    return load(source, "cpu", mmap=True, weights_only=True)
 
 
 def _refuse(file: BinaryIO) -> None:

@@ -21,7 +21,9 @@ from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadO
 from fastensor.checkpoint.reader import MeasuredReader, new_array
 from fastensor.checkpoint.verify import VerifyReport
 from fastensor.checkpoint.verify import verify as verify_file
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.files.os_errors import read_errors
+from fastensor.stitch.containers import SNIFFED_NBYTES, recognize
 from fastensor.stitch.image import CHECKSUM_NBYTES
 from fastensor.stitch.shards import TensorArchive, archive_of
 
@@ -93,9 +95,17 @@ class Item:
 def items_by_file(items: Iterable[Item]) -> dict[str, list[Item]]:
     """The items of each file, in the order of the file."""
     found: dict[str, list[Item]] = {}
-    for item in sorted(items, key=lambda one: (one.file, one.offset)):
+    for item in sorted(items, key=lambda one: (one.file, one.offset, one.nbytes)):
         found.setdefault(item.file, []).append(item)
     return found
+
+
+def is_safetensors(file: OpenedFile) -> bool:
+    """Whether a file of a distributed checkpoint is one of safetensors, which has no items."""
+    start = memoryview(bytearray(min(SNIFFED_NBYTES, file.nbytes)))
+    with read_errors(file.where):
+        file.readinto(0, start)
+    return recognize(bytes(start), file.nbytes, "") == "safetensors"
 
 
 class ItemReader:
@@ -106,22 +116,47 @@ class ItemReader:
         items: what will be read, in this order.
         options: how the file is read.
         verify: whether CRC32s are compared.
+        order: what of the items will be read, if not all of them whole.
+
+    Raises:
+        UnsupportedContentError: the file is one of ``SerializationFormat.SAFETENSORS``.
 
     Methods raise :class:`~fastensor.errors.CorruptCheckpointError` for a damaged item, and
     :class:`~fastensor.errors.CheckpointReadError` if the operating system fails to deliver bytes.
     """
 
-    def __init__(self, file: OpenedFile, items: Sequence[Item], options: ReadOptions, *, verify: bool) -> None:
+    def __init__(
+        self,
+        file: OpenedFile,
+        items: Sequence[Item],
+        options: ReadOptions,
+        *,
+        verify: bool,
+        order: Sequence[Extent] | None = None,
+    ) -> None:
         self.where = file.where
         self.verify = verify
         self._file = file
+        if is_safetensors(file):
+            raise UnsupportedContentError(
+                f"{self.where}: the file was written with SerializationFormat.SAFETENSORS, and metadata do not say "
+                f"where in it tensors are; load it by itself with fastensor.load"
+            )
+        end = 0
         for item in items:
-            if item.offset + item.nbytes > file.nbytes:
+            if item.offset < end:
+                raise CorruptCheckpointError(
+                    f"{self.where}: {item.title} begins before the item in front of it ends at {end}: the metadata are "
+                    f"damaged"
+                )
+            end = item.offset + item.nbytes
+            if end > file.nbytes:
                 raise CorruptCheckpointError(
                     f"{self.where}: {item.title} ends behind the end of the file at {file.nbytes}: the file was cut "
                     f"off, or the metadata are those of another save"
                 )
-        order = joined(part for item in items for part in _parts(item))
+        if order is None:
+            order = joined(part for item in items for part in _parts(item))
         self._reader = MeasuredReader(file, order, options, [])
         self._window = ReadWindow(self._read_small, order)
 
@@ -175,10 +210,27 @@ class ItemReader:
             array = new_array(archive.payload_nbytes)
             read = self._read_small_tensor if item.is_small else self._read_large
             if read(item, archive, array.data):
-                return torch.from_numpy(array).view(dtype).view(shape)
-        if self.verify and item.crc32 is not None:
-            self._compare(item, self.crc32_of(item))
+                found = torch.from_numpy(array).view(dtype) if array.nbytes else torch.empty(0, dtype=dtype)
+                return found.view(shape)
+        self.compare(item)
         return unpickled(self.as_file(item), f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
+
+    def has_known_layout(self, item: Item) -> bool:
+        """Whether an item is a contiguous tensor as our writer and torch's write it, so that parts can be read."""
+        head = b"" if item.archive is None else item.archive.head
+        return bool(head) and self._window.part(item.offset, len(head)) == head
+
+    def read_payload(self, item: Item, begin: int, target: memoryview) -> int:
+        """Fill ``target`` from an offset in the bytes of a tensor whose layout is known. Returns their CRC32, which is
+        for :meth:`compare_payload`; 0 if nothing is compared."""
+        return self._reader.read(item.payload_offset + begin, target, checksum=self.verify)
+
+    def compare_payload(self, item: Item, crc32: int) -> None:
+        """Compare a tensor whose layout is known, all of which has been read by :meth:`read_payload`."""
+        archive = item.archive
+        assert archive is not None
+        tail = self._window.part(item.payload_offset + archive.payload_nbytes, len(archive.tail))
+        self._compare_payload(item, archive, crc32, tail)
 
     def _read_large(self, item: Item, archive: TensorArchive, target: memoryview | torch.UntypedStorage) -> bool:
         """Read the bytes of a large tensor. Returns False, and reads none of them, if the item has another layout."""
@@ -217,6 +269,11 @@ class ItemReader:
             expected = int.from_bytes(tail[at : at + CHECKSUM_NBYTES], "little")
             if expected != found:
                 raise self._damaged(item, found, expected)
+
+    def compare(self, item: Item) -> None:
+        """Read an item in bounded memory, and compare it with its CRC32 in the metadata, if it has one."""
+        if self.verify and item.crc32 is not None:
+            self._compare(item, self.crc32_of(item))
 
     def _compare(self, item: Item, found: int) -> None:
         if item.crc32 is not None and found != item.crc32:

@@ -7,11 +7,13 @@ range that torch gives it, and no path leads out of the directory.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,14 +33,18 @@ from torch.distributed.checkpoint.metadata import (
 from fastensor.errors import CorruptCheckpointError, UnsafeCheckpointError
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.shape import is_shape
-from fastensor.stitch.torch_pickle import read_program
+from fastensor.stitch.torch_pickle import read_structure
 
 _SEAL = b"\nfastensor crc32 %08x\n"
 _SEALED = re.compile(rb"\nfastensor crc32 ([0-9a-f]{8})\n\Z")
 _MAX_SIZE = 2**63 - 1
+_MOST_DIMENSIONS = 64
+"""More dimensions than torch computes with."""
 _MODULE = "torch.distributed.checkpoint"
 _PATHS = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
 _LAYOUT = "torch.serialization._get_layout"
+_MEMORY_FORMAT = "MEM_FORMAT_ENCODING"
+"""The end of the name of an enum, which has had others in older versions of torch."""
 
 
 def sealed(metadata: Metadata) -> bytes:
@@ -59,9 +65,9 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
             f"{where}: the file has CRC32 {found_crc32:08x}, expected {seal[1].decode()}: it was damaged after it was "
             f"written. Load an older checkpoint"
         )
-    structure = read_program(data, where=where).structure
     try:
-        found = _built(structure)
+        with _without_garbage_collection():
+            found = _Builder(len(data)).build(read_structure(data, where=where))
     except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{where}: the file is damaged, or is not the metadata of a distributed checkpoint ({error})"
@@ -95,30 +101,43 @@ def file_names(metadata: Metadata) -> Iterator[str]:
         yield info.relative_path
 
 
-def chunk_of(metadata: Metadata, index: MetadataIndex) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """The dtype and the shape of the tensor that an item holds; None if the item is no tensor."""
-    entry = metadata.state_dict_metadata.get(index.fqn)
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    chunks = entry.chunks
-    if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
-        return entry.properties.dtype, tuple(chunks[index.index].sizes)
-    for chunk in chunks:
-        if chunk.offsets == index.offset:
-            return entry.properties.dtype, tuple(chunk.sizes)
-    return None
+def chunks_in(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and the shape of each chunk of a tensor, by the tensor's name and the chunk's offset."""
+    return {
+        (name, chunk.offsets): (entry.properties.dtype, tuple(chunk.sizes))
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
 
 
-def _built(root: Any) -> Any:
-    """What the record of a pickle stands for."""
-    return _Builder().build(root)
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Make objects faster: the collector would visit all of them again and again, which takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Builder:
-    """Makes metadata of records. A record that is in several places becomes one object."""
+    """Makes metadata of records. A record that is in several places becomes one object.
 
-    def __init__(self) -> None:
+    Args:
+        most: how many elements the lists of all records may have together, also those that are in several places.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
         self._done: dict[int, Any] = {}
+
+    def count(self, elements: Sequence[Any]) -> None:
+        """Refuse lists that stand in the file once and are in so many places that visiting them takes long."""
+        self._left -= len(elements)
+        _check(self._left >= 0, "lists of more than the file holds")
 
     def build(self, value: Any) -> Any:
         """Raises ``ValueError`` or ``TypeError`` if something is not as torch makes it."""
@@ -193,6 +212,7 @@ def _storage_info(builder: _Builder, value: UnknownObject) -> _StorageInfo:
     transforms = builder.build(state.get("transform_descriptors"))
     if transforms is not None:
         _check(isinstance(transforms, list | tuple), "transforms that are no list")
+        builder.count(transforms)
         transforms = list(map(_text, transforms))
     made = _StorageInfo(path, offset, nbytes, transforms)
     crc32 = state.get("crc32")
@@ -207,9 +227,14 @@ def _tensor(builder: _Builder, value: UnknownObject) -> TensorStorageMetadata:
     properties, size, chunks = builder.build(state["properties"]), state["size"], builder.build(state["chunks"])
     _check(isinstance(properties, TensorProperties) and _is_size(size), "a tensor without a shape or a dtype")
     _check(isinstance(chunks, list), "a tensor without a list of chunks")
+    builder.count(chunks)
     for chunk in chunks:
         is_chunk = isinstance(chunk, ChunkStorageMetadata) and len(chunk.offsets) == len(chunk.sizes) == len(size)
         _check(is_chunk, "a chunk of another shape than its tensor")
+        is_inside = all(
+            begin + one <= whole for begin, one, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        )
+        _check(is_inside, "a chunk that reaches beyond its tensor")
     return TensorStorageMetadata(properties, size, chunks)
 
 
@@ -227,11 +252,22 @@ def _properties(builder: _Builder, value: UnknownObject) -> TensorProperties:
     found: Any = vars(torch).get(name.removeprefix("torch."))
     _check(isinstance(found, torch.layout), f"a layout {name!r}, which torch does not have")
     made = TensorProperties(dtype, found, bool(requires_grad is True), pin_memory=bool(pin_memory is True))
-    _check(isinstance(encoding, UnknownObject) and encoding.name.endswith("._MEM_FORMAT_ENCODING"), "no memory format")
     made.__setstate__(  # type: ignore[no-untyped-call]  # torch gives it no types
-        (dtype, found, made.requires_grad, _MEM_FORMAT_ENCODING(encoding.parts[1][0]), made.pin_memory)
+        (dtype, found, made.requires_grad, _memory_format(encoding), made.pin_memory)
     )
     return made
+
+
+def _memory_format(value: Any) -> _MEM_FORMAT_ENCODING:
+    """A memory format. Enums are pickled as calls of their class with a value; by Python 3.11.0 to 3.11.3, as calls of
+    ``getattr`` with the class and a name."""
+    _check(isinstance(value, UnknownObject), "no memory format")
+    if value.name in ("builtins.getattr", "__builtin__.getattr"):
+        kind, name = value.parts[1]
+        _check(isinstance(kind, UnknownGlobal) and kind.name.endswith(_MEMORY_FORMAT), "no memory format")
+        return _MEM_FORMAT_ENCODING[name]
+    _check(value.name.endswith(_MEMORY_FORMAT), "no memory format")
+    return _MEM_FORMAT_ENCODING(value.parts[1][0])
 
 
 def _storage_meta(builder: _Builder, value: UnknownObject) -> StorageMeta:
@@ -253,6 +289,7 @@ _MAKERS: dict[str, Callable[[_Builder, UnknownObject], Any]] = {
     f"{_MODULE}.metadata.BytesStorageMetadata": _bytes,
     f"{_MODULE}.metadata.ChunkStorageMetadata": _chunk,
     f"{_MODULE}.metadata.TensorProperties": _properties,
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _properties,  # before torch 2.3
     f"{_MODULE}.metadata.StorageMeta": _storage_meta,
     f"{_MODULE}.filesystem._StorageInfo": _storage_info,
 }
@@ -274,7 +311,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is torch.Size and all(size >= 0 for size in value) and is_shape(value)
+    return (
+        type(value) is torch.Size
+        and len(value) <= _MOST_DIMENSIONS
+        and all(size >= 0 for size in value)
+        and is_shape(value)
+    )
 
 
 def _is_inside(path: str) -> bool:

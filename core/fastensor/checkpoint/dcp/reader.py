@@ -6,24 +6,27 @@ import io
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from fastensor.backends import registry
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file, unpickled
-from fastensor.checkpoint.dcp.metadata import check_planner_data, chunk_of, read_metadata
+from fastensor.checkpoint.dcp.metadata import check_planner_data, chunks_in, read_metadata
 from fastensor.checkpoint.dcp.storage import directory_at
 from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.select.transfer import BackendChoice, check_choice
+
+_Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
+"""What is wanted of each item, by its name and the offset of its chunk."""
 
 
 class FastensorStorageReader(FileSystemReader):
@@ -121,39 +124,36 @@ class FastensorStorageReader(FileSystemReader):
 
         Raises:
             CorruptCheckpointError: an item is damaged; the message names it.
+            UnsupportedContentError: a file was written with ``SerializationFormat.SAFETENSORS``.
             CheckpointReadError: a file is missing, or the operating system could not read it.
         """
-        requests: dict[tuple[str, int], list[ReadItem]] = {}
-        items: dict[tuple[str, int], Item] = {}
+        chunks = {} if self._metadata is None else chunks_in(self._metadata)
+        requests: _Requests = {}
+        items: list[Item] = []
         for request in plan.items:
-            info: _StorageInfo = self.storage_data[request.storage_index]
-            key = info.relative_path, info.offset
-            requests.setdefault(key, []).append(request)
-            if key not in items:
-                items[key] = self._item(request.storage_index, info)
-        for name, ordered in items_by_file(items.values()).items():
+            index = request.storage_index
+            key = index.fqn, tuple(index.offset or ())
+            if key not in requests:
+                requests[key] = []
+                items.append(Item.of(index, self.storage_data[index], chunks.get((index.fqn, index.offset))))
+            requests[key].append(request)
+        for name, ordered in items_by_file(items).items():
             self._read_file(name, ordered, requests, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _item(self, index: MetadataIndex, info: _StorageInfo) -> Item:
-        geometry = None if self._metadata is None else chunk_of(self._metadata, index)
-        return Item.of(index, info, geometry)
-
-    def _read_file(
-        self, name: str, items: list[Item], requests: Mapping[tuple[str, int], list[ReadItem]], planner: LoadPlanner
-    ) -> None:
+    def _read_file(self, name: str, items: list[Item], requests: _Requests, planner: LoadPlanner) -> None:
         options = ReadOptions(self.backend)
         try:
             with self._directory.open(name) as file, ItemReader(file, items, options, verify=self.verify) as reader:
                 for item in items:
-                    self._read_item(reader, item, requests[name, item.offset], planner)
+                    self._read_item(reader, item, requests[item.fqn, item.chunk_offset], planner)
         except FileNotFoundError as error:
             raise CheckpointReadError(
                 error.errno,
-                f"{METADATA_NAME} names this file, which is missing: it was not copied, or the metadata are those of "
-                f"another save",
+                f"{METADATA_NAME} names this file, which is missing: it was not copied, the metadata are those of "
+                f"another save, or a save has replaced the checkpoint meanwhile, so that it can be loaded again",
                 self._directory.name_of(name),
             ) from error
 

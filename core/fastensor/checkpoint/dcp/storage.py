@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from fastensor.files.atomic import LEFTOVER_SECONDS, NewFile
 from fastensor.files.os_errors import read_errors, write_errors
 
 _NOT_REMOVED = "a file that is not needed any more cannot be removed"
-_IN_PLACE = "the checkpoint beside it is complete"
+_IN_PLACE = "no checkpoint needs it, and those beside it are as they were"
 
 
 class Directory(Protocol):
@@ -72,8 +71,9 @@ class Directory(Protocol):
             CheckpointWriteError: a file could not be removed.
         """
 
-    def is_left_over(self, name: str) -> bool:
-        """Whether a file is so old that no living process can be about to use it."""
+    def is_left_over(self, name: str, new: str) -> bool:
+        """Whether a file is so much older than a new one that no living process can be about to use it. Both times are
+        those of the filesystem."""
 
 
 class LocalDirectory:
@@ -140,10 +140,10 @@ class LocalDirectory:
             with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def is_left_over(self, name: str) -> bool:
+    def is_left_over(self, name: str, new: str) -> bool:
         path = self.name_of(name)
         with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
-            return os.stat(path).st_mtime < time.time() - LEFTOVER_SECONDS
+            return os.stat(path).st_mtime < os.stat(self.name_of(new)).st_mtime - LEFTOVER_SECONDS
         return False
 
 
@@ -206,6 +206,7 @@ class RemoteDirectory:
 
     def names(self) -> list[str]:
         with read_errors(self.path), refusals_as_os_errors():
+            self._location.filesystem.invalidate_cache(self._location.path)
             found = self._location.filesystem.ls(self._location.path, detail=False)
         return [str(path).rsplit("/", 1)[-1] for path in found]
 
@@ -219,8 +220,8 @@ class RemoteDirectory:
             ):
                 self._location.filesystem.rm_file(self.at(name).path)
 
-    def is_left_over(self, name: str) -> bool:
-        return False  # clocks of remote filesystems differ, and not all of them have times
+    def is_left_over(self, name: str, new: str) -> bool:
+        return False  # not all remote filesystems have times
 
 
 def directory_at(

@@ -7,12 +7,13 @@ import json
 import os
 import re
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _split_by_size_and_type,
     _StorageInfo,
+    _StoragePrefix,
     _write_item,
 )
 from torch.distributed.checkpoint.metadata import Metadata
@@ -46,12 +48,12 @@ from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
-from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES
+from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.save_transaction import write_by_backend
-from fastensor.errors import FastensorError, UnsupportedContentError
+from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
@@ -60,16 +62,17 @@ from fastensor.stitch import safetensors, shards
 from fastensor.stitch.source import Plan
 
 _TOKEN_NBYTES = 4
-_OUR_NAME = re.compile(r"__\d+_[0-9a-f]{8}_\d+\.distcp")
+_OUR_NAME = re.compile(r"__\d+_[0-9a-f]{16}_\d+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
-class _Unfinished:
-    """The files of this rank's last save. Whether the save was completed is not known on every rank."""
+class _Begun:
+    """A save that this rank coordinates and has not completed yet."""
 
     directory: LocalDirectory | RemoteDirectory
+    metadata_name: str
     token: str
-    names: tuple[str, ...]
+    """In the names of all files of the save."""
 
 
 class _Staged(dict[str, Any]):
@@ -111,7 +114,8 @@ class FastensorStorageWriter(FileSystemWriter):
         UnknownBackendError: no backend has that name.
 
     Use a writer for one save at a time, except that ``dcp.async_save`` may stage a state while the one before is
-    written. It may be pickled, for saves in another process.
+    written. A save that is still being written when another one begins fails, and changes no checkpoint. A writer may
+    be pickled, for saves in another process.
     """
 
     def __init__(
@@ -145,9 +149,9 @@ class FastensorStorageWriter(FileSystemWriter):
             raise ValueError(f"thread_count is at least 1, found {thread_count}")
         self.backend = backend
         self._storage_options = storage_options
-        self._unfinished: _Unfinished | None = None
-        self._token = ""
-        """In the names of this save's files of this rank."""
+        self._begun: _Begun | None = None
+        self._thread = 0
+        """The thread of the save that began last. Each save calls the writer from one thread."""
         self._stager: StateDictStager | None = None
         self._in_use: weakref.ref[_Staged] | None = None
         """The state dict that was staged last."""
@@ -164,7 +168,7 @@ class FastensorStorageWriter(FileSystemWriter):
         """All but what belongs to this process: memory for staging, and connections, which are opened anew."""
         state = dict(vars(self))
         del state["fs"], state["_directory"]
-        state.update(_stager=None, _in_use=None, _unfinished=None)
+        state.update(_stager=None, _in_use=None, _begun=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,11 +205,32 @@ class FastensorStorageWriter(FileSystemWriter):
         self._stager = self._in_use = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the directory. Refuse to replace a checkpoint unless ``overwrite``."""
-        self._remove_unfinished()
-        self._token = secrets.token_hex(_TOKEN_NBYTES)
+        """Create the directory. Refuse to replace a checkpoint unless ``overwrite``.
+
+        Raises:
+            RuntimeError: the directory holds a checkpoint, and ``overwrite`` is False.
+            UnsupportedContentError: this rank saves without the others, and the directory holds a checkpoint of all
+                ranks, which every load would take instead.
+        """
+        self._thread = threading.get_ident()
+        self._remove_failed()
         self._directory.make()
+        if self._is_alone and self.fs.exists(self._get_metadata_path()):
+            raise UnsupportedContentError(
+                f"{self._directory.path}: expected no {METADATA_NAME} in the directory of a save with "
+                f"use_collectives=False, found one: it is of a save of all ranks, and every load would read that "
+                f"instead; choose another directory, or remove that checkpoint"
+            )
         return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the files of each rank, so that this rank can remove them if the save fails."""
+        token = secrets.token_hex(_TOKEN_NBYTES)
+        self._begun = _Begun(self._directory, self._metadata_name, token)
+        return [
+            replace(plan, storage_data=_StoragePrefix(f"{plan.storage_data.prefix}{token}"))
+            for plan in super().prepare_global_plan(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files of this rank. With ``sync_files``, they and their names are durable afterwards.
@@ -213,10 +238,10 @@ class FastensorStorageWriter(FileSystemWriter):
         Raises:
             CheckpointWriteError: a file could not be written. What the directory held before is kept.
             StateChangedError: a tensor was resized meanwhile.
+            RuntimeError: another save has begun with this writer.
         """
+        directory = self._directory
         files = self._files(plan)
-        names = tuple(name for name, _ in files)
-        self._unfinished = _Unfinished(self._directory, self._token, names)
         wait_for_space()
         write = partial(self._write_file, planner)
         try:
@@ -228,8 +253,12 @@ class FastensorStorageWriter(FileSystemWriter):
             if self.sync_files and isinstance(self._directory, LocalDirectory):
                 with write_errors(self._directory.path, "the save failed", KEPT):
                     self._directory.sync()
-        except BaseException:
-            self._remove_unfinished()
+            self._check_nothing_has_begun()
+        except BaseException as error:
+            try:
+                directory.remove(name for name, _ in files)
+            except CheckpointWriteError as another:
+                error.add_note(str(another))
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for results in written for result in results])
@@ -239,15 +268,18 @@ class FastensorStorageWriter(FileSystemWriter):
         """Make the checkpoint the one that the directory holds, and remove the files of the one before.
 
         Raises:
-            CheckpointWriteError: the metadata could not be written; the message says which checkpoint is there.
+            CheckpointWriteError: the metadata could not be written, or an old file could not be removed; the message
+                says which checkpoint is there.
+            RuntimeError: another save has begun with this writer. What the directory held before is kept.
         """
+        self._check_nothing_has_begun()
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
         metadata.storage_meta = self.storage_meta()
-        name = self._metadata_name
-        self._replaced |= self._names_of_existing(name)
-        self._directory.replace(name, sealed(metadata), durable=self.sync_files)
-        self._remove_old(set(file_names(metadata)))
+        self._replaced |= self._existing()
+        self._directory.replace(self._metadata_name, sealed(metadata), durable=self.sync_files)
+        self._begun = None
+        self._remove_old({self._metadata_name, *file_names(metadata)})
 
     @property
     def _is_alone(self) -> bool:
@@ -266,8 +298,9 @@ class FastensorStorageWriter(FileSystemWriter):
             split = _split_by_size_and_type(self.thread_count, list(plan.items))
         else:
             split = [[item] for item in plan.items]
-        prefix = f"{plan.storage_data.prefix}{self._token}_"
-        return [(f"{prefix}{number}{DEFAULT_SUFFIX}", items) for number, items in enumerate(filter(None, split))]
+        # a planner that caches plans may give a prefix, and the token in it, to several saves
+        prefix = f"{plan.storage_data.prefix}{secrets.token_hex(_TOKEN_NBYTES)}"
+        return [(f"{prefix}_{number}{DEFAULT_SUFFIX}", items) for number, items in enumerate(filter(None, split))]
 
     def _write_file(self, planner: SavePlanner, file: tuple[str, list[WriteItem]]) -> list[WriteResult]:
         name, items = file
@@ -364,32 +397,54 @@ class FastensorStorageWriter(FileSystemWriter):
             offset += data.nbytes
         return results
 
-    def _names_of_existing(self, name: str) -> set[str]:
-        """The files of the checkpoint that is about to be replaced, ours or torch's; none if there is none."""
-        with suppress(FileNotFoundError):
-            return {found.decode() for found in SHARD_NAMES.findall(self._directory.read(name))}
-        return set()
+    def _existing(self) -> set[str]:
+        """The files of the checkpoints that are about to be replaced, ours or torch's, and their metadata files."""
+        if self._is_alone:
+            metadata = [self._metadata_name]
+        else:
+            metadata = [name for name in self._directory.names() if is_metadata_name(name)]
+        found = set(metadata)
+        for name in metadata:
+            with suppress(FileNotFoundError):
+                found |= {one.decode() for one in SHARD_NAMES.findall(self._directory.read(name))}
+        return found
 
     def _remove_old(self, current: set[str]) -> None:
         """Remove the files of checkpoints that were replaced, and what killed processes have left long ago."""
-        old = set(self._replaced)
+        old = self._replaced - current
         if not self._is_alone:
             old.update(
                 name for name in self._directory.names()
-                if _OUR_NAME.fullmatch(name) and name not in old | current and self._directory.is_left_over(name)
+                if _OUR_NAME.fullmatch(name) and name not in old | current
+                and self._directory.is_left_over(name, self._metadata_name)
             )  # fmt: skip
-        self._directory.remove(sorted(old - current))
+        self._directory.remove(sorted(old))
         self._replaced.clear()
 
-    def _remove_unfinished(self) -> None:
-        """Remove what this rank has written last, if that did not become a part of a checkpoint."""
-        last, self._unfinished = self._unfinished, None
+    def _remove_failed(self) -> None:
+        """Remove the files of all ranks that the last save has left, if this rank coordinated it and it failed."""
+        last, self._begun = self._begun, None
         if last is None:
             return
         with suppress(FileNotFoundError):
-            if last.token.encode() in last.directory.read(self._metadata_name):
-                return
-        last.directory.remove(last.names)
+            if last.token.encode() in last.directory.read(last.metadata_name):
+                return  # it failed when all was in place
+        with suppress(FileNotFoundError):
+            last.directory.remove(
+                name for name in last.directory.names() if _OUR_NAME.fullmatch(name) and last.token in name
+            )
+
+    def _check_nothing_has_begun(self) -> None:
+        """Raise if another thread has begun a save with this writer, whose directory and names are now those of that.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                f"{self._directory.path}: another save began with this writer before this one had ended, so this one "
+                f"is given up; wait for the future of dcp.async_save before the next one, or use a writer for each"
+            )
 
 
 def _content(planner: SavePlanner, item: WriteItem) -> torch.Tensor | bytes:
