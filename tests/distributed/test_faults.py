@@ -102,6 +102,14 @@ def test_flipped_bits_in_metadata(tmp_path: Path, tally: Counter[str]) -> None:
             fastensor.verify(tmp_path)
 
 
+def test_damaged_metadata_are_not_run(tmp_path: Path) -> None:
+    save({"name": torch.ones(3)}, FastensorStorageWriter(tmp_path))
+    path = tmp_path / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"name", b"came"))
+    with pytest.raises(dcp.api.CheckpointException, match="has CRC32"):
+        load({"came": torch.zeros(3)}, FastensorStorageReader(tmp_path, weights_only=False))
+
+
 def test_damaged_values_on_request(tmp_path: Path) -> None:
     save({"x": torch.zeros(50_000)}, FastensorStorageWriter(tmp_path))
     (path,) = tmp_path.glob("*.distcp")

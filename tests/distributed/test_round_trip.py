@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, emptied, load, save, state_of_all_kinds
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from states import DTYPES, random_bytes
@@ -155,6 +156,15 @@ def test_urls(tmp_path: Path) -> None:
             assert_same(load(emptied(state), reader(url)), state)
             assert_same(load(emptied(state), FastensorStorageReader(url)), state)
             assert fastensor.verify(url).compared
+
+
+def test_states_without_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Object stores have no directories: where there is no file, there is nothing to list."""
+    monkeypatch.setattr(MemoryFileSystem, "makedirs", lambda *args, **options: None)
+    for place in (tmp_path / "x", "memory://fastensor-dcp-empty/x"):
+        for _ in range(2):
+            save({}, FastensorStorageWriter(place))
+        assert load({}, FastensorStorageReader(place)) == {}
 
 
 def test_checkpoint_ids() -> None:

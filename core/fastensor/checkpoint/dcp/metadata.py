@@ -53,18 +53,28 @@ def sealed(metadata: Metadata) -> bytes:
     return data + _SEAL % isal_zlib.crc32(data)
 
 
+def check_seal(data: bytes, where: str) -> bool:
+    """Compare a metadata file with the CRC32 at its end. Returns whether it has one.
+
+    Raises:
+        CorruptCheckpointError: they differ.
+    """
+    seal = _SEALED.search(data)
+    if seal is not None and (found := isal_zlib.crc32(data[: seal.start()])) != int(seal[1], 16):
+        raise CorruptCheckpointError(
+            f"{where}: the file has CRC32 {found:08x}, expected {seal[1].decode()}: it was damaged after it was "
+            f"written. Load an older checkpoint"
+        )
+    return seal is not None
+
+
 def read_metadata(data: bytes, *, where: str) -> Metadata:
     """The metadata in the bytes of a file. Objects that are unknown here may only be in the planner's data, as records.
 
     Raises:
         CorruptCheckpointError: they are not the metadata of a distributed checkpoint.
     """
-    seal = _SEALED.search(data)
-    if seal is not None and (found_crc32 := isal_zlib.crc32(data[: seal.start()])) != int(seal[1], 16):
-        raise CorruptCheckpointError(
-            f"{where}: the file has CRC32 {found_crc32:08x}, expected {seal[1].decode()}: it was damaged after it was "
-            f"written. Load an older checkpoint"
-        )
+    is_sealed = check_seal(data, where)
     try:
         with _without_garbage_collection():
             found = _Builder(len(data)).build(read_structure(data, where=where))
@@ -76,7 +86,7 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
         raise CorruptCheckpointError(
             f"{where}: expected the metadata of a distributed checkpoint, found {type(found).__name__}"
         )
-    if seal is None and any(hasattr(info, "crc32") for info in found.storage_data.values()):
+    if not is_sealed and any(hasattr(info, "crc32") for info in found.storage_data.values()):
         raise CorruptCheckpointError(f"{where}: Fastensor wrote this file, but its own CRC32 at the end is missing")
     return found
 

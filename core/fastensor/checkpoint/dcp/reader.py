@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from fastensor.backends import registry
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file, unpickled
-from fastensor.checkpoint.dcp.metadata import check_planner_data, chunks_in, read_metadata
+from fastensor.checkpoint.dcp.metadata import check_planner_data, check_seal, chunks_in, read_metadata
 from fastensor.checkpoint.dcp.storage import directory_at
 from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import locate
@@ -108,6 +108,7 @@ class FastensorStorageReader(FileSystemReader):
             metadata = read_metadata(data, where=where)
             check_planner_data(metadata, where)
         else:
+            check_seal(data, where)
             metadata = cast(Metadata, pickle.loads(data))  # the user trusts the file
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

@@ -62,7 +62,7 @@ class Directory(Protocol):
         """Open a file for reading. Raises as :func:`fastensor.checkpoint.opened.opened`."""
 
     def names(self) -> list[str]:
-        """The names of all files."""
+        """The names of all files; none if there is no directory."""
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Those that are missing are passed over.
@@ -131,8 +131,9 @@ class LocalDirectory:
         return opened(self.name_of(name))
 
     def names(self) -> list[str]:
-        with read_errors(self.path):
+        with read_errors(self.path), suppress(FileNotFoundError):
             return os.listdir(self.path)
+        return []
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -205,7 +206,8 @@ class RemoteDirectory:
             yield file
 
     def names(self) -> list[str]:
-        with read_errors(self.path), refusals_as_os_errors():
+        found: list[str] = []
+        with read_errors(self.path), suppress(FileNotFoundError), refusals_as_os_errors():
             self._location.filesystem.invalidate_cache(self._location.path)
             found = self._location.filesystem.ls(self._location.path, detail=False)
         return [str(path).rsplit("/", 1)[-1] for path in found]

@@ -429,10 +429,9 @@ class FastensorStorageWriter(FileSystemWriter):
         with suppress(FileNotFoundError):
             if last.token.encode() in last.directory.read(last.metadata_name):
                 return  # it failed when all was in place
-        with suppress(FileNotFoundError):
-            last.directory.remove(
-                name for name in last.directory.names() if _OUR_NAME.fullmatch(name) and last.token in name
-            )
+        last.directory.remove(
+            name for name in last.directory.names() if _OUR_NAME.fullmatch(name) and last.token in name
+        )
 
     def _check_nothing_has_begun(self) -> None:
         """Raise if another thread has begun a save with this writer, whose directory and names are now those of that.
