@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,42 @@ def test_staging_reuses_memory_that_no_save_uses(tmp_path: Path) -> None:
     address = second["x"].data_ptr()
     del first, second
     assert writer.stage(state)["x"].data_ptr() == address
+
+
+@pytest.mark.parametrize("change", [
+    lambda state: state["a"].update(more=torch.ones(2)),
+    lambda state: state.update(a={"y": state["a"]["y"], "x": state["a"]["x"]}),
+    lambda state: state["a"].update(x=torch.ones(3)),
+    lambda state: state["a"].update(x=torch.ones(2, dtype=torch.float64)),
+    lambda state: state["a"].update(x=torch.ones(2, 2).t()),
+    lambda state: state["a"].update(x=torch.ones(1).expand(2)),
+    lambda state: state["a"].update(x=torch.nn.Parameter(torch.ones(2))),
+    lambda state: state["list"].append(torch.ones(1)),
+    lambda state: state.update(step={"of": torch.ones(2)}),
+    lambda state: state.update(object=Counter(a=7)),
+    lambda state: None,
+])  # fmt: skip
+def test_states_that_are_staged_one_after_the_other(tmp_path: Path, change: Any) -> None:
+    """Whether or not they are built alike: what is staged is the new state, and shares nothing with it."""
+    state: dict[str, Any] = {
+        "a": {"x": torch.zeros(2), "y": torch.arange(6.0).view(2, 3).t()},
+        "list": [torch.zeros(1), (torch.ones(1), 2.0)],
+        "step": 1,
+        "object": Counter(a=1),
+    }
+    writer = FastensorStorageWriter(tmp_path)
+    writer.stage(state)
+    state["a"]["x"] += 1
+    state["a"]["y"] *= 2
+    state["list"][1][0].zero_()
+    state["step"] = 2
+    change(state)
+    expected = copy.deepcopy(state)
+    staged = writer.stage(state)
+    for tensor in (state["a"]["y"], state["list"][0], state["list"][1][0]):
+        tensor.fill_(77)
+    assert_same(staged, expected)
+    assert staged["a"]["y"].stride() == expected["a"]["y"].stride()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Protocol
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
+from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.opened import OpenedFile, open_remote, opened
 from fastensor.checkpoint.publish import KEPT
@@ -65,7 +66,7 @@ class Directory(Protocol):
         """The names of all files; none if there is no directory."""
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files. Those that are missing are passed over.
+        """Remove files. Those that are missing are passed over. A thread frees the space of local ones afterwards.
 
         Raises:
             CheckpointWriteError: a file could not be removed.
@@ -138,7 +139,11 @@ class LocalDirectory:
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             path = self.name_of(name)
-            with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
+            with (
+                write_errors(path, _NOT_REMOVED, _IN_PLACE),
+                freeing_afterwards(path),
+                suppress(FileNotFoundError),
+            ):
                 os.unlink(path)
 
     def is_left_over(self, name: str, new: str) -> bool:

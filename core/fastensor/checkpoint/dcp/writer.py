@@ -47,6 +47,7 @@ from torch.futures import Future
 from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
+from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.freeing import wait_for_space
@@ -153,6 +154,8 @@ class FastensorStorageWriter(FileSystemWriter):
         self._thread = 0
         """The thread of the save that began last. Each save calls the writer from one thread."""
         self._stager: StateDictStager | None = None
+        self._copies: dict[str, Any] | None = None
+        """What was staged last."""
         self._in_use: weakref.ref[_Staged] | None = None
         """The state dict that was staged last."""
         self._move_to(path)
@@ -168,7 +171,7 @@ class FastensorStorageWriter(FileSystemWriter):
         """All but what belongs to this process: memory for staging, and connections, which are opened anew."""
         state = dict(vars(self))
         del state["fs"], state["_directory"]
-        state.update(_stager=None, _in_use=None, _begun=None)
+        state.update(_stager=None, _copies=None, _in_use=None, _begun=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,15 +197,24 @@ class FastensorStorageWriter(FileSystemWriter):
         if not self.cache_staged_state_dict:
             return super().stage(state_dict)
         self.per_thread_copy_ahead = 0
-        if self._stager is None or (self._in_use is not None and self._in_use() is not None):
-            self._stager = StateDictStager(pin_memory=torch.cuda.is_available(), share_memory=False)
-        staged = _Staged(self._stager.stage(dict(state_dict), non_blocking=False))
-        self._in_use = weakref.ref(staged)
+        if self._in_use is not None and self._in_use() is not None:
+            self.close()
+        staged = _Staged(self._copy_of(dict(state_dict)))
+        self._copies, self._in_use = dict(staged), weakref.ref(staged)
         return staged
+
+    def _copy_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy in the memory of the last copy, if there is one."""
+        if self._copies is not None:
+            with suppress(OtherStructureError):
+                return cast(dict[str, Any], staged_again(self._copies, state_dict))
+        if self._stager is None:
+            self._stager = StateDictStager(pin_memory=torch.cuda.is_available(), share_memory=False)
+        return cast(dict[str, Any], self._stager.stage(state_dict, non_blocking=False))
 
     def close(self) -> None:
         """Give back the memory for staging. The writer can still be used."""
-        self._stager = self._in_use = None
+        self._stager = self._in_use = self._copies = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Create the directory. Refuse to replace a checkpoint unless ``overwrite``.
