@@ -246,6 +246,13 @@ def test_convert_to_a_model_in_one_file(tmp_path: Path) -> None:
     assert fastensor.diff(tmp_path / "dcp", tmp_path / "again").is_empty
 
 
+def test_models_in_several_files_at_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "x.safetensors")
+    status, _, errors = command_line(capsys, "convert", tmp_path / "x.safetensors", "memory://fastensor-model/")
+    assert status == 1
+    assert "into a directory of this machine, found a URL" in errors
+
+
 def test_transformers_reads_converted_models(tmp_path: Path) -> None:
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=16, tie_word_embeddings=False)
     model = GPT2LMHeadModel(config)

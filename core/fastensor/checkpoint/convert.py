@@ -117,6 +117,11 @@ def convert(
         )
     if container in ("dcp", "huggingface") and not isinstance(target, str | os.PathLike):
         raise UnsupportedContentError(f"{name_of(target)}: expected the path of a directory, found an open file")
+    if container == "huggingface" and isinstance(locate(target), RemotePath):
+        raise UnsupportedContentError(
+            f"{name_of(target)}: a model in several files can only be written into a directory of this machine, found "
+            f"a URL; convert into a directory, and copy it"
+        )
     progress = progress or (lambda done, total: None)
     if container == "dcp" or metadata_names(source):
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
