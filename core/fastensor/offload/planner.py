@@ -1,8 +1,8 @@
 """Which saved tensors of the next forward pass stay in memory: by the plans of earlier passes, and by what is free.
 
 The planner looks at each forward pass when the next one begins, and has :mod:`fastensor.offload.scheduler` plan it. A
-tensor is known again by its mark, which says what the pass has saved so far. A tensor that no plan knows, as in the first
-pass or in a graph that changes, stays while there is room.
+tensor is known again by its mark, which says what the pass has saved so far. A tensor that no plan knows, as in the
+first pass or in a graph that changes, stays while there is room.
 """
 
 from __future__ import annotations
@@ -118,15 +118,12 @@ class PlannedForm:
 
     def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
         """Whether the limits have become so different that another plan is needed, or much better."""
-        for device, limit in limits.items():
-            sizes = [
-                one.nbytes
-                for i, one in enumerate(self.record.tensors)
-                if one.device == device and i not in self.plan.out
-            ]
-            if sum(sizes) > limit or (self.plan.out and limit > _WORTH_PLANNING_AGAIN * self.limits[device]):
-                return True
-        return False
+        kept = Counter[torch.device]()
+        for index, one in enumerate(self.record.tensors):
+            kept[one.device] += one.nbytes if index not in self.plan.out else 0
+        too_little = any(kept[device] > limit for device, limit in limits.items())
+        more = any(limit > _WORTH_PLANNING_AGAIN * self.limits[device] for device, limit in limits.items())
+        return too_little or (more and bool(self.plan.out))
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""Which saved tensors leave memory: FlashNeuron's offloading scheduler (section 3.3), on what a step has measured. Pure.
+"""Which saved tensors leave memory: FlashNeuron's scheduler (section 3.3), on what a step has measured. Pure.
 
 A profile says when each tensor is saved and needed again, by a clock that stands still while hooks wait. A prediction
 replays the step with some of the tensors going out and coming back over a disk of known bandwidth, and says how much
@@ -186,7 +186,8 @@ def linear(profile: StepProfile, limit: int, least_bytes: float = 0) -> frozense
         limit: the most bytes that may stay.
         least_bytes: smaller tensors are not taken.
 
-    >>> profile = StepProfile(tuple(ProfiledTensor(size, at, 6.0 - at) for at, size in enumerate([3, 1, 2, 2])), 4.0, 6.0)
+    >>> tensors = tuple(ProfiledTensor(size, at, 6.0 - at) for at, size in enumerate([3, 1, 2, 2]))
+    >>> profile = StepProfile(tensors, 4.0, 6.0)
     >>> sorted(linear(profile, 4)), sorted(linear(profile, 4, least_bytes=2))
     ([0, 1], [0, 2])
     """
@@ -222,7 +223,7 @@ def compressible(profile: StepProfile, selected: Set[int], rates: TransferRates)
     stubborn = sorted(index for index in chosen if tensors[index].ratio <= 1)
     while friendly and stubborn and _write_seconds(profile, chosen, rates) > profile.forward_seconds:
         last = stubborn.pop()
-        replacements = []
+        replacements: list[int] = []
         while friendly and sum(tensors[index].nbytes for index in replacements) < tensors[last].nbytes:
             replacements.append(friendly.pop())
         if sum(tensors[index].nbytes for index in replacements) < tensors[last].nbytes:
