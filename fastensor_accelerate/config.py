@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.errors import FastensorError
-from fastensor.offload import OffloadConfig
+from fastensor.offload import OffloadConfig, Schedule
 
 USE = "ACCELERATE_USE_FASTENSOR"
 """The environment variable that switches Fastensor on."""
@@ -85,6 +86,12 @@ class FastensorConfig:
         "--fastensor_offload_directories",
         "folders on SSDs for activations, separated by commas; default: the project's folder, or a temporary one",
     )
+    offload_schedule: str = _option(
+        "auto",
+        "--fastensor_offload_schedule",
+        "which activations leave memory: auto (as few as what is free demands; default), all, a number of bytes that "
+        "may stay, or a share such as 0.5",
+    )
     offload_min_bytes: int | None = _option(
         None, "--fastensor_offload_min_bytes", "smaller activations stay in memory; default: 262144"
     )
@@ -132,7 +139,8 @@ class FastensorConfig:
             name: getattr(self, f"offload_{name}")
             for name in ("directories", "min_bytes", "dram_bytes", "ssd_bytes", "include", "exclude")
         }
-        return OffloadConfig(**{name: value for name, value in given.items() if value is not None})
+        schedule = _schedule(self.offload_schedule)
+        return OffloadConfig(schedule=schedule, **{name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], where: str = SECTION) -> Self:
@@ -203,6 +211,14 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
         return number(value)
     except ValueError:
         raise ConfigError(f"{option.name} is a number ({kind}), found {value!r}") from None
+
+
+def _schedule(text: str) -> Schedule:
+    """The schedule that a text names: a word, bytes, or a share. OffloadConfig refuses others."""
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return cast(Schedule, text)
 
 
 def _is_tuple(option: dataclasses.Field[Any]) -> bool:

@@ -28,8 +28,10 @@ class SSDActivationOffload(Callback):
     covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP, FSDP2
     (``ModelParallelStrategy``); validation is left alone. Parameters and buffers of the module stay where they are.
 
-    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded. :attr:`statistics`
-    has the same numbers.
+    By default, only as much goes as has to, for the rest to fit into memory; a run that fits is not slowed down.
+
+    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded although not everything
+    fits. :attr:`statistics` has the same numbers.
 
     Args:
         config: how many bytes go where. Without ``directories``, files are in the Trainer's ``default_root_dir``; they
@@ -99,8 +101,10 @@ class SSDActivationOffload(Callback):
             return
         trainer.print(f"activation offload on rank {trainer.global_rank}:\n{self.statistics}")
         if not self.statistics.offloaded:
-            _logger.warning(
-                "no activations were offloaded in this run. %s", self.statistics.why_nothing(self.config.min_bytes)
+            _logger.log(
+                _level(self.statistics),
+                "no activations were offloaded in this run. %s",
+                self.statistics.why_nothing(self.config.min_bytes),
             )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -131,7 +135,14 @@ class SSDActivationOffload(Callback):
                 type(trainer.strategy).__name__,
             )
         elif not found.offloaded:
-            _logger.warning("no activations are offloaded so far. %s", found.why_nothing(self.config.min_bytes))
+            _logger.log(
+                _level(found), "no activations are offloaded so far. %s", found.why_nothing(self.config.min_bytes)
+            )
+
+
+def _level(found: OffloadStatistics) -> int:
+    """How loudly to say that nothing was offloaded."""
+    return logging.INFO if found.everything_fits else logging.WARNING
 
 
 def _nothing() -> None:

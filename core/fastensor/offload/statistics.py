@@ -130,6 +130,11 @@ class OffloadStatistics:
         """Time that training threads have waited for SSDs."""
         return self.wait_to_write_seconds + self.wait_to_read_seconds
 
+    @property
+    def everything_fits(self) -> bool:
+        """Whether nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
+        return not self.offloaded and self.kept.get("fits", 0) > 0
+
     def metrics_since(self, before: OffloadStatistics) -> dict[str, float]:
         """What was done after an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
         ``stall_seconds`` and ``prefetch_hit_rate``, from 0 to 1.
@@ -152,6 +157,8 @@ class OffloadStatistics:
         Args:
             min_bytes: that of the configuration.
         """
+        if self.everything_fits:
+            return f"{human_size(self.kept['fits'])} of saved tensors fit into memory; schedule='all' offloads them all"
         if not self.packed:
             return "Autograd has saved nothing in training steps: do they run under no_grad?"
         kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in self.kept.items())
