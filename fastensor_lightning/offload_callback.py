@@ -30,7 +30,7 @@ class SSDActivationOffload(Callback):
 
     By default, only as much goes as has to, for the rest to fit into memory; a run that fits is not slowed down.
 
-    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded although not everything
+    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded although not all
     fits. :attr:`statistics` has the same numbers.
 
     Args:

@@ -524,7 +524,8 @@ def resident(field):
 
 net = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU())])
 x = torch.randn(16384, 256)
-offload = ActivationOffload(OffloadConfig(schedule="all", directories=(sys.argv[1],), staging_bytes=32 << 20, prefetch_bytes=32 << 20))
+config = OffloadConfig(schedule="all", directories=(sys.argv[1],), staging_bytes=32 << 20, prefetch_bytes=32 << 20)
+offload = ActivationOffload(config)
 before = resident("VmRSS")
 for _ in range(2):
     if sys.argv[2] == "offloaded":

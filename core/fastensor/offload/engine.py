@@ -18,6 +18,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner
+from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import WRITTEN_BY, Counters, OffloadStatistics, drive_days
@@ -131,6 +132,28 @@ class OffloadEngine:
             self.config.prefetch_bytes,
             each,
             measured.cpu_seconds_per_byte / len(os.sched_getaffinity(0)),
+        )
+
+    def estimate(self, config: OffloadConfig) -> OffloadEstimate:
+        """What training with another configuration is expected to take, on what the latest pass has measured.
+
+        Raises:
+            OffloadError: no pass with a backward pass was measured.
+        """
+        planner = Planner(config, self._rates, self._unallocated_gradients)
+        self.planner.begin_pass()  # the last pass has ended
+        measured = self.planner.latest()
+        if measured is None:
+            raise OffloadError(
+                f"the dry run has measured nothing: the function has to run a forward pass that saves tensors of at "
+                f"least {config.min_bytes} bytes, and its backward pass"
+            )
+        rates = self._rates()
+        return estimate_of(
+            report_of(planner.planned(measured.record)),
+            rates.write_bandwidth if rates else 0.0,
+            rates.read_bandwidth if rates else 0.0,
+            config.drive_tbw,
         )
 
     def _unallocated_gradients(self) -> int:

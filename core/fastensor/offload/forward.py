@@ -59,9 +59,9 @@ class ForwardPass:
         """Note what planners want to know of the next tensor. Call it before :meth:`add`."""
         self._record.tensors.append(tensor)
 
-    def note_nothing(self) -> None:
+    def note_nothing(self, clock: float) -> None:
         """:meth:`note` for a tensor whose bytes are in memory anyway."""
-        self.note(self._record.nothing())
+        self.note(self._record.nothing(clock))
 
     def note_needed(self, position: int, clock: float) -> None:
         """Note when a tensor is needed first."""
@@ -76,19 +76,20 @@ class ForwardPass:
             self._saved.append(len(self._ranges))
             self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
-    def add_again(self, position: int | None, saved: SavedBytes | None) -> int:
+    def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
         """Note that another node saves bytes that were saved before.
 
         Args:
             position: where they were saved in this pass; None if that was in an earlier one.
             saved: their range; None if they stay in memory.
+            clock: the time.
 
         Returns:
             Their position in this pass.
         """
         if position is None:
             position = len(self._ranges)
-            self.note_nothing()
+            self.note_nothing(clock)
             self.add(saved)
         else:
             self._saved.append(position)

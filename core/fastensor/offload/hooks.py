@@ -210,10 +210,10 @@ class StepHooks:
         shared = self._share(key, base, span, swapper)
         if isinstance(shared, SavedHandle):
             counts["shared_bytes"] += len(span)
-            position = forward.add_again(forward.position_of(shared.saved), shared.saved)
+            position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
             return OffloadedTensor.of(tensor, shared, forward, position)
         if shared is not None:
-            position = forward.add_again(shared.position if shared.forward is forward else None, None)
+            position = forward.add_again(shared.position if shared.forward is forward else None, None, self._clock)
             return ResidentTensor(KeptTensor.of(tensor), shared, forward, position)
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)
@@ -221,7 +221,7 @@ class StepHooks:
         mark = forward.mark(len(span), tensor.dtype)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] += len(span)
-            forward.note_nothing()
+            forward.note_nothing(self._clock)
             forward.add(None)
             return KeptTensor.of(tensor)
         position = forward.next_position

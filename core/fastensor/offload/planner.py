@@ -59,10 +59,9 @@ class PassRecord:
     form: int = 0
     tensors: list[SavedTensor] = field(default_factory=list)
 
-    def nothing(self) -> SavedTensor:
+    def nothing(self, clock: float) -> SavedTensor:
         """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""
-        at = self.tensors[-1].saved_at if self.tensors else 0.0
-        return SavedTensor(self.form, 0, _HOST, torch.uint8, torch.Size(()), "", at)
+        return SavedTensor(self.form, 0, _HOST, torch.uint8, torch.Size(()), "", clock)
 
     def profile(self) -> StepProfile | None:
         """The profile of the pass; None if its backward pass has not come."""
@@ -188,6 +187,13 @@ class Planner:
             self.peak_bytes = max(self.peak_bytes, self._resident.total())
         return ResidentBytes(nbytes, device, self._released)
 
+    def planned(self, record: PassRecord) -> PlannedForm:
+        """The plan of a pass that has ended, whether or not there is one of its form."""
+        profile = record.profile()
+        assert profile is not None
+        with self._lock:
+            return self._new_plan(record, profile, 1)
+
     def latest(self) -> PlannedForm | None:
         """What was planned last."""
         with self._lock:
@@ -212,11 +218,9 @@ class Planner:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
-        limits = {device: self._limit_of(record, device) for device in {one.device for one in record.tensors}}
-        if known is None or passes in _PLANNED_AT or known.is_outdated(limits):
-            planned = _plan(record, profile, limits, self._rates() or self._unknown_rates())
-            known = PlannedForm(record, profile, planned, limits, passes)
-            self._planned.update((one.mark, index in planned.out) for index, one in enumerate(record.tensors))
+        if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
+            known = self._new_plan(record, profile, passes)
+            self._planned.update((one.mark, index in known.plan.out) for index, one in enumerate(record.tensors))
         self._forms[record.form] = dataclasses.replace(known, passes=passes)
         if len(self._forms) > _MOST_FORMS:
             self._forms.popitem(last=False)
@@ -225,6 +229,16 @@ class Planner:
                 for form in self._forms.values() for index, one in enumerate(form.record.tensors)
             }  # fmt: skip
 
+    def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
+        limits = self._limits_of(record)
+        rates = self._rates() or TransferRates(
+            _UNKNOWN_BANDWIDTH, _UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
+        )
+        return PlannedForm(record, profile, _plan(record, profile, limits, rates), limits, passes)
+
+    def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
+        return {device: self._limit_of(record, device) for device in {one.device for one in record.tensors}}
+
     def _limit_of(self, record: PassRecord, device: torch.device) -> int:
         """The most bytes of a pass's tensors that may stay in the memory of a device."""
         if self._config.schedule == "all":
@@ -232,11 +246,6 @@ class Planner:
         if isinstance(self._config.schedule, float):
             return int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
         return self._limit(device)
-
-    def _unknown_rates(self) -> TransferRates:
-        return TransferRates(
-            _UNKNOWN_BANDWIDTH, _UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
-        )
 
 
 def _plan(

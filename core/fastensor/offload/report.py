@@ -70,8 +70,8 @@ class PlanReport:
     def __str__(self) -> str:
         leaving = [one for one in self.tensors if one.leaves]
         lines = [
-            f"{len(self.tensors)} tensors of {human_size(self.kept_bytes + self.offloaded_bytes)} are saved in a forward "
-            f"pass of {human_seconds(self.forward_seconds)}, and needed in a backward pass of "
+            f"{len(self.tensors)} tensors of {human_size(self.kept_bytes + self.offloaded_bytes)} are saved in a "
+            f"forward pass of {human_seconds(self.forward_seconds)}, and needed in a backward pass of "
             f"{human_seconds(self.backward_seconds)}",
             f"{human_size(self.kept_bytes)} stay: {self._why_kept()}",
         ]
