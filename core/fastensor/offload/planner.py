@@ -161,6 +161,7 @@ class Planner:
         """Plan the passes that have ended, and begin to record one."""
         record = PassRecord()
         with self._lock:
+            self._let_go_released()
             if time.monotonic() > self._looked_at + _LOOK_AGAIN_SECONDS:
                 self._limits.clear()
                 self._looked_at = time.monotonic()
@@ -179,9 +180,7 @@ class Planner:
             self._let_go_released()
             if self._planned.get(mark, False):
                 return None
-            if device not in self._limits:
-                self._limits[device] = self._limit(device)
-            if self._resident[device] + nbytes > self._limits[device]:
+            if self._resident[device] + nbytes > self._limit(device):
                 return None
             self._resident[device] += nbytes
             self.peak_bytes = max(self.peak_bytes, self._resident.total())
@@ -210,9 +209,11 @@ class Planner:
         """The most bytes of saved tensors that may stay in the memory of a device."""
         if isinstance(self._config.schedule, int):
             return self._config.schedule
-        reserve = self._config.staging_bytes + self._config.prefetch_bytes + self._unallocated()
-        free = _SHARE_OF_FREE_MEMORY * _free_memory(device) - reserve + self._resident[device]
-        return max(int(free), 0)
+        if device not in self._limits:
+            reserve = self._config.staging_bytes + self._config.prefetch_bytes + self._unallocated()
+            free = _SHARE_OF_FREE_MEMORY * _free_memory(device) - reserve + self._resident[device]
+            self._limits[device] = max(int(free), 0)
+        return self._limits[device]
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
