@@ -9,7 +9,8 @@ torch's own storage is measured with several thread counts, with ``sync_files`` 
 it leaves unsynced is synced here, directories as well: "done" is when a power failure would do no harm, "call" is when
 the program goes on. A storage that moves nothing but ``.metadata`` shows what planning, collectives and metadata cost
 by themselves. fio moves as many bytes directly. Before each asynchronous save the processes copy their parts in memory
-that was touched before: what a snapshot costs at least. Run by ``make bench``.
+that was touched before: what a snapshot costs at least. Last, a state that all processes hold whole is saved. Run by
+``make bench``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from contenders import Shape, fio_seconds, shapes_of
+from contenders import Shape, build_state, fio_seconds, shapes_of
 from measuring import describe_machine, peak_memory, settle
 from new_user import evict
 from torch import Tensor
@@ -47,6 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
+import fastensor
+from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 from fastensor.files import posix
 
@@ -116,7 +119,6 @@ def stock(threads: int, sync: bool) -> str:
     return f"{STOCK}, {threads} {'thread' if threads == 1 else 'threads'}{', sync_files' if sync else ''}"
 
 
-# A cooperative save of replicas is to be one more of these ways, and a save by rank 0 alone its peer.
 SAVING: dict[str, Callable[[Path], FileSystemWriter]] = {
     OURS: FastensorStorageWriter,
     **{
@@ -124,7 +126,7 @@ SAVING: dict[str, Callable[[Path], FileSystemWriter]] = {
         for sync in (True, False)
         for threads in THREADS
     },
-    FIXED: MetadataWriter,
+    FIXED: partial(MetadataWriter, sync_files=False),
 }
 LOADING: dict[str, Callable[[Path], FileSystemReader]] = {
     OURS: FastensorStorageReader,
@@ -136,6 +138,19 @@ LOADED = {OURS: OURS, STOCK: stock(1, True), FIXED: stock(1, True)}
 STALLING = (OURS, STOCK, STAGED)
 """Asynchronous saves. torch's stager is used again. By the last one a thread of torch copies, and until that is done a
 save holds training up."""
+
+
+def save_on_rank_0(state: State, path: Path) -> None:
+    if dist.get_rank() == 0:
+        fastensor.save(state, path)
+    dist.barrier()
+
+
+SAVING_REPLICAS: dict[str, Callable[[State, Path], object]] = {
+    "fastensor, rank 0 alone": save_on_rank_0,
+    "fastensor, cooperative": cooperative.save,
+}
+"""Saves of a state that every process holds whole, as in data parallel training. They return when it is durable."""
 
 
 class Measured:
@@ -251,6 +266,18 @@ def measure_saves(measured: Measured, way: str, model: str, saves: int, path: Pa
         measured.send("save", way, number, call_seconds=returned - started, done_seconds=done - started, **spent())
 
 
+def measure_saves_of_replicas(measured: Measured, way: str, model: str, saves: int, path: Path) -> None:
+    """In fresh processes: send a sample for each save."""
+    state = build_state(model, "cpu")
+    for number in range(saves):
+        measured.settle()
+        with effort() as spent:
+            started = time.perf_counter()
+            SAVING_REPLICAS[way](state, path)
+            seconds = time.perf_counter() - started
+        measured.send("save of replicas", way, number, call_seconds=seconds, done_seconds=seconds, **spent())
+
+
 def sync(path: Path) -> None:
     """Make durable what this process has written by torch's storage, and on rank 0 the directories. Returns when all
     processes have done so."""
@@ -344,6 +371,8 @@ def measure_once(model: str, world: int, run: int, saves: int, threads: int, fol
     for way in in_turn(SAVING, run):
         say(f"  {way}: saves")
         samples += on_ranks(world, measure_saves, way, model, saves, path_of(way, folder))
+        if way not in LOADED.values():
+            shutil.rmtree(path_of(way, folder))
     samples += by_fio(world, folder / "limit", nbytes, write=True)
     for cold in (True, False):
         for way in in_turn(LOADING, run):
@@ -354,6 +383,10 @@ def measure_once(model: str, world: int, run: int, saves: int, threads: int, fol
         clear(folder)
         say(f"  {way}: asynchronous saves")
         samples += on_ranks(world, measure_stalls, way, model, saves, threads, path_of(way, folder))
+    for way in in_turn(SAVING_REPLICAS, run):
+        clear(folder)
+        say(f"  {way}: saves of replicas")
+        samples += on_ranks(world, measure_saves_of_replicas, way, model, saves, path_of(way, folder))
     clear(folder)
     return samples
 
@@ -430,6 +463,43 @@ def stall_to_copy(sample: Sample) -> float:
     return sample.call_seconds / sample.copy_seconds
 
 
+NODES = (1, 2, 4, 8, 16, 64)
+
+
+def paper_model(samples: list[Sample]) -> list[str]:
+    """What N nodes with a disk each would do, as lines of Markdown; docs/distributed.md has the assumptions.
+
+    ``fixed(N) + share × moved``: what planning and metadata cost is taken to grow linearly with the number of
+    processes, what is moved is that of the fewest processes here, and a node's share of it is 1/N, or 1 if the state
+    grows with N.
+    """
+    worlds = sorted({one.world for one in samples})
+
+    def done(world: int, operation: str, way: str) -> float:
+        found = [one.done_seconds for one in samples if (one.world, one.operation, one.way) == (world, operation, way)]
+        return statistics.median(found)
+
+    def line(operation: str) -> tuple[float, float]:
+        fixed = [done(world, operation, FIXED) for world in worlds]
+        if len(worlds) == 1:
+            return fixed[0], 0.0
+        slope, begin = statistics.linear_regression(worlds, fixed)
+        return begin, slope
+
+    best = min((way for way in SAVING if way.startswith(STOCK)), key=lambda way: done(worlds[0], "save", way))
+    kinds = [("save", OURS), ("save", best), ("cold load", OURS), ("cold load", STOCK)]
+    lines = ["", "## a paper model: N nodes with a disk each, one process on each node", ""]
+    lines += [f"| what | way | the state | {' | '.join(f'N = {nodes}' for nodes in NODES)} |"]
+    lines += [f"|---|---|---|{'---:|' * len(NODES)}"]
+    for operation, way in kinds:
+        begin, slope = line(operation)
+        moved = done(worlds[0], operation, way) - done(worlds[0], operation, FIXED)
+        for state, share in (("stays", lambda nodes: 1 / nodes), ("grows with N", lambda nodes: 1)):
+            seconds = " | ".join(f"{begin + slope * nodes + share(nodes) * moved:.3f} s" for nodes in NODES)
+            lines.append(f"| {operation} | {way} | {state} | {seconds} |")
+    return lines
+
+
 def table(machine: dict[str, str], nbytes: int, samples: list[Sample], verdicts: list[dict[str, Any]]) -> str:
     """Everything as Markdown."""
     lines = ["# torch.distributed.checkpoint: empty dictionary, default options, first use included", ""]
@@ -454,7 +524,8 @@ def table(machine: dict[str, str], nbytes: int, samples: list[Sample], verdicts:
             f"| {statistics.median(one.cpu_seconds for one in group):.2f} "
             f"| {statistics.median(one.peak_bytes for one in group) / 2**20:.0f} | {len(group)} |"
         )
-    lines += ["", f"Fixed is {FIXED}.", "", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
+    lines += paper_model(samples)
+    lines += ["", "## promises", "", f"Fixed is {FIXED}.", "", "| promise | measured | holds |", "|---|---:|---|"]
     lines += [f"| {v['promise']} | {v['measured']:.2f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
     return "\n".join(lines) + "\n"
 

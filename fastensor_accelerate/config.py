@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
+from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
 from fastensor.errors import FastensorError
 from fastensor.offload import OffloadConfig, Schedule
 
@@ -77,6 +78,16 @@ class FastensorConfig:
         "--fastensor_preemption_seconds",
         "SIGTERM ends the process only when the pending state is durable, or after so many seconds; default: at once",
     )
+    cooperative: bool = _option(
+        False,
+        "--fastensor_cooperative",
+        "processes of data parallel training write and read models and optimizers together; default: one writes",
+    )
+    cooperative_timeout: float = _option(
+        DEFAULT_TIMEOUT_SECONDS,
+        "--fastensor_cooperative_timeout",
+        "how many seconds processes that save together wait for the slowest one; default: 600",
+    )
 
     offload: bool = _option(
         False, "--fastensor_offload", "activations of models that are trained go to an SSD until the backward pass"
@@ -119,6 +130,12 @@ class FastensorConfig:
             _check_type(option, getattr(self, option.name))
         if self.backend != registry.AUTO and self.backend not in (known := registry.names()):
             raise ConfigError(f"backend is {self.backend!r}, which is no backend{nearest(self.backend, known)}")
+        if self.cooperative and self.asynchronous:
+            raise ConfigError(
+                "cooperative and asynchronous contradict: processes that save together wait for each other; choose one"
+            )
+        if not self.cooperative_timeout > 0:
+            raise ConfigError(f"cooperative_timeout is a number of seconds above 0, found {self.cooperative_timeout}")
         try:
             WriterSettings(**self.writer_options())
         except ValueError as error:

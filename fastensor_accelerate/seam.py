@@ -7,18 +7,23 @@ writes, how tied weights are cleaned, and which globals are safe to load stays t
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
+import accelerate
 import safetensors.torch
 import torch
+from accelerate import DistributedType, PartialState
 
 import fastensor
+from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CorruptCheckpointError
@@ -40,12 +45,17 @@ class Files:
         write: writes a file: takes what :func:`fastensor.save` takes.
         loaded: called with the report of every load.
         damaged: gets the errors of damaged files.
+        write_together: writes the file of a model or an optimizer, called in all processes, of which each holds the
+            same; None if the main process writes alone, as Accelerate does.
+        load_together: whether all processes load the same files at the same time.
     """
 
     config: FastensorConfig
     write: Write
     loaded: Callable[[fastensor.LoadReport], None]
     damaged: list[CorruptCheckpointError] = field(default_factory=list)
+    write_together: Write | None = None
+    load_together: bool = False
 
     def torch_save(self, obj: object, f: Location, *args: Any, **options: Any) -> None:
         """``torch.save``. With other arguments than object and file, torch writes the file itself."""
@@ -72,17 +82,59 @@ class Files:
         tensors: dict[str, torch.Tensor] = self._load(filename, device)
         return tensors
 
+    def accelerate_save(
+        self, obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+    ) -> None:
+        """``accelerate.utils.save``, in all processes. Its own code prepares what is saved."""
+        if save_on_each_node or not _is_of_all(f):
+            accelerate.utils.save(obj, f, save_on_each_node, safe_serialization)
+            return
+        assert self.write_together is not None
+        together = replace(self, write=self.write_together)
+        save = _with_globals(
+            accelerate.utils.save,
+            PartialState=_EachIsMain,
+            torch=_substitute("torch", together),
+            safe_save_file=together.save_file,
+        )
+        save(obj, f, False, safe_serialization)
+
     def _load(self, path: Location, map_location: Any, **options: Any) -> Any:
         verify = self.config.verify and not options.get("mmap")
         try:
-            found, report = fastensor.load_with_report(
-                path, map_location, verify=verify, backend=self.config.backend, **options
-            )
+            if self.load_together and not options.get("mmap") and _is_of_all(path):
+                found, report = cooperative.load_with_report(
+                    path,
+                    map_location,
+                    timeout=self.config.cooperative_timeout,
+                    weights_only=options.get("weights_only"),
+                    verify=verify,
+                )
+            else:
+                found, report = fastensor.load_with_report(
+                    path, map_location, verify=verify, backend=self.config.backend, **options
+                )
         except CorruptCheckpointError as error:
             self.damaged.append(error)
             raise
         self.loaded(report)
         return found
+
+
+class _EachIsMain:
+    """Stands for ``PartialState`` where each process saves."""
+
+    is_main_process = True
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        found: DistributedType = PartialState().distributed_type
+        return found
+
+
+def _is_of_all(path: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether a file is that of a model or an optimizer, which all processes hold alike."""
+    return isinstance(path, str | os.PathLike) and _OF_ALL.fullmatch(os.path.basename(path)) is not None
 
 
 class _Module(ModuleType):
@@ -97,6 +149,7 @@ class _Module(ModuleType):
         return getattr(self._module, name)
 
 
+_OF_ALL = re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)")
 _lock = threading.RLock()
 """Held while names are replaced, so that each thread puts back what was there before."""
 
@@ -105,7 +158,7 @@ _lock = threading.RLock()
 def replaced(files: Files) -> Iterator[None]:
     """Accelerate, and transformers and PEFT if they are imported, save and load by ``files``. One thread at a time."""
     with _lock, ExitStack() as undo:
-        for name in _SEAMS:
+        for name in (*_SEAMS, *[_SAVE] * (files.write_together is not None)):
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):
@@ -121,6 +174,8 @@ def missing_seams(package: str) -> list[str]:
     return missing if {*missing} >= _ONE_OF else [name for name in missing if name not in _ONE_OF]
 
 
+_SAVE = "accelerate.checkpointing.save"
+"""What decides that the main process writes alone."""
 _SEAMS = (
     "accelerate.accelerator.torch",
     "accelerate.checkpointing.torch",
@@ -144,6 +199,8 @@ _ONE_OF = {"transformers.modeling_utils.safe_load_file", "transformers.trainer_u
 def _substitute(name: str, files: Files) -> object:
     if name == "torch":
         return _Module(torch, save=files.torch_save, load=files.torch_load)
+    if name == "save":
+        return files.accelerate_save
     if name == "safetensors":
         return _Module(
             safetensors, torch=_Module(safetensors.torch, save_file=files.save_file, load_file=files.load_file)

@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 
 import fastensor
+from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
@@ -31,8 +32,8 @@ from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
-from fastensor_accelerate.agreement import Agreement, SavingProcesses
-from fastensor_accelerate.config import FastensorConfig
+from fastensor_accelerate.agreement import Agreement, SavingProcesses, has_others
+from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.directories import (
     StateDirectory,
     finish,
@@ -64,6 +65,8 @@ class _Saving:
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     failure: Exception | None = None
     """What Accelerate's own part has failed with."""
+    is_settled: bool = False
+    """Whether all processes know that one has failed."""
 
     def together(self, do: Callable[[], None], what: str = "") -> None:
         """:meth:`Agreement.together` for this state. By default, ``what`` says that it was not saved."""
@@ -124,6 +127,7 @@ class StateSaver:
         naming = self.accelerator.project_configuration.automatic_checkpoint_naming
         if self._has_own_engine() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
+        self._check_cooperation()
         agreement = self._processes.all() if naming else self._processes.callers()
         if agreement is None:  # the main process does not wait for this one's files
             with self.saving():
@@ -171,7 +175,7 @@ class StateSaver:
             if directory.is_dir():
                 finish(directory, durable=self.config.durable)
         try:
-            with self.loading():
+            with self.loading(together=self.config.cooperative):
                 stock(input_dir if directory is None else str(directory), **options)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
@@ -179,8 +183,11 @@ class StateSaver:
             raise
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self, *, together: bool = False) -> Iterator[None]:
         """What is loaded in the block is read by Fastensor, after the pending state is published.
+
+        Args:
+            together: whether all processes load the same at the same time.
 
         Raises:
             Exception: what the save of the pending state has failed with.
@@ -188,7 +195,10 @@ class StateSaver:
         """
         self.wait()
         damaged: list[CorruptCheckpointError] = []
-        with replaced(Files(self.config, self._write_now, self._totals.add_load, damaged)):
+        files = Files(
+            self.config, self._write_now, self._totals.add_load, damaged, load_together=together and has_others()
+        )
+        with replaced(files):
             yield
         if damaged:  # Accelerate goes on without the states of random number generators
             raise damaged[0]
@@ -328,9 +338,24 @@ class StateSaver:
                 posix.sync_directory(folder)  # the newest one was perhaps published a moment before
             self._remove_surplus(states[-1])
 
-    def _make_room(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
+    def _before_writing(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
 
+        Raises:
+            Exception: there is no room; or a hook of another process has failed, for which processes that write files
+                together would wait.
+        """
+        if not self._is_together(saving):
+            self._make_room(saving, models, weights, output_dir)
+            return
+        try:
+            saving.together(lambda: self._make_room(saving, models, weights, output_dir))
+        except Exception:
+            saving.is_settled = True
+            raise
+
+    def _make_room(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
+        """
         Raises:
             CheckpointWriteError: there is no room for the state beside the older ones.
         """
@@ -356,7 +381,7 @@ class StateSaver:
         project = self.accelerator.project_configuration
         naming, iteration = project.automatic_checkpoint_naming, project.iteration
         project.automatic_checkpoint_naming = False  # Accelerate takes the directory as it is given
-        last_hook = self.accelerator.register_save_state_pre_hook(partial(self._make_room, saving))
+        last_hook = self.accelerator.register_save_state_pre_hook(partial(self._before_writing, saving))
         try:
             with self._writing(saving):
                 stock(saving.directory.staging, **options)
@@ -373,7 +398,13 @@ class StateSaver:
     def _writing(self, saving: _Saving) -> Iterator[None]:
         write = self._write_later if self.config.asynchronous else self._write_now
         first = staging_first(self._open_writer()) if self.config.asynchronous else nullcontext()
-        with first, replaced(Files(self.config, partial(write, saving=saving), self._totals.add_load)):
+        files = Files(
+            self.config,
+            partial(write, saving=saving),
+            self._totals.add_load,
+            write_together=partial(self._write_together, saving=saving) if self._is_together(saving) else None,
+        )
+        with first, replaced(files):
             yield
 
     def _write_now(
@@ -384,6 +415,44 @@ class StateSaver:
         )
         if saving is not None:
             saving.metrics.nbytes += report.nbytes
+
+    def _write_together(
+        self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving, **options: Any
+    ) -> None:
+        """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""
+        assert isinstance(path, str | os.PathLike)
+        if os.path.basename(path).startswith("optimizer"):
+            replicated = list(_tensors_in(obj))
+        else:
+            replicated = [weight for model in self.accelerator._models for weight in model.parameters()]
+        report = cooperative.save(
+            obj,
+            path,
+            timeout=self.config.cooperative_timeout,
+            replicated=replicated,
+            container=container,
+            backend=self.config.backend,
+            durable=self.config.durable,
+            **options,
+        )
+        if self.accelerator.is_main_process:
+            saving.metrics.nbytes += report.nbytes
+
+    def _is_together(self, saving: _Saving) -> bool:
+        """Whether all processes write files of this state together."""
+        return self.config.cooperative and saving.agreement.size > 1
+
+    def _check_cooperation(self) -> None:
+        """
+        Raises:
+            ConfigError: processes are to save together, and do not hold the same.
+        """
+        kind = self.accelerator.distributed_type.value
+        if self.config.cooperative and kind != "NO" and not kind.startswith("MULTI_"):
+            raise ConfigError(
+                f"cooperative is for data parallel training (DDP), whose processes hold the same state; found {kind}: "
+                f"leave it out"
+            )
 
     def _write_later(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving, **options: Any
@@ -417,6 +486,8 @@ class StateSaver:
             Exception: there is no such state.
         """
         try:
+            if saving.is_settled:
+                _check_written(saving)
             saving.together(partial(_check_written, saving))
         except BaseException:
             if self.accelerator.is_local_main_process:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 import torch
 
 import fastensor
-from fastensor.checkpoint import ordering
+from fastensor.checkpoint import cooperative, ordering
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, log_failures, settle
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
+from fastensor.checkpoint.cooperative.options import CooperativeOptions
 from fastensor.checkpoint.files import make_parent, remove
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.files.atomic import announce_writer, replace_link, wait_for_writers
@@ -84,6 +85,13 @@ class FastensorCheckpointIO(CheckpointIO):
             signal interrupts. With
             ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
             name files that were never written, because it takes every save as done.
+        cooperative: whether the ranks of DDP save together, each one a part of the file, as
+            :func:`fastensor.checkpoint.cooperative.save` does, and load together, so that each machine reads a file
+            once; a dict of ``timeout`` and ``check_replicas`` also says how; None means False. The file has the
+            parameters and optimizer states that all ranks hold alike; everything else in it is rank 0's, as in any
+            checkpoint of DDP. The Trainer needs a :class:`CheckpointMonitor`, which has all ranks save: Lightning calls
+            its plugin on rank 0 alone. Without one, outside of a run, while an exception is handled, and for a requeue
+            by SLURM, rank 0 saves alone. Not with ``asynchronous``.
 
     With ``backend="auto"`` or a selector, each rank of a DDP job learns by itself which backend is the fastest, unless
     the Trainer has a :class:`CheckpointMonitor`, which shares it: the plugin is not called on all ranks at once.
@@ -108,14 +116,21 @@ class FastensorCheckpointIO(CheckpointIO):
         map_location: Any = "cpu",
         verify: bool = True,
         asynchronous: bool | AsyncOptions | None = False,
+        cooperative: bool | CooperativeOptions | None = False,
     ) -> None:
         super().__init__()
         self.backend = backend
         self.durable = durable
         self.map_location = map_location
         self.verify = verify
-        self._options: AsyncOptions = _check_options(asynchronous)
+        self._options = cast(AsyncOptions, _check_options("asynchronous", asynchronous, AsyncOptions))
         self.asynchronous = asynchronous not in (False, None)
+        self._cooperation = cast(CooperativeOptions, _check_options("cooperative", cooperative, CooperativeOptions))
+        self.cooperative = cooperative not in (False, None)
+        if self.cooperative and self.asynchronous:
+            raise ValueError(
+                "cooperative and asynchronous contradict: ranks that save together wait for each other; choose one"
+            )
         self.last_save: fastensor.SaveReport | None = None
         """What the latest save in this process did, once it is finished."""
         self.last_load: fastensor.LoadReport | None = None
@@ -126,6 +141,8 @@ class FastensorCheckpointIO(CheckpointIO):
         self._latest: fastensor.SaveHandle | None = None
         """The latest asynchronous save in this process."""
         self._warned = False
+        self._saves_together = False
+        """Whether all ranks have saved together, or a monitor was seen that has them do so."""
         self._may_be_alone = True
         """Whether to warn that no monitor was seen: not if one was seen, or the warning was given."""
         self._torn_down = False
@@ -152,6 +169,7 @@ class FastensorCheckpointIO(CheckpointIO):
                 an exception is handled, what failed earlier is logged instead: this may be the last chance to save.
             OSError: the directory is missing and cannot be created.
         """
+        self._warn_if_rank_0_is_alone()
         path = as_in_fsspec(path)
         options = self._save_options(storage_options)
         asynchronous = options.pop("asynchronous") and not _FOR_REQUEUE.fullmatch(os.path.basename(path))
@@ -192,9 +210,15 @@ class FastensorCheckpointIO(CheckpointIO):
             _wait_for_rank_0(path)
         checkpoint: dict[str, Any]
         try:
-            checkpoint, self.last_load = fastensor.load_with_report(
-                path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
-            )
+            if self.cooperative:
+                timeout = self._cooperation.get("timeout", cooperative.DEFAULT_TIMEOUT_SECONDS)
+                checkpoint, self.last_load = cooperative.load_with_report(
+                    path, map_location, timeout=timeout, weights_only=weights_only, verify=self.verify
+                )
+            else:
+                checkpoint, self.last_load = fastensor.load_with_report(
+                    path, map_location, weights_only=weights_only, verify=self.verify, backend=self.backend
+                )
         except FileNotFoundError as error:
             if _is_there(path):  # something else is missing
                 raise
@@ -252,6 +276,31 @@ class FastensorCheckpointIO(CheckpointIO):
     def _will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Whether there will be a file at a path once nothing is pending; None if nothing is, for that path."""
         return ordering.will_exist(as_in_fsspec(path))
+
+    def _save_together(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any, replicated: list[Any]
+    ) -> None:
+        """:meth:`save_checkpoint`, called on all ranks.
+
+        Args:
+            checkpoint, path, storage_options: as there.
+            replicated: the tensors that all ranks hold alike.
+        """
+        path = as_in_fsspec(path)
+        options = self._save_options(storage_options)
+        if options.pop("asynchronous"):
+            raise ValueError(f"{path} was not saved: ranks save it together, which is never asynchronous")
+        make_parent(path, durable=options["durable"])
+        options.update(container="torch", follow_symlinks=False)
+        report = cooperative.save(checkpoint, path, replicated=replicated, **self._cooperation, **options)
+        if torch.distributed.get_rank() == 0:
+            self._notify(report, checkpoint.get("global_step"))
+        else:
+            self.last_save = report
+
+    def _leaves_to_rank_0(self, path: str | os.PathLike[str]) -> bool:
+        """Whether other ranks may not come when a checkpoint is saved."""
+        return self._is_interrupted() or _FOR_REQUEUE.fullmatch(os.path.basename(path)) is not None
 
     def _link(self, target: str, link: str) -> None:
         """Make ``link`` a symlink to a checkpoint after the pending saves, unless the checkpoint's own save fails.
@@ -385,6 +434,16 @@ class FastensorCheckpointIO(CheckpointIO):
                 stacklevel=4,
             )
 
+    def _warn_if_rank_0_is_alone(self) -> None:
+        if self.cooperative and not self._saves_together and _has_other_ranks():
+            self._saves_together = True  # once is enough
+            warnings.warn(
+                "rank 0 saves alone, although the plugin is cooperative: Lightning calls it on rank 0 only, unless the "
+                "Trainer has a CheckpointMonitor; pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the "
+                "Trainer. With Fabric, call fastensor.checkpoint.cooperative.save on all ranks",
+                stacklevel=4,
+            )
+
     def _save_options(self, overrides: Any | None) -> dict[str, Any]:
         if overrides is None:
             overrides = {}
@@ -409,21 +468,26 @@ def _is_trainer_running() -> bool:
     return type(signal.getsignal(signal.SIGTERM)).__module__.endswith(".trainer.connectors.signal_connector")
 
 
-def _check_options(asynchronous: object) -> AsyncOptions:
-    """The dict, or an empty one.
+def _check_options(name: str, value: object, kind: type) -> dict[str, Any]:
+    """The options of a dict, or none.
+
+    Args:
+        name: the argument's name.
+        value: the argument.
+        kind: the TypedDict of known options.
 
     Raises:
-        TypeError: it is neither a bool, None, nor a dict of the writer's keywords.
+        TypeError: the argument is neither a bool, None, nor a dict of known options.
     """
-    if asynchronous is None or isinstance(asynchronous, bool):
+    if value is None or isinstance(value, bool):
         return {}
-    known = list(AsyncOptions.__annotations__)
-    if not isinstance(asynchronous, dict):
-        raise TypeError(f"asynchronous is a bool, or a dict with keys among {known}; found {asynchronous!r}")
-    unknown = [key for key in asynchronous if key not in known]
+    known = list(kind.__annotations__)
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is a bool, or a dict with keys among {known}; found {value!r}")
+    unknown = [key for key in value if key not in known]
     if unknown:
-        raise TypeError(f"asynchronous is a dict with keys among {known}; found {', '.join(map(repr, unknown))}")
-    return cast(AsyncOptions, asynchronous)
+        raise TypeError(f"{name} is a dict with keys among {known}; found {', '.join(map(repr, unknown))}")
+    return value
 
 
 def _announce(path: str, until: ExitStack) -> None:

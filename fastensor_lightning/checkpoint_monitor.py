@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import fastensor
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+from fastensor_lightning.cooperation import save_together
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.methods import call_after
@@ -38,6 +39,8 @@ class CheckpointMonitor(Callback):
     knows of files that are still to come or go, and ``after_save_checkpoint`` of loggers, which may upload, is called
     in the thread that trains once the file is finished, at the end of a batch or of the run.
 
+    With ``cooperative=True``, all ranks of DDP save: during a run, the strategy calls the plugin on each of them.
+
     With DDP, ranks that have the same kind of devices and filesystem choose backends by what the lowest of them has
     learned: it is sent to the others when a run begins, after each save of the Trainer's, and when the run ends. The
     timings are those of the filesystem of the first ``ModelCheckpoint``'s folder.
@@ -47,7 +50,8 @@ class CheckpointMonitor(Callback):
         explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
-        TypeError: in ``setup``, if the Trainer saves with another plugin.
+        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, and its ranks do
+            not hold the same state.
     """
 
     def __init__(self, *, progress_bar: bool = True, explain: bool = False) -> None:
@@ -77,6 +81,8 @@ class CheckpointMonitor(Callback):
             self._undo.append(call_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer)))
         else:
             self._share(plugin, trainer)
+        if plugin.cooperative:
+            self._undo.append(save_together(plugin, trainer))
         if plugin.asynchronous:
             self._loggers = WaitingLoggers(plugin, trainer.loggers)
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]

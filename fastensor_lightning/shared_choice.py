@@ -18,7 +18,7 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     Returns:
         The sharing; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
     """
-    if not plugin._chooses or not _is_data_parallel(trainer.strategy):
+    if not plugin._chooses or not is_data_parallel(trainer.strategy):
         return None
     folder = locate(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
     if not isinstance(folder, str):
@@ -27,7 +27,7 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     return share.share_choice(plugin.backend, folder, trainer.strategy.root_device)
 
 
-def _is_data_parallel(strategy: Any) -> bool:
+def is_data_parallel(strategy: Any) -> bool:
     """Whether it is Lightning's DDP: its ranks hold the same tensors. Ranks of its subclasses may hold parts."""
     names = {base.__name__ for base in type(strategy).__mro__}
     return "DDPStrategy" in names and names.isdisjoint({"DeepSpeedStrategy", "XLAStrategy"})

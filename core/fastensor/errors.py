@@ -22,6 +22,13 @@ class CheckpointWriteError(FastensorError, OSError):
     """
 
 
+class ReplicaMismatchError(FastensorError, ValueError):
+    """Ranks that are to save a file together hold different states; the message names a rank and the first difference.
+
+    Nothing has been written.
+    """
+
+
 class CheckpointReadError(FastensorError, OSError):
     """The operating system failed to deliver bytes of a checkpoint; ``errno`` and ``filename`` say which."""
 

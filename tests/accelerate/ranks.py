@@ -22,10 +22,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerators import Gate, Training, files_in, random_numbers, training
 from disks import FullDisk
+from states import assert_equal
 
 import fastensor
 import fastensor_accelerate
+from fastensor.checkpoint import cooperative
+from fastensor.files.posix import TEMPORARY_SUFFIX
+from fastensor.testing.calls import Call, intercepted
 from fastensor_accelerate import FastensorConfig, agreement
+
+PATIENCE_SECONDS = 3.0
 
 
 def numbers_of(found: Training) -> list[Any]:
@@ -118,24 +124,70 @@ def fail(config: FastensorConfig, folder: Path, rank: int) -> Any:
 
 
 def die(config: FastensorConfig, folder: Path, rank: int) -> Any:
-    """One process is killed while its files are not durable."""
+    """One process is killed while its files are not durable, or before it has saved."""
     fastensor_accelerate.enable(config)
     found = begin(folder, rank, total_limit=1)
     found.train()
     found.accelerator.save_state()
     found.accelerator.load_state()
     dist.barrier()
+    said: list[str] = []
+    if config.cooperative:
+        if rank == 1:
+            pytest.MonkeyPatch().setattr(cooperative, "save", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(fastensor.CheckpointWriteError) as caught:
+            found.accelerator.save_state()
+        return [str(caught.value)]
     if rank == 1:
         Gate(pytest.MonkeyPatch())
     found.accelerator.save_state()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    said = []
     for _ in range(2):
         with pytest.raises(fastensor.CheckpointWriteError) as caught:
             found.accelerator.save_state()
         said.append(str(caught.value))
     return said
+
+
+def cooperate(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """A model whose buffers differ, large enough for every process to write a part. Returns the files of all."""
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 200_000), torch.nn.BatchNorm1d(200_000))
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    torch.manual_seed(rank)
+    accelerator.backward(model(torch.randn(8, 4)).square().mean())
+    optimizer.step()
+    accelerator.save_state(folder / "stock")
+    fastensor_accelerate.enable(config)
+    written = set[str]()
+
+    def note(call: Call) -> Any:
+        name = os.readlink(f"/proc/self/fd/{call.arguments[0]}") if call.name == "pwrite" else ""
+        if TEMPORARY_SUFFIX in name:
+            written.add(name)
+        return call.perform()
+
+    with intercepted(note):
+        accelerator.save_state(folder / "ours")
+    dist.barrier()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = ["model.safetensors", "optimizer.bin"]
+    for name in names:
+        one, two = (fastensor.load(folder / kind / name) for kind in ("stock", "ours"))
+        assert_equal(two, one)
+        fastensor.verify(folder / "ours" / name)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, len(written))
+    assert both[1] == 2, "the other process has written parts of two files"
+    accelerator.load_state(folder / "ours")
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if "running" not in name)
+    means = [torch.empty(200_000) for _ in range(2)]
+    dist.all_gather(means, after["module.1.running_mean"])
+    assert torch.equal(*means)
+    return names
 
 
 def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
@@ -248,7 +300,9 @@ def offload(config: FastensorConfig, folder: Path, rank: int) -> Any:
 def main() -> None:
     name, mode, folder = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    config = FastensorConfig(asynchronous=mode == "asynchronous")
+    config = FastensorConfig(
+        asynchronous=mode == "asynchronous", cooperative=mode == "cooperative", cooperative_timeout=PATIENCE_SECONDS
+    )
     result = globals()[name](config, Path(folder), rank)
     print(json.dumps(result), flush=True)
     if name != "leave":

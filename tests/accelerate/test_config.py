@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 import yaml
+from accelerate import Accelerator, DistributedType
 from accelerate.commands import accelerate_cli, launch
 from accelerate.commands.config import cluster, config, config_args
+from accelerators import by, training
 
 from fastensor.offload import OffloadConfig
 from fastensor_accelerate import ConfigError, FastensorConfig, launcher
@@ -405,3 +407,17 @@ def test_the_environment_is_shown(command: Command, capsys: pytest.CaptureFixtur
         command("env", "--config_file", path)
     assert "`Accelerate` version" in (out := capsys.readouterr().out)
     assert "fastensor_config: {'verify': False}" in out
+
+
+def test_what_contradicts_cooperation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cooperative and asynchronous contradict"):
+        FastensorConfig(cooperative=True, asynchronous=True)
+    with pytest.raises(ConfigError, match="cooperative_timeout is a number of seconds above 0, found 0"):
+        FastensorConfig(cooperative=True, cooperative_timeout=0.0)
+
+
+def test_cooperation_is_for_data_parallel_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = training(tmp_path)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with by(FastensorConfig(cooperative=True)), pytest.raises(ConfigError, match=r"for data parallel .* found FSDP"):
+        found.accelerator.save_state()

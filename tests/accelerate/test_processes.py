@@ -22,12 +22,14 @@ FILES = [
     "scheduler.bin",
 ]  # fmt: skip
 modes = pytest.mark.parametrize("config", MODES)
+COOPERATIVE = FastensorConfig(cooperative=True)
+all_modes = pytest.mark.parametrize("config", [*MODES, pytest.param(COOPERATIVE, id="cooperative")])
 
 
 def start(name: str, config: FastensorConfig, folder: Path, **variables: str) -> list[Program]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mode = "asynchronous" if config.asynchronous else "synchronous"
+    mode = "cooperative" if config.cooperative else "asynchronous" if config.asynchronous else "synchronous"
     return [
         Program(
             RANKS, name, mode, folder, accelerate=True, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
@@ -54,7 +56,7 @@ def run(name: str, config: FastensorConfig, folder: Path, dies: int | None = Non
     return found
 
 
-@modes
+@all_modes
 def test_two_processes_save_and_one_loads_and_the_other_way_round(tmp_path: Path, config: FastensorConfig) -> None:
     single = training()
     single.train(3)
@@ -81,7 +83,7 @@ def test_two_processes_save_and_one_loads_and_the_other_way_round(tmp_path: Path
             assert [state["custom"], state["step"]] == saved[2:]
 
 
-@modes
+@all_modes
 def test_the_process_that_fails_is_named_and_nothing_is_published(tmp_path: Path, config: FastensorConfig) -> None:
     ((main, files, iteration), _), ((other, others_files, others_iteration), _) = run("fail", config, tmp_path)
     assert files == others_files
@@ -94,7 +96,8 @@ def test_the_process_that_fails_is_named_and_nothing_is_published(tmp_path: Path
     assert "was not saved: process 1: ZeroDivisionError: the hook's" in in_hook[1]
     assert at_disk[0] == at_others_disk[0] == "CheckpointWriteError"
     assert "No space left" in at_disk[1]
-    assert "was not saved: process 0: CheckpointWriteError" in at_others_disk[1]
+    said = "failed: rank 0: " if config.cooperative else "was not saved: process 0: CheckpointWriteError"
+    assert said in at_others_disk[1]
     assert "No space left" in at_others_disk[1]
 
 
@@ -108,7 +111,18 @@ def test_a_killed_process_leaves_the_state_before_and_the_other_raises(tmp_path:
     assert found.state()["step"] == 1
 
 
-@modes
+def test_a_killed_process_that_was_to_write_its_part(tmp_path: Path) -> None:
+    (said, _), _ = run("die", COOPERATIVE, tmp_path, dies=1)
+    assert "rank 1 did not come within 3 s" in said[0]
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def test_all_processes_write_what_they_hold_alike(tmp_path: Path) -> None:
+    (main, _), (other, _) = run("cooperate", COOPERATIVE, tmp_path)
+    assert main == other == ["model.safetensors", "optimizer.bin"]
+
+
+@all_modes
 def test_the_main_process_saves_alone(tmp_path: Path, config: FastensorConfig) -> None:
     ((states, files), err), ((others, others_files), others_err) = run("main_alone", config, tmp_path)
     assert states[0] == states[1] == others[0]
@@ -120,7 +134,7 @@ def test_the_main_process_saves_alone(tmp_path: Path, config: FastensorConfig) -
     assert "alone" not in others_err
 
 
-@modes
+@all_modes
 def test_machines_with_one_filesystem(tmp_path: Path, config: FastensorConfig) -> None:
     (main, _), (other, _) = run("on_two_machines", config, tmp_path, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     assert main == other

@@ -1,8 +1,8 @@
 """Two processes that save together until one of them kills itself. Run by ``test_kill.py``.
 
 Argument: the folder of the checkpoint. For each line of its input, ``ROUND FIRST RANK CALL WAY``, two children join a
-group and save the states of the steps from FIRST on, in the way ``save`` or ``async``. The child RANK kills itself
-before its CALL-th system call that changes something, and the other one is killed then.
+group and save the states of the steps from FIRST on, in the way ``save``, ``async`` or ``cooperative``. The child RANK
+kills itself before its CALL-th system call that changes something, and the other one is killed then.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.dcp import FastensorStorageWriter
 from fastensor.testing.calls import intercepted
 
@@ -43,7 +45,7 @@ def main() -> None:
             if pid == 0:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the one that lives will complain
                 fatal = int(call) if one == int(rank) else NEVER
-                run(store, folder, one, int(first), fatal, asynchronous=way == "async")
+                run(store, folder, one, int(first), fatal, way)
                 os._exit(0)
             children.append(pid)
         pid, status = os.waitpid(children[int(rank)], 0)
@@ -54,13 +56,16 @@ def main() -> None:
         print("dead", os.waitstatus_to_exitcode(status), flush=True)
 
 
-def run(store: Path, folder: Path, rank: int, first: int, fatal: int, *, asynchronous: bool) -> None:
+def run(store: Path, folder: Path, rank: int, first: int, fatal: int, way: str) -> None:
     mesh = join(store, rank, WORLD)
     writer = FastensorStorageWriter(folder)
     with intercepted(Killer(fatal, CALLS)):
         for step in range(first, first + STEPS):
+            if way == "cooperative":
+                cooperative.save(large_stamped(step), folder / "x.ckpt")
+                continue
             state = sharded(mesh, step)
-            if asynchronous:
+            if way == "async":
                 future: Any = dcp.async_save(state, storage_writer=writer)
                 future.result()
             else:
@@ -74,6 +79,11 @@ def sharded(mesh: DeviceMesh, step: int) -> dict[str, Any]:
     for name, layer in state["layers"].items():
         state["layers"][name] = distribute_tensor(layer, mesh, [Shard(0)], src_data_rank=None)
     return state
+
+
+def large_stamped(step: int) -> dict[str, Any]:
+    """A part of it for each rank."""
+    return {**stamped(step), "largest": torch.full((300_000,), step)}
 
 
 if __name__ == "__main__":

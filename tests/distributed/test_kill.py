@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,34 @@ def test_many(tmp_path: Path, way: str, tally: Counter[str]) -> None:
     kill_ranks(tmp_path / "x", way, 90, tally)
 
 
+def test_some_that_save_one_file_together(tmp_path: Path, tally: Counter[str]) -> None:
+    kill_cooperating_ranks(tmp_path, 12, tally)
+
+
+@pytest.mark.torture
+def test_many_that_save_one_file_together(tmp_path: Path, tally: Counter[str]) -> None:
+    kill_cooperating_ranks(tmp_path, 150, tally)
+
+
 def kill_ranks(folder: Path, way: str, times: int, tally: Counter[str]) -> None:
-    moments = random.Random(f"{way}{times}")
     save(stamped(0), FastensorStorageWriter(folder))
+    step = kill_while_saving(folder, way, times, loaded, tally)
+    save(stamped(step), FastensorStorageWriter(folder))
+
+
+def kill_cooperating_ranks(tmp_path: Path, times: int, tally: Counter[str]) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    path = folder / "x.ckpt"
+    fastensor.save(stamped(0), path)
+    kill_while_saving(folder, "cooperative", times, lambda _: step_of(fastensor.load(path, verify=True)), tally)
+    fastensor.save(stamped(0), path)
+    assert [one.name for one in folder.iterdir()] == ["x.ckpt"]
+
+
+def kill_while_saving(folder: Path, way: str, times: int, step_in: Callable[[Path], int], tally: Counter[str]) -> int:
+    """Kill one of two ranks at random moments of three saves. Returns the step of the checkpoint that is there then."""
+    moments = random.Random(f"{way}{times}")
     step = 0
     steps_gained = Counter[int]()
     with Program(Path(__file__).with_name("saver.py"), folder) as saver:
@@ -42,12 +68,12 @@ def kill_ranks(folder: Path, way: str, times: int, tally: Counter[str]) -> None:
             assert word == "dead"
             assert int(code) in (0, -9)
             tally["ranks killed"] += code == "-9"
-            found = loaded(folder)
+            found = step_in(folder)
             assert step <= found <= step + 3
             steps_gained[found - step] += 1
             step = found
     assert len(steps_gained) > 1
-    save(stamped(step), FastensorStorageWriter(folder))
+    return step
 
 
 def loaded(folder: Path) -> int:

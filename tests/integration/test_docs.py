@@ -149,6 +149,26 @@ def test_the_benchmark_of_accelerate_measures_every_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
+def test_the_benchmark_of_distributed_checkpoints_measures_every_way(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "distributed.py")
+    tiny = ["--model", "tiny", "--worlds", "1", "2", "--runs", "1", "--saves", "2"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
+    for world in (1, 2):
+        for way in ("fastensor", "torch, 2 threads, sync_files", "torch, 4 threads", "planning and metadata alone"):
+            assert f"| {world} | save | {way} | later |" in out
+        for way in ("fastensor", "torch", "torch, staged asynchronously"):
+            assert f"| {world} | asynchronous save | {way} | later |" in out
+        for way in ("fastensor", "torch", "planning and metadata alone"):
+            assert f"| {world} | cold load | {way} | first |" in out
+        assert f"| {world} | save of replicas | fastensor, rank 0 alone | later |" in out
+    assert "| cold load | fastensor | grows with N |" in out
+    assert len(json.loads((tmp_path / "out.json").read_text())["verdicts"]) in (10, 12)  # without fio, or with it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
 def test_the_benchmark_of_offloading_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "offload.py")
     tiny = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--min-bytes", "4096"]

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import join
@@ -81,6 +82,12 @@ def sharded(**options: Any) -> Prepare:
         fully_shard(model, mesh=mesh, **options)
 
     return prepare
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    sharded()(model, mesh)
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -207,6 +214,18 @@ def _train_on_two(rank: int, folder: Path) -> None:
     check(folder, "accumulation", sharded(), mesh, micro_batches=2)
     check(folder, "unsharded by hand", sharded(), mesh, by_hand=True)
     check(folder, "a method that is not forward", sharded(), mesh, encodes=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.torture
+def test_training_of_compiled_blocks(tmp_path: Path) -> None:
+    run_ranks(_train_compiled, 2, tmp_path)
+
+
+def _train_compiled(rank: int, folder: Path) -> None:
+    mesh = join(folder, rank, 2)
+    check(folder, "compiled", compiled, mesh)
+    check(folder, "compiled, with activation checkpointing", compiled, mesh, checkpointed=True)
     dist.destroy_process_group()
 
 

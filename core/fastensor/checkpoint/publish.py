@@ -192,10 +192,14 @@ class InPlace:
         os.close(self.fd)
 
 
-def open_output(target: Target) -> NewFile | InPlace:
+def open_output(target: Target, *, hidden: bool = False) -> NewFile | InPlace:
     """Open the file that a save writes to: a new file that will replace the target, or the target itself.
 
     A new file has the owner, the mode, ACLs, labels and ``user.*`` attributes of the file that it will replace.
+
+    Args:
+        target: the target.
+        hidden: as for :class:`~fastensor.files.atomic.NewFile`.
 
     Raises:
         CheckpointWriteError: the target can neither be replaced nor written in place. Nothing has been changed.
@@ -204,17 +208,17 @@ def open_output(target: Target) -> NewFile | InPlace:
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(target.path, follow_symlinks=target.is_descriptor)
             if not stat.S_ISLNK(found.st_mode):
-                return _open_existing(target, found)
-        return NewFile(target.path)
+                return _open_existing(target, found, hidden=hidden)
+        return NewFile(target.path, hidden=hidden)
 
 
-def _open_existing(target: Target, previous: os.stat_result) -> NewFile | InPlace:
+def _open_existing(target: Target, previous: os.stat_result, *, hidden: bool) -> NewFile | InPlace:
     _check_writable(target)
     if stat.S_ISREG(previous.st_mode) and not previous.st_size:
         found = _open_if_empty(target)
         if found is not None:
             return found
-    new, why = _try_to_replace(target, previous)
+    new, why = _try_to_replace(target, previous, hidden=hidden)
     return InPlace(target, why) if new is None else new
 
 
@@ -240,12 +244,12 @@ def _open_if_empty(target: Target) -> InPlace | None:
     return found
 
 
-def _try_to_replace(target: Target, previous: os.stat_result) -> tuple[NewFile | None, str]:
+def _try_to_replace(target: Target, previous: os.stat_result, *, hidden: bool) -> tuple[NewFile | None, str]:
     """A new file with the rights of the old one; or None, and why there cannot be one."""
     if why := _why_not_renamed(target, previous):
         return None, why
     try:
-        new = NewFile(target.path, mode=0o600)
+        new = NewFile(target.path, mode=0o600, hidden=hidden)
     except OSError as error:
         if error.errno not in _NOT_POSSIBLE:
             raise

@@ -13,7 +13,7 @@ from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.save_transaction import Planner, SaveTransaction
+from fastensor.checkpoint.save_transaction import Planner, SaveTransaction, Writer
 from fastensor.errors import LayoutError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
@@ -140,11 +140,38 @@ class SaveSettings:
     pickle_module: Any = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
 
-    def prepare(self, obj: object, path: Location) -> tuple[SaveTransaction, Planner]:
+    def prepare(
+        self, obj: object, path: Location, *, write_shared: Writer | None = None
+    ) -> tuple[SaveTransaction, Planner]:
         """A transaction for the target, and the planner of the file. Nothing is written yet.
+
+        Args:
+            obj, path: as for :func:`save`.
+            write_shared: as for :class:`~fastensor.checkpoint.save_transaction.SaveTransaction`.
 
         Raises:
             Exception: as :func:`save`, for every wrong argument but the object.
+        """
+
+        def let_torch_write(file: BinaryIO) -> None:
+            torch.save(obj, file, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
+
+        planner = self.planner(obj, path)
+        transaction = SaveTransaction(
+            path,
+            let_torch_write,
+            backend=self.backend,
+            durable=self.durable,
+            follow_symlinks=self.follow_symlinks,
+            write_shared=write_shared,
+        )
+        return transaction, planner
+
+    def planner(self, obj: object, path: Location) -> Planner:
+        """The planner of the file.
+
+        Raises:
+            ValueError: arguments contradict each other.
         """
         kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
 
@@ -159,17 +186,7 @@ class SaveSettings:
                 record_fallback(fallbacks, "stitching", str(error))
                 return None
 
-        def let_torch_write(file: BinaryIO) -> None:
-            torch.save(obj, file, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
-
-        transaction = SaveTransaction(
-            path,
-            let_torch_write,
-            backend=self.backend,
-            durable=self.durable,
-            follow_symlinks=self.follow_symlinks,
-        )
-        return transaction, plan
+        return plan
 
 
 def choose_container(

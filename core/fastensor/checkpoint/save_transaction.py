@@ -45,6 +45,8 @@ _NEEDS_NO_THREAD = "numpy"
 
 Planner: TypeAlias = Callable[[list[Fallback]], Plan | None]
 """Plans a file. Returns None, and adds the reason to the list, if torch has to write the file by itself."""
+Writer: TypeAlias = Callable[[Source, NewFile, list[Fallback]], tuple[Transfer, Sequence[int]]]
+"""Writes the contents of a new file as :func:`write_by_backend` does."""
 
 
 class _Written(NamedTuple):
@@ -65,6 +67,8 @@ class SaveTransaction:
         path: the target.
         let_torch_write: writes the file if the file cannot be planned.
         backend, durable, follow_symlinks: as for :func:`fastensor.save`.
+        write_shared: writes the contents of a new file, if other processes take part, for which the file has a hidden
+            name from the start.
 
     Raises:
         CheckpointWriteError: the target must not be replaced.
@@ -80,6 +84,7 @@ class SaveTransaction:
         backend: BackendChoice,
         durable: bool,
         follow_symlinks: bool,
+        write_shared: Writer | None = None,
     ) -> None:
         self._started = time.perf_counter()
         check_choice(backend)
@@ -96,6 +101,7 @@ class SaveTransaction:
         self._let_torch_write = let_torch_write
         self._backend = backend
         self._durable = durable
+        self._write_shared = write_shared
         self._fallbacks: list[Fallback] = []
         self._freeing = Freeing()
         self._output: NewFile | InPlace | None = None
@@ -202,7 +208,7 @@ class SaveTransaction:
             CheckpointWriteError: the target can neither be replaced nor written in place.
         """
         if isinstance(self.target, Target) and self._output is None:
-            self._output = open_output(self.target)
+            self._output = open_output(self.target, hidden=self._write_shared is not None)
             if isinstance(self._output, InPlace) and self._output.is_file and self._output.nbytes:
                 fallback = Fallback("atomic replacement", f"{self.where}: {self._output.why}")
                 if fallback not in self._fallbacks:
@@ -374,12 +380,14 @@ class SaveTransaction:
         """
         fd = new.fd
         if self._nested:
-            _reserve(fd, source.nbytes)
+            reserve(fd, source.nbytes)
             if self._backend not in (registry.AUTO, _NEEDS_NO_THREAD) and isinstance(self._backend, str):
                 record_fallback(self._fallbacks, self._backend, _NESTED)
             return None, registry.get(_NEEDS_NO_THREAD).write(source, fd)
         with self._timed("wait"):
             wait_for_space()
+        if self._write_shared is not None:
+            return self._write_shared(source, new, self._fallbacks)
         return write_by_backend(source, new, backend=self._backend, durable=self._durable, fallbacks=self._fallbacks)
 
     def _to_stream(self, source: Source | None, file: BinaryIO | InPlace) -> int:
@@ -412,7 +420,7 @@ def write_by_backend(
         OSError: no backend could write the file.
         StateChangedError: a storage was resized meanwhile.
     """
-    _reserve(new.fd, source.nbytes)
+    reserve(new.fd, source.nbytes)
     try:
         transfer = Transfer.of_file(
             backend,
@@ -435,7 +443,7 @@ handler might find held."""
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
-def _reserve(fd: int, nbytes: int) -> None:
+def reserve(fd: int, nbytes: int) -> None:
     """Reserve space for a new file.
 
     Raises:

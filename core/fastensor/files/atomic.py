@@ -70,6 +70,12 @@ class NewFile:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close()
 
+    @property
+    def hidden_name(self) -> str:
+        """The name of a file that has had one from the start, until it is published."""
+        (name,) = self._names
+        return name
+
     def publish(self) -> None:
         """Give the file its name, and replace the file that has the name. Syncs nothing.
 

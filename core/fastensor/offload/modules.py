@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.errors import OffloadError
-
-_FSDP1 = "FullyShardedDataParallel"
-_FSDP2 = "FSDPModule"
-"""Names of classes. Their modules take long to import, and few processes need them."""
 
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
@@ -85,11 +82,14 @@ class PersistentStorages:
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether ``torch.distributed.fsdp.fully_shard`` was applied to the module itself."""
-    return _FSDP2 in _class_names(module)
+    return _is_of_fsdp(module, "FSDPModule")
 
 
-def _class_names(module: nn.Module) -> set[str]:
-    return {kind.__name__ for kind in type(module).__mro__}
+def _is_of_fsdp(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of ``torch.distributed.fsdp``. That takes long to import; unless somebody has
+    imported it, no module is."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, name))
 
 
 def _storages_of(tensor: torch.Tensor) -> set[int]:
@@ -204,8 +204,11 @@ def _refuse(model: nn.Module) -> None:
     """Raise OffloadError if the model's strategy frees memory that autograd has saved, and cannot be told which."""
     reason = instead = ""
     for name, module in model.named_modules():
-        if _FSDP1 in _class_names(module):
-            reason, instead = f"{name or type(module).__name__} is a {_FSDP1} (FSDP version 1)", "FSDP2 (fully_shard)"
+        if _is_of_fsdp(module, version_1 := "FullyShardedDataParallel"):
+            reason, instead = (
+                f"{name or type(module).__name__} is a {version_1} (FSDP version 1)",
+                "FSDP2 (fully_shard)",
+            )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             reason, instead = f"{name} is a parameter of DeepSpeed's ZeRO stage 3", "ZeRO up to stage 2"

@@ -1,0 +1,118 @@
+"""``fastensor.checkpoint.cooperative.load``: the ranks of a machine read a file from the disk once.
+
+They share the page cache. Each rank of a machine has the kernel read another part of the file, all at a time, and then
+loads the whole file from there, at the speed of memory. Nothing is copied between processes, and what does not fit into
+the page cache is only read again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
+from fastensor.checkpoint.cooperative.ranks import Ranks
+from fastensor.checkpoint.load import load_with_report as load_alone
+from fastensor.checkpoint.location import locate
+from fastensor.checkpoint.placement import MapLocation
+from fastensor.checkpoint.report import LoadReport
+from fastensor.errors import CheckpointReadError
+from fastensor.files import posix
+
+_THROUGH_THE_PAGE_CACHE = "numpy"
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    keys: Iterable[str] | None = None,
+    weights_only: bool | None = None,
+    verify: bool | None = None,
+) -> Any:
+    """Load a checkpoint on all ranks of a group, as :func:`fastensor.load` does, reading it once per machine.
+
+    All ranks call it, with the same path, at the same point. Each one gets an object of its own.
+
+    Args:
+        path: as for :func:`fastensor.load`. What is no file of a local path, every rank reads by itself.
+        map_location: as for :func:`fastensor.load`.
+        group: the ranks that take part; None for all.
+        timeout: how many seconds rank 0 waits for the slowest rank to call. Others wait twice as long for rank 0.
+        keys, weights_only, verify: as for :func:`fastensor.load`.
+
+    Raises:
+        CheckpointReadError: as :func:`fastensor.load`; or a rank did not come in time, and the message names it.
+        Exception: as :func:`fastensor.load`, on a rank that cannot load the file.
+    """
+    found, _ = load_with_report(
+        path, map_location, group=group, timeout=timeout, keys=keys, weights_only=weights_only, verify=verify
+    )
+    return found
+
+
+def load_with_report(
+    path: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    keys: Iterable[str] | None = None,
+    weights_only: bool | None = None,
+    verify: bool | None = None,
+) -> tuple[Any, LoadReport]:
+    """:func:`load`, and what it did on this rank."""
+    number, count = 0, 1
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        number, count = _place_on_machine(Ranks(group, f"loading {os.fspath(path)}", timeout, CheckpointReadError))
+    if count == 1 or not isinstance(locate(path), str):
+        return load_alone(path, map_location, keys=keys, weights_only=weights_only, verify=verify)
+    with suppress(OSError):  # the load meets the error, too, and says more
+        _begin_to_read(path, number, count)
+    return load_alone(
+        path, map_location, keys=keys, weights_only=weights_only, verify=verify, backend=_THROUGH_THE_PAGE_CACHE
+    )
+
+
+def _place_on_machine(ranks: Ranks) -> tuple[int, int]:
+    """The number of this rank among those of its machine, and how many they are."""
+    if ranks.rank:
+        ranks.send(_machine())
+        place: tuple[int, int] = ranks.receive()
+        return place
+    try:
+        machines = [_machine(), *ranks.gather()]
+    except BaseException as error:
+        ranks.reply_failure(error)
+        raise
+    places = [(machines[:rank].count(one), machines.count(one)) for rank, one in enumerate(machines)]
+    ranks.reply(places[1:])
+    return places[0]
+
+
+def _machine() -> str:
+    """What the processes that share a page cache have in common, whatever containers they are in."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:
+        return socket.gethostname()
+
+
+def _begin_to_read(path: str | os.PathLike[str], number: int, count: int) -> None:
+    """Have the kernel read a part of a file into the page cache, if it is not there."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(fd).st_size
+        begin, end = nbytes * number // count, nbytes * (number + 1) // count
+        if end > begin:  # a length of 0 would mean all of the file
+            os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+    finally:
+        posix.close_read_only(fd)

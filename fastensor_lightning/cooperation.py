@@ -1,0 +1,61 @@
+"""All ranks of a Trainer save, where Lightning has rank 0 save alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+from fastensor_lightning.methods import replace_method
+from fastensor_lightning.shared_choice import is_data_parallel
+
+
+def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], None]:
+    """Have the strategy of a Trainer call a cooperative plugin on all ranks. Returns a function that ends that.
+
+    ``Trainer.save_checkpoint`` collects the checkpoint on all ranks, and calls ``save_checkpoint`` of the strategy on
+    all of them. Lightning's own calls the plugin on rank 0 alone. There is no hook between.
+
+    Raises:
+        TypeError: the ranks do not hold the same state.
+    """
+    strategy = trainer.strategy
+    if trainer.world_size == 1:
+        return lambda: None
+    if not is_data_parallel(strategy):
+        raise TypeError(
+            f"FastensorCheckpointIO(cooperative=True) is for DDP, whose ranks hold the same state; found "
+            f"{type(strategy).__name__}: leave cooperative out"
+        )
+    stock = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if plugin._leaves_to_rank_0(filepath) or _is_sharded(trainer.optimizers):
+            stock(checkpoint, filepath, storage_options=storage_options)
+        else:
+            replicated = [*trainer.lightning_module.parameters(), *_tensors_in(checkpoint.get("optimizer_states"))]
+            plugin._save_together(checkpoint, filepath, storage_options, replicated)
+
+    plugin._saves_together = True
+    return replace_method(strategy, "save_checkpoint", save_checkpoint)
+
+
+def _is_sharded(optimizers: list[Any]) -> bool:
+    """Whether an optimizer has its state on rank 0 alone when it is saved, as ``ZeroRedundancyOptimizer`` has."""
+    names = [type(one).__name__ for one in optimizers if hasattr(one, "consolidate_state_dict")]
+    if names:
+        warnings.warn(
+            f"rank 0 saves alone: {names[0]} collects its state there, so ranks do not hold the same", stacklevel=2
+        )
+    return bool(names)
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)
