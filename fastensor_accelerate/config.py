@@ -106,6 +106,16 @@ class FastensorConfig:
     offload_min_bytes: int | None = _option(
         None, "--fastensor_offload_min_bytes", "smaller activations stay in memory; default: 262144"
     )
+    offload_staging_bytes: int | None = _option(
+        None,
+        "--fastensor_offload_staging_bytes",
+        "most bytes of activations on their way to the SSD; default: 134217728",
+    )
+    offload_prefetch_bytes: int | None = _option(
+        None,
+        "--fastensor_offload_prefetch_bytes",
+        "most bytes of activations that are read before they are needed; default: 134217728",
+    )
     offload_dram_bytes: int | None = _option(
         None, "--fastensor_offload_dram_bytes", "most bytes of activations that stay in host memory; default: 0"
     )
@@ -154,7 +164,16 @@ class FastensorConfig:
         """How activations are offloaded, if :attr:`offload` is true."""
         given = {
             name: getattr(self, f"offload_{name}")
-            for name in ("directories", "min_bytes", "dram_bytes", "ssd_bytes", "include", "exclude")
+            for name in (
+                "directories",
+                "min_bytes",
+                "staging_bytes",
+                "prefetch_bytes",
+                "dram_bytes",
+                "ssd_bytes",
+                "include",
+                "exclude",
+            )
         }
         schedule = _schedule(self.offload_schedule)
         return OffloadConfig(schedule=schedule, **{name: value for name, value in given.items() if value is not None})

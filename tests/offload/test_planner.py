@@ -284,7 +284,7 @@ def test_a_dry_run_of_what_fits(make: Any) -> None:
 
 
 def test_a_dry_run_that_measures_nothing(make: Any) -> None:
-    with pytest.raises(OffloadError, match="the dry run has measured nothing"):
+    with pytest.raises(OffloadError, match="nothing was measured"):
         make().dry_run(lambda: None)
     with torch.no_grad(), pytest.raises(OffloadError, match="and its backward pass"):
         make().dry_run(lambda: Net()(batch()))
@@ -297,6 +297,25 @@ def test_a_dry_run_that_measures_nothing(make: Any) -> None:
 def test_schedules_that_mean_nothing(schedule: Any) -> None:
     with pytest.raises(ValueError, match="schedule is"):
         OffloadConfig(schedule=schedule)
+
+
+def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from fastensor_lightning import SSDActivationOffload
+
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30), dry_run=True)
+    trainer = Trainer(
+        callbacks=[callback], max_epochs=5, logger=False, accelerator="cpu", enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 3
+    assert callback.estimate is not None
+    assert not callback.estimate.plan.offloaded_bytes
+    assert callback.estimate.write_bandwidth > 0
+    assert "dry run of activation offload on rank 0" in capsys.readouterr().out
 
 
 def test_a_trainer_is_told_that_everything_fits(caplog: pytest.LogCaptureFixture) -> None:

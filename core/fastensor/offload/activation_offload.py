@@ -144,10 +144,21 @@ class ActivationOffload:
                 for _ in range(passes):
                     with measuring.step():
                         train()
-                measuring.settle()
-                return measuring._engine.estimate(self.config)
+                return measuring.estimate(self.config)
             finally:
                 measuring._engine.model = None  # it is attached to this offload
+
+    def estimate(self, config: OffloadConfig | None = None) -> OffloadEstimate:
+        """What training is expected to take, on what the latest pass has measured. Waits for writes and reads.
+
+        Args:
+            config: another configuration to train with; None means this one.
+
+        Raises:
+            OffloadError: no pass has been measured.
+        """
+        self.settle()
+        return self._engine.estimate(config or self.config)
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""

@@ -145,8 +145,8 @@ class OffloadEngine:
         measured = self.planner.latest()
         if measured is None:
             raise OffloadError(
-                f"the dry run has measured nothing: the function has to run a forward pass that saves tensors of at "
-                f"least {config.min_bytes} bytes, and its backward pass"
+                f"nothing was measured: run a forward pass that saves tensors of at least {config.min_bytes} bytes, "
+                f"and its backward pass"
             )
         rates = self._rates()
         return estimate_of(
