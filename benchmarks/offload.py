@@ -301,7 +301,7 @@ def judge(of: dict[str, list[Run]]) -> Iterator[str]:
         ratio = median(of[peer][at].blocked_seconds / of[ALL][at].blocked_seconds for at in rounds)
         no_more = median(of[ALL][at].blocked_seconds / of[DROPPED][at].blocked_seconds for at in rounds)
         times = _bold(ratio, ratio >= LEAST_SAVED_BLOCKING or no_more <= 1)
-        yield (f"- {peer} is blocked {times} times as long as {ALL}, which is blocked {no_more:.2f} times as long as {DROPPED} (promised: 8, or 1)")  # fmt: skip
+        yield f"- {peer} is blocked {times} × as long as {ALL}, {ALL} {no_more:.2f} × as {DROPPED} (promised: 8, or 1)"
     ratio = median(of[AUTO][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
     yield f"- {AUTO}: a step takes {_bold(ratio, ratio <= MOST_OF_STEP_THAT_FITS)} of one without (promised: 1.03)"
     ratio = median(of[HALF][at].step_seconds / of[ALL][at].step_seconds for at in rounds)
