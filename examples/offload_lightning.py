@@ -55,7 +55,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         usual, weights = train(folder, options.epochs)
-        offload = SSDActivationOffload(OffloadConfig(min_bytes=64 << 10))
+        offload = SSDActivationOffload(OffloadConfig(schedule="all", min_bytes=64 << 10))
         offloaded, same_weights = train(folder, options.epochs, offload)
     print(f"{len(usual)} steps; the loss went from {usual[0]:.4f} to {usual[-1]:.4f}, offloaded to {offloaded[-1]:.4f}")
     print(offload.statistics)

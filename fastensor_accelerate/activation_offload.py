@@ -283,7 +283,8 @@ class PreparedOffloads:
             known.is_checked = True
             if not found.offloaded:
                 why = found.why_nothing(known.offload.config.min_bytes)
-                _logger.warning("no activations of %s are offloaded so far. %s", type(known.model).__name__, why)
+                level = logging.INFO if found.everything_fits else logging.WARNING
+                _logger.log(level, "no activations of %s are offloaded so far. %s", type(known.model).__name__, why)
         if not self._said_none and not any(known.is_checked for known in self._models):
             self._said_none = True
             _logger.warning(
@@ -321,4 +322,5 @@ class PreparedOffloads:
                 )
             elif found.steps and not found.offloaded:
                 why = found.why_nothing(known.offload.config.min_bytes)
-                _logger.warning("no activations of %s were offloaded. %s", kind, why)
+                level = logging.INFO if found.everything_fits else logging.WARNING
+                _logger.log(level, "no activations of %s were offloaded. %s", kind, why)

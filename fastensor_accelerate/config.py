@@ -6,14 +6,15 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
 from fastensor.errors import FastensorError
-from fastensor.offload import OffloadConfig
+from fastensor.offload import OffloadConfig, Schedule
 
 USE = "ACCELERATE_USE_FASTENSOR"
 """The environment variable that switches Fastensor on."""
@@ -96,8 +97,24 @@ class FastensorConfig:
         "--fastensor_offload_directories",
         "folders on SSDs for activations, separated by commas; default: the project's folder, or a temporary one",
     )
+    offload_schedule: str = _option(
+        "auto",
+        "--fastensor_offload_schedule",
+        "which activations leave memory: auto (as few as what is free demands; default), all, a number of bytes that "
+        "may stay, or a share such as 0.5",
+    )
     offload_min_bytes: int | None = _option(
         None, "--fastensor_offload_min_bytes", "smaller activations stay in memory; default: 262144"
+    )
+    offload_staging_bytes: int | None = _option(
+        None,
+        "--fastensor_offload_staging_bytes",
+        "most bytes of activations on their way to the SSD; default: 134217728",
+    )
+    offload_prefetch_bytes: int | None = _option(
+        None,
+        "--fastensor_offload_prefetch_bytes",
+        "most bytes of activations that are read before they are needed; default: 134217728",
     )
     offload_dram_bytes: int | None = _option(
         None, "--fastensor_offload_dram_bytes", "most bytes of activations that stay in host memory; default: 0"
@@ -147,9 +164,19 @@ class FastensorConfig:
         """How activations are offloaded, if :attr:`offload` is true."""
         given = {
             name: getattr(self, f"offload_{name}")
-            for name in ("directories", "min_bytes", "dram_bytes", "ssd_bytes", "include", "exclude")
+            for name in (
+                "directories",
+                "min_bytes",
+                "staging_bytes",
+                "prefetch_bytes",
+                "dram_bytes",
+                "ssd_bytes",
+                "include",
+                "exclude",
+            )
         }
-        return OffloadConfig(**{name: value for name, value in given.items() if value is not None})
+        schedule = _schedule(self.offload_schedule)
+        return OffloadConfig(schedule=schedule, **{name: value for name, value in given.items() if value is not None})
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], where: str = SECTION) -> Self:
@@ -220,6 +247,14 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
         return number(value)
     except ValueError:
         raise ConfigError(f"{option.name} is a number ({kind}), found {value!r}") from None
+
+
+def _schedule(text: str) -> Schedule:
+    """The schedule that a text names: a word, bytes, or a share. OffloadConfig refuses others."""
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return cast(Schedule, text)
 
 
 def _is_tuple(option: dataclasses.Field[Any]) -> bool:

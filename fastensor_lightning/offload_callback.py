@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastensor.errors import UnsupportedContentError
-from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
+from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import with_default_folder
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.methods import replace_method
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 else:
     Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
+_DRY_RUN_STEPS = 3
 _logger = logging.getLogger(__name__)
 
 
@@ -28,8 +30,10 @@ class SSDActivationOffload(Callback):
     covered wherever Lightning runs them: automatic and manual optimization, accumulation, any precision, DDP, FSDP2
     (``ModelParallelStrategy``); validation is left alone. Parameters and buffers of the module stay where they are.
 
-    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded. :attr:`statistics`
-    has the same numbers.
+    By default, only as much goes as has to, for the rest to fit into memory; a run that fits is not slowed down.
+
+    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded although not all
+    fits. :attr:`statistics` has the same numbers.
 
     Args:
         config: how many bytes go where. Without ``directories``, files are in the Trainer's ``default_root_dir``; they
@@ -37,6 +41,8 @@ class SSDActivationOffload(Callback):
             budgets of its own.
         log: whether loggers get ``offload/written_bytes``, ``offload/read_bytes``, ``offload/stall_seconds`` and
             ``offload/prefetch_hit_rate`` of each training batch.
+        dry_run: train for a few batches only, offloading everything to measure it, and print whether a step fits, how
+            much longer it takes by ``config``, and how long the drives last. :attr:`estimate` has the same.
 
     Raises:
         UnsupportedContentError: in ``fit``, with ``FSDPStrategy``, which is FSDP version 1, and DeepSpeed's ZeRO stage
@@ -46,9 +52,12 @@ class SSDActivationOffload(Callback):
     >>> trainer = Trainer(callbacks=[SSDActivationOffload()], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, config: OffloadConfig | None = None, *, log: bool = False) -> None:
+    def __init__(self, config: OffloadConfig | None = None, *, log: bool = False, dry_run: bool = False) -> None:
         super().__init__()
         self.config = config or OffloadConfig()
+        self._is_dry_run = dry_run
+        self.estimate: OffloadEstimate | None = None
+        """What a dry run has found; None before that."""
         self._logs_each_batch = log
         self.statistics: OffloadStatistics | None = None
         """Statistics of the latest run; None before the first run."""
@@ -68,7 +77,10 @@ class SSDActivationOffload(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._stop()
         _refuse(trainer.strategy)
-        self._offload = offload = ActivationOffload(with_default_folder(self.config, trainer.default_root_dir))
+        config = with_default_folder(self.config, trainer.default_root_dir)
+        if self._is_dry_run:
+            config = dataclasses.replace(config, schedule="all")
+        self._offload = offload = ActivationOffload(config)
         offload.attach(pl_module)
         self.statistics = offload.statistics()
         self._checked = False
@@ -88,6 +100,10 @@ class SSDActivationOffload(Callback):
         if not self._checked:
             self._checked = True
             self._check(trainer, self.statistics)
+        if self._is_dry_run and self.statistics.steps >= _DRY_RUN_STEPS:
+            self.estimate = self._offload.estimate(self.config)
+            trainer.print(f"dry run of activation offload on rank {trainer.global_rank}:\n{self.estimate}")
+            trainer.should_stop = True
         if self._logs_each_batch and before is not None:
             metrics = self.statistics.metrics_since(before)
             pl_module.log_dict({f"offload/{name}": value for name, value in metrics.items()})
@@ -99,8 +115,10 @@ class SSDActivationOffload(Callback):
             return
         trainer.print(f"activation offload on rank {trainer.global_rank}:\n{self.statistics}")
         if not self.statistics.offloaded:
-            _logger.warning(
-                "no activations were offloaded in this run. %s", self.statistics.why_nothing(self.config.min_bytes)
+            _logger.log(
+                _level(self.statistics),
+                "no activations were offloaded in this run. %s",
+                self.statistics.why_nothing(self.config.min_bytes),
             )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -131,7 +149,14 @@ class SSDActivationOffload(Callback):
                 type(trainer.strategy).__name__,
             )
         elif not found.offloaded:
-            _logger.warning("no activations are offloaded so far. %s", found.why_nothing(self.config.min_bytes))
+            _logger.log(
+                _level(found), "no activations are offloaded so far. %s", found.why_nothing(self.config.min_bytes)
+            )
+
+
+def _level(found: OffloadStatistics) -> int:
+    """How loudly to say that nothing was offloaded."""
+    return logging.INFO if found.everything_fits else logging.WARNING
 
 
 def _nothing() -> None:

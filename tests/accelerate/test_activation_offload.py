@@ -27,8 +27,8 @@ from fastensor.errors import OffloadError
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor_accelerate import ActivationOffloadHook, FastensorAccelerator, FastensorConfig, attach, detach
 
-SMALL = OffloadConfig(min_bytes=4096)
-OFFLOADING = FastensorConfig(offload=True, offload_min_bytes=4096)
+SMALL = OffloadConfig(schedule="all", min_bytes=4096)
+OFFLOADING = FastensorConfig(offload=True, offload_schedule="all", offload_min_bytes=4096)
 WIDTH = 64
 
 
@@ -406,7 +406,7 @@ def test_attaching_again_and_detaching() -> None:
     assert attach(model) is offload
     assert attach(model, SMALL) is offload
     with pytest.raises(ValueError, match="detach"):
-        attach(model, OffloadConfig(min_bytes=1))
+        attach(model, OffloadConfig(schedule="all", min_bytes=1))
     detach(model)
     detach(model)
     assert same(gradients(model), expected)
@@ -415,7 +415,7 @@ def test_attaching_again_and_detaching() -> None:
     assert not model._forward_hooks
     with pytest.raises(OffloadError, match="closed"), offload.step():
         pass
-    assert attach(model, OffloadConfig(min_bytes=1)) is not offload
+    assert attach(model, OffloadConfig(schedule="all", min_bytes=1)) is not offload
     detach(model)
 
 
@@ -447,8 +447,8 @@ def test_patterns_name_modules_of_the_unwrapped_model() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(torch.compile(Model(), backend="eager"))
     with pytest.raises(ValueError, match="no module of Model is called 'layers"):
-        attach(prepared, OffloadConfig(include=("layers.*",)))
-    offload = attach(prepared, OffloadConfig(min_bytes=4096, include=("blocks.0",)))
+        attach(prepared, OffloadConfig(schedule="all", include=("layers.*",)))
+    offload = attach(prepared, OffloadConfig(schedule="all", min_bytes=4096, include=("blocks.0",)))
     gradients(prepared)
     assert 0 < count(offload) < 6
     detach(prepared)
@@ -604,7 +604,7 @@ def test_the_flag_says_loudly_that_nothing_is_offloaded(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = trained()
-    fastensor_accelerate.enable(FastensorConfig(offload=True))
+    fastensor_accelerate.enable(FastensorConfig(offload=True, offload_schedule="all"))
     with caplog.at_level(logging.WARNING):
         assert same(trained(), expected)
     assert [record.message.split(".")[0] for record in caplog.records] == [
@@ -700,7 +700,7 @@ def test_two_models_have_offloads_of_their_own() -> None:
 def test_a_script_may_attach_with_its_own_options(dynamo_backend: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also if ``prepare`` puts the model into another one."""
     torch._dynamo.reset()
-    fastensor_accelerate.enable(FastensorConfig(offload=True))
+    fastensor_accelerate.enable(FastensorConfig(offload=True, offload_schedule="all"))
     model = Model()
     offload = attach(model, SMALL)
     accelerator = Accelerator(cpu=True, dynamo_backend=dynamo_backend)

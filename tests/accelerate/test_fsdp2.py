@@ -35,7 +35,9 @@ def accelerator_of_fsdp2() -> Accelerator:
 def trained(folder: Path, *, by: str | None) -> tuple[list[torch.Tensor], Any]:
     """Losses and this process's weights, and what the offload has done."""
     if by == "flag":
-        config = FastensorConfig(offload=True, offload_min_bytes=1, offload_directories=(str(folder),))
+        config = FastensorConfig(
+            offload=True, offload_schedule="all", offload_min_bytes=1, offload_directories=(str(folder),)
+        )
         fastensor_accelerate.enable(config)
     accelerator = accelerator_of_fsdp2()
     torch.manual_seed(0)
@@ -43,7 +45,7 @@ def trained(folder: Path, *, by: str | None) -> tuple[list[torch.Tensor], Any]:
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert isinstance(model, FSDPModule)
     if by == "attach":
-        fastensor_accelerate.attach(model, OffloadConfig(min_bytes=1, directories=(str(folder),)))
+        fastensor_accelerate.attach(model, OffloadConfig(schedule="all", min_bytes=1, directories=(str(folder),)))
     torch.manual_seed(1 + dist.get_rank())
     found = []
     for _ in range(3):

@@ -34,7 +34,7 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def offload(options: dict[str, Any]) -> Iterator[ActivationOffload]:
-    with ActivationOffload(OffloadConfig(**options)) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", **options)) as offload:
         yield offload
 
 
@@ -50,7 +50,7 @@ def test_memory_of_the_host(offload: ActivationOffload, name: str) -> None:
 @pytest.mark.parametrize("more", [{}, {"backend": "auto"}, {"verify": False}, {"prefetch_bytes": 0},
                                   {"staging_bytes": 8 << 20}])  # fmt: skip
 def test_memory_of_a_device_goes_straight(options: dict[str, Any], case: Any, more: dict[str, Any]) -> None:
-    with ActivationOffload(OffloadConfig(**options | more)) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", **options | more)) as offload:
         for _ in range(2):
             assert equal(gradients(case, offload), gradients(case, None))
         assert offload.statistics().written_by["gds"] > 0
@@ -61,7 +61,7 @@ def test_memory_of_a_device_goes_straight(options: dict[str, Any], case: Any, mo
 
 @pytest.mark.usefixtures("as_device")
 def test_what_rests_in_host_memory_does_not_go_straight(options: dict[str, Any]) -> None:
-    with ActivationOffload(OffloadConfig(dram_bytes=16 << 20, **options)) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", dram_bytes=16 << 20, **options)) as offload:
         for _ in range(2):
             assert equal(gradients(CASES["transformer"], offload), gradients(CASES["transformer"], None))
         assert offload.memory_usage()["staged"] > 0

@@ -59,7 +59,7 @@ def test_gradients_are_the_same(tmp_path: Path, options: dict[str, Any]) -> None
         pytest.skip(f"{options['backend']} is not available")
     net, x = encoder(), torch.randn(16, 128, 256, device="cuda")
     expected = gradients(net, x, None)
-    with ActivationOffload(OffloadConfig(directories=(str(tmp_path),), **options)) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", directories=(str(tmp_path),), **options)) as offload:
         for _ in range(3):
             found = gradients(net, x, offload)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -77,7 +77,7 @@ def test_memory_of_the_device_is_freed(tmp_path: Path) -> None:
         return torch.cuda.max_memory_allocated()
 
     usual = peak(None)
-    with ActivationOffload(OffloadConfig(directories=(str(tmp_path),))) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", directories=(str(tmp_path),))) as offload:
         assert peak(offload) < usual / 2
 
 
@@ -85,7 +85,9 @@ def test_streams_race_with_the_copies(tmp_path: Path) -> None:
     """Activations are made late on one stream, are freed while they are copied, and are wanted on another one."""
     side = torch.cuda.Stream()
     x = torch.randn(8 << 20, device="cuda", requires_grad=True)
-    with ActivationOffload(OffloadConfig(directories=(str(tmp_path),), staging_bytes=64 << 20)) as offload:
+    with ActivationOffload(
+        OffloadConfig(schedule="all", directories=(str(tmp_path),), staging_bytes=64 << 20)
+    ) as offload:
         for attempt in range(6):
             with torch.cuda.stream(side if attempt % 2 else torch.cuda.current_stream()):
                 torch.cuda._sleep(50_000_000)

@@ -380,7 +380,7 @@ def _plugin(folder: Path) -> Uses:
 @case("offload")
 def _offload(folder: Path) -> Uses:
     weight = torch.ones(64, 64, requires_grad=True)
-    with ActivationOffload(OffloadConfig(directories=(str(folder),), min_bytes=1)) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", directories=(str(folder),), min_bytes=1)) as offload:
 
         def use() -> None:
             with offload.step():

@@ -292,7 +292,7 @@ with fastensor.AsyncWriter() as writer:
 store = fastensor.TensorStore(f"{folder}/store")
 assert torch.equal(store.get(store.put(state["w"])), state["w"])
 weight = torch.randn(512, 512, requires_grad=True)
-with ActivationOffload(OffloadConfig(directories=(folder,))) as offload:
+with ActivationOffload(OffloadConfig(schedule="all", directories=(folder,))) as offload:
     with offload.step():
         loss = weight.exp().sin().sum()
     offload.settle()

@@ -22,7 +22,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[ActivationOffload] = []
 
     def make(**options: Any) -> ActivationOffload:
-        options = {"min_bytes": 1, "directories": (str(tmp_path),)} | options
+        options = {"schedule": "all", "min_bytes": 1, "directories": (str(tmp_path),)} | options
         made.append(ActivationOffload(OffloadConfig(**options)))
         return made[-1]
 

@@ -183,7 +183,7 @@ PROGRAM = """
 import os, sys, torch
 from fastensor.offload import ActivationOffload, OffloadConfig
 torch.set_num_threads(1)
-offload = ActivationOffload(OffloadConfig(directories=(sys.argv[1],), min_bytes=1))
+offload = ActivationOffload(OffloadConfig(schedule="all", directories=(sys.argv[1],), min_bytes=1))
 x = torch.randn(1 << 18, requires_grad=True)
 
 def use():

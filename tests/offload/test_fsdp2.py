@@ -183,7 +183,9 @@ def train(
 
 def check(folder: Path, name: str, prepare: Prepare, mesh: DeviceMesh, **options: Any) -> Admitted:
     expected, *_ = train(prepare, mesh, None, **options)
-    with ActivationOffload(OffloadConfig(min_bytes=1, dram_bytes=0, directories=(str(folder),))) as offload:
+    with ActivationOffload(
+        OffloadConfig(schedule="all", min_bytes=1, dram_bytes=0, directories=(str(folder),))
+    ) as offload:
         found, model, admitted = train(prepare, mesh, offload, **options)
         statistics = offload.statistics()
     assert len(found) == len(expected)
@@ -202,7 +204,7 @@ def test_training_is_the_same(tmp_path: Path) -> None:
 def _train_on_two(rank: int, folder: Path) -> None:
     mesh = join(folder, rank, 2)
     admitted = check(folder, "resharded", sharded(), mesh)
-    with ActivationOffload(OffloadConfig(min_bytes=1, directories=(str(folder),))) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", min_bytes=1, directories=(str(folder),))) as offload:
         *_, alone = train(None, mesh, offload)
     assert admitted.nbytes == alone.nbytes, "the same is offloaded as of a model that is not sharded"
     check(folder, "unsharded until the backward pass", sharded(reshard_after_forward=False), mesh)
@@ -271,7 +273,7 @@ def _fit(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     tokens = torch.randint(40, (8, 16), generator=torch.Generator().manual_seed(0))
     weights, admitted = [], Admitted()
-    for callback in (None, SSDActivationOffload(OffloadConfig(min_bytes=1, dram_bytes=0))):
+    for callback in (None, SSDActivationOffload(OffloadConfig(schedule="all", min_bytes=1, dram_bytes=0))):
         module = Net()
         trainer = pl.Trainer(
             default_root_dir=folder, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,

@@ -446,7 +446,7 @@ def test_a_fork_while_threads_are_at_work(make: Any) -> None:
 PROGRAM = """
 import os, sys, torch
 from fastensor.offload import ActivationOffload, OffloadConfig
-offload = ActivationOffload(OffloadConfig(directories=(sys.argv[1],), min_bytes=1))
+offload = ActivationOffload(OffloadConfig(schedule="all", directories=(sys.argv[1],), min_bytes=1))
 x = torch.randn(1 << 20, requires_grad=True)
 with offload.step():
     loss = x.exp().sin().sum()
@@ -486,7 +486,7 @@ def test_configurations_that_make_no_sense(options: dict[str, Any], error: type[
 def test_a_folder_in_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
     if not os.path.isdir("/dev/shm"):
         pytest.skip("there is no /dev/shm")
-    with ActivationOffload(OffloadConfig(directories=("/dev/shm",), min_bytes=1)) as offload:
+    with ActivationOffload(OffloadConfig(schedule="all", directories=("/dev/shm",), min_bytes=1)) as offload:
         with offload.step():
             loss = torch.randn(100, requires_grad=True).exp().sum()
         offload.settle()
@@ -524,7 +524,8 @@ def resident(field):
 
 net = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU())])
 x = torch.randn(16384, 256)
-offload = ActivationOffload(OffloadConfig(directories=(sys.argv[1],), staging_bytes=32 << 20, prefetch_bytes=32 << 20))
+config = OffloadConfig(schedule="all", directories=(sys.argv[1],), staging_bytes=32 << 20, prefetch_bytes=32 << 20)
+offload = ActivationOffload(config)
 before = resident("VmRSS")
 for _ in range(2):
     if sys.argv[2] == "offloaded":

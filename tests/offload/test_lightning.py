@@ -22,7 +22,7 @@ import fastensor
 from fastensor.offload import OffloadConfig
 from fastensor_lightning import SSDActivationOffload
 
-EVERYTHING = OffloadConfig(min_bytes=1)
+EVERYTHING = OffloadConfig(schedule="all", min_bytes=1)
 
 
 class Net(pl.LightningModule):
@@ -276,7 +276,7 @@ class Average(pl.Callback):
 def test_models_are_averaged_while_parts_of_them_are_excluded(
     tmp_path: Path, average: Callable[[], pl.Callback], first: bool
 ) -> None:
-    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, exclude=("head", "body.*")))
+    callback = SSDActivationOffload(OffloadConfig(schedule="all", min_bytes=1, exclude=("head", "body.*")))
     beside = average()
     trained(Net, tmp_path, *((callback, beside) if first else (beside, callback)))
     assert callback.statistics is not None

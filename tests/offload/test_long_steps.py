@@ -175,7 +175,7 @@ def test_gradients_of_many_passes_are_the_same(make: Any, kind: str) -> None:
 
 
 def test_what_was_read_ahead_for_nothing_makes_room(tmp_path: Any) -> None:
-    swapper = Swapper(OffloadConfig(directories=(str(tmp_path),), prefetch_bytes=50_000), Counters())
+    swapper = Swapper(OffloadConfig(schedule="all", directories=(str(tmp_path),), prefetch_bytes=50_000), Counters())
     ranges = []
     for value in range(3):
         storage = torch.full((40_000,), value, dtype=torch.uint8).untyped_storage()

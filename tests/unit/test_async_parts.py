@@ -75,6 +75,17 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) 
     assert available_memory(write(tmp_path, files)) == expected
 
 
+@pytest.mark.parametrize(("limit", "use"), [("data size", "VmData"), ("address space", "VmSize")])
+def test_available_memory_within_limits_of_the_process(tmp_path: Path, limit: str, use: str) -> None:
+    files = MEMINFO | {
+        "proc/self/limits": f"Limit   Soft Limit  Hard Limit  Units\nMax {limit}     {3 << 30}   unlimited   bytes\n",
+        "proc/self/status": f"Name: x\n{use}:\t {1 << 20} kB\n",
+    }
+    assert available_memory(write(tmp_path, files)) == 2 << 30
+    files["proc/self/limits"] = f"Max {limit}     unlimited   unlimited   bytes\n"
+    assert available_memory(write(tmp_path, files)) == 32 << 30
+
+
 def test_available_memory_of_this_machine() -> None:
     assert 0 < available_memory() < 1 << 50
 

@@ -67,7 +67,7 @@ def test_it_is_usable_wherever_built_in_ones_are(
         assert torch.equal(store.get(store.put(state["w"])), state["w"])
         assert store.statistics().written_by == {"elsewhere": 1}
     assert "elsewhere" in registry.names_with_slots()
-    config = OffloadConfig(directories=(str(tmp_path),), min_bytes=1, backend="elsewhere")
+    config = OffloadConfig(schedule="all", directories=(str(tmp_path),), min_bytes=1, backend="elsewhere")
     with ActivationOffload(config) as offload:
         x = torch.rand(1 << 18, requires_grad=True)
         with offload.step():
@@ -93,7 +93,9 @@ def test_one_that_cannot_open_slots_is_replaced(
         raise KeyError("anything")
 
     monkeypatch.setattr(type(registry.get("elsewhere")), "open_slots", refuse)
-    with ActivationOffload(OffloadConfig(directories=(str(tmp_path),), min_bytes=1, backend="elsewhere")) as offload:
+    with ActivationOffload(
+        OffloadConfig(schedule="all", directories=(str(tmp_path),), min_bytes=1, backend="elsewhere")
+    ) as offload:
         with offload.step():
             loss = torch.rand(1 << 18, requires_grad=True).exp().sum()
         offload.settle()

@@ -19,6 +19,8 @@ _LAUNCHERS = (
 """Environment variables in which launchers say how many processes of the job they have started on this machine."""
 _PER_MACHINE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", re.ASCII)
 """``8``, or SLURM's ``8(x2),4``: 8 on each of two machines, and 4 on another."""
+_PROCESS_LIMITS = (("data size", "VmData"), ("address space", "VmSize"))
+"""Limits in ``/proc/self/limits``, and what counts against them in ``/proc/self/status``."""
 
 
 def local_processes() -> int:
@@ -34,7 +36,8 @@ def local_processes() -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take without swapping. Limits of cgroups count. 0 if the system does not say.
+    """Bytes that this process can still take without swapping. Limits of cgroups count, and those of the process
+    (``ulimit -d``, ``ulimit -v``). 0 if the system does not say.
 
     Args:
         root: where ``proc`` and ``sys`` are mounted.
@@ -47,6 +50,12 @@ def available_memory(root: Path = Path("/")) -> int:
             folder = base / path.lstrip("/")
             # In a container the path may be the host's, and what is mounted the container's own.
             found += [free for one in (folder, *folder.parents) if one.is_relative_to(base) and (free := _free(one))]
+    limits, status = _text(root / "proc/self/limits"), _text(root / "proc/self/status")
+    for limit, use in _PROCESS_LIMITS:
+        most = re.search(rf"^Max {limit}\s+(\d+)", limits, re.M)
+        used = re.search(rf"^{use}:\s+(\d+) kB", status, re.M)
+        if most and used:
+            found.append(max(int(most[1]) - (int(used[1]) << 10), 1))
     return min(found, default=0)
 
 

@@ -2,7 +2,18 @@
 
 from fastensor.errors import CorruptActivationError, OffloadError
 from fastensor.offload.activation_offload import ActivationOffload
-from fastensor.offload.config import OffloadConfig
+from fastensor.offload.config import OffloadConfig, Schedule
+from fastensor.offload.report import OffloadEstimate, PlannedTensor, PlanReport
 from fastensor.offload.statistics import OffloadStatistics
 
-__all__ = ["ActivationOffload", "CorruptActivationError", "OffloadConfig", "OffloadError", "OffloadStatistics"]
+__all__ = [
+    "ActivationOffload",
+    "CorruptActivationError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadEstimate",
+    "OffloadStatistics",
+    "PlanReport",
+    "PlannedTensor",
+    "Schedule",
+]

@@ -3,8 +3,9 @@ needed."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.hooks import StepHooks, untraced
 from fastensor.offload.modules import AttachedModel
+from fastensor.offload.report import OffloadEstimate, PlanReport, report_of
 from fastensor.offload.statistics import OffloadStatistics
 
 
@@ -22,11 +24,12 @@ class ActivationOffload:
     """Moves saved activations to an SSD in the forward pass, and back in the backward pass. Gradients are the same.
 
     In the ``with`` block of :meth:`step` autograd hands over the tensors that it saves for the backward pass
-    (``torch.autograd.graph.saved_tensors_hooks``), in this thread. Threads write each large tensor to a nameless file,
-    and free its memory as soon as the bytes are written. Parameters, buffers of an attached model, views and casts of
-    these, and tensors that others keep alive stay in memory. The backward pass may run anywhere, any number of times,
-    wholly or in part or not at all. Threads read ahead what the backward pass needs next, in the order of the last step
-    of the same form. When a graph goes, its bytes on the SSD go, too.
+    (``torch.autograd.graph.saved_tensors_hooks``), in this thread. Threads write large tensors to a nameless file, and
+    free their memory as soon as the bytes are written: by default as few tensors as have to go, so that the rest fits
+    into memory, and those that cost the least time (``OffloadConfig.schedule``). Parameters, buffers of an attached
+    model, views and casts of these, and tensors that others keep alive stay in memory. The backward pass may run
+    anywhere, any number of times, wholly or in part or not at all. Threads read ahead what the backward pass needs
+    next, in the order of the last step of the same form. When a graph goes, its bytes on the SSD go, too.
 
     In-place changes of saved tensors are found at the backward pass, as without offloading. Gradients are undefined if
     a saved tensor is changed without autograd's knowledge (``tensor.data``, other frameworks).
@@ -49,7 +52,7 @@ class ActivationOffload:
     >>> import torch
     >>> from fastensor.offload import ActivationOffload, OffloadConfig
     >>> weight = torch.randn(512, 512, requires_grad=True)
-    >>> with ActivationOffload(OffloadConfig(min_bytes=1 << 16)) as offload:
+    >>> with ActivationOffload(OffloadConfig(schedule="all", min_bytes=1 << 16)) as offload:
     ...     with offload.step():
     ...         loss = torch.randn(64, 512).mm(weight).sigmoid().mm(weight).exp().sum()
     ...     loss.backward()
@@ -113,6 +116,49 @@ class ActivationOffload:
         model, self._engine.model = self._engine.model, None
         if model is not None:
             model.remove()
+
+    def plan(self) -> PlanReport | None:
+        """What stays in memory, what leaves, and why, in forward passes of the kind that was planned last; None if no
+        pass has been planned. A pass is planned when the next one begins."""
+        form = self._engine.planner.latest()
+        return None if form is None else report_of(form)
+
+    def dry_run(self, train: Callable[[], object], passes: int = 3) -> OffloadEstimate:
+        """Estimate, before training, whether a step fits, how much longer it takes, and how long the drives last.
+
+        All that ``train`` saves is offloaded to measure it, with files, threads and counters of its own. Then the
+        schedule of the configuration is planned on what was measured.
+
+        Args:
+            train: runs a forward pass and its backward pass, once, as training does. It should leave no gradients that
+                training does not expect (``zero_grad``), and may change what it likes.
+            passes: how often ``train`` is called. The last time counts: the first one is slower than those that follow.
+
+        Raises:
+            OffloadError: ``train`` has saved nothing that could be offloaded, or has run no backward pass.
+        """
+        config = dataclasses.replace(self.config, schedule="all")
+        with ActivationOffload(config) as measuring:
+            measuring._engine.model = self._engine.model
+            try:
+                for _ in range(passes):
+                    with measuring.step():
+                        train()
+                return measuring.estimate(self.config)
+            finally:
+                measuring._engine.model = None  # it is attached to this offload
+
+    def estimate(self, config: OffloadConfig | None = None) -> OffloadEstimate:
+        """What training is expected to take, on what the latest pass has measured. Waits for writes and reads.
+
+        Args:
+            config: another configuration to train with; None means this one.
+
+        Raises:
+            OffloadError: no pass has been measured.
+        """
+        self.settle()
+        return self._engine.estimate(config or self.config)
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
 
+Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
 
@@ -31,6 +32,16 @@ class OffloadConfig:
     temporary folder, or ``/var/tmp`` if the temporary folder is in memory."""
     target: Tier = "ssd"
     """``"dram"`` moves tensors of a GPU to host memory only (the FlashNeuron paper's FlashNeuron-Memory)."""
+    schedule: Schedule = "auto"
+    """Which saved tensors leave memory.
+
+    ``"auto"``: as few as have to, so that the rest fits into what is free of the device's memory when a forward pass
+    begins (limits of cgroups and the process count), and those that cost the least time. ``"all"``: all of them. An
+    integer: as few as have to, so that at most so many bytes stay. A float from 0 to 1: the same for a share of the
+    bytes that a forward pass saves.
+
+    The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
+    :meth:`ActivationOffload.plan` shows it."""
     min_bytes: int = 256 << 10
     """Saved tensors of fewer bytes stay in memory."""
     staging_bytes: int = 128 << 20
@@ -84,6 +95,7 @@ class OffloadConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is at least {least}, found {value}")
+        _check_schedule(self.schedule)
         for name in ("directories", "include", "exclude"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(one, str | os.PathLike) for one in value):
@@ -93,6 +105,17 @@ class OffloadConfig:
             raise ValueError(
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"
             )
+
+
+def _check_schedule(schedule: object) -> None:
+    if isinstance(schedule, str) and schedule in ("auto", "all"):
+        return
+    if isinstance(schedule, int | float) and not isinstance(schedule, bool):
+        if isinstance(schedule, float) and not 0 <= schedule <= 1:
+            raise ValueError(f"schedule is a share from 0 to 1 if it is a float, found {schedule}")
+        if schedule >= 0:
+            return
+    raise ValueError(f"schedule is 'auto', 'all', a number of bytes, or a share from 0.0 to 1.0, found {schedule!r}")
 
 
 def folders_to_try(config: OffloadConfig) -> Sequence[str]:

@@ -17,7 +17,10 @@ from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.modules import AttachedModel, PersistentStorages
+from fastensor.offload.planner import Planner
+from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
+from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import WRITTEN_BY, Counters, OffloadStatistics, drive_days
 from fastensor.offload.swapper import Swapper
 
@@ -50,6 +53,7 @@ class OffloadEngine:
         self._swapper: Swapper | None = None
         self._counters = Counters()
         self._schedules = PrefetchSchedules()
+        self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
         self._forward_passes = 0
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
@@ -112,7 +116,49 @@ class OffloadEngine:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
-        return ForwardPass(swapper, self._begin_schedule)
+        return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass())
+
+    def _rates(self) -> TransferRates | None:
+        """How fast transfers have been; None before the first one."""
+        if (swapper := self._swapper) is None or (measured := swapper.measured()) is None:
+            return None
+        with self._lock:
+            waited = sum(self._counters.seconds[what] for what in ("wait_to_write", "wait_to_read"))
+            each = max(self._hook_seconds - waited, 0.0) / max(self._counters.counts["offloaded"], 1)
+        return TransferRates(
+            measured.write_bandwidth,
+            measured.read_bandwidth,
+            self.config.staging_bytes,
+            self.config.prefetch_bytes,
+            each,
+            measured.cpu_seconds_per_byte / len(os.sched_getaffinity(0)),
+        )
+
+    def estimate(self, config: OffloadConfig) -> OffloadEstimate:
+        """What training with another configuration is expected to take, on what the latest pass has measured.
+
+        Raises:
+            OffloadError: no pass with a backward pass was measured.
+        """
+        planner = Planner(config, self._rates, self._unallocated_gradients)
+        self.planner.begin_pass()  # the last pass has ended
+        measured = self.planner.latest()
+        if measured is None:
+            raise OffloadError(
+                f"nothing was measured: run a forward pass that saves tensors of at least {config.min_bytes} bytes, "
+                f"and its backward pass"
+            )
+        rates = self._rates()
+        return estimate_of(
+            report_of(planner.planned(measured.record)),
+            rates.write_bandwidth if rates else 0.0,
+            rates.read_bandwidth if rates else 0.0,
+            config.drive_tbw,
+        )
+
+    def _unallocated_gradients(self) -> int:
+        """Bytes of gradients of the attached model that the backward pass will allocate."""
+        return 0 if self.model is None else self.model.unallocated_gradients()
 
     def _begin_schedule(self, form: int, saved: Sequence[int]) -> PrefetchSchedule:
         with self._lock:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.schedule import PrefetchSchedule
 from fastensor.offload.swapper import Swapper
@@ -28,9 +29,10 @@ class ForwardPass:
     Args:
         swapper: moves the ranges.
         begin_schedule: looks up the order of the last backward pass of the same form.
+        record: what planners want to know of the pass.
     """
 
-    def __init__(self, swapper: Swapper, begin_schedule: BeginSchedule) -> None:
+    def __init__(self, swapper: Swapper, begin_schedule: BeginSchedule, record: PassRecord) -> None:
         self.swapper = swapper
         self._begin_schedule = begin_schedule
         self._lock = threading.Lock()
@@ -38,7 +40,7 @@ class ForwardPass:
         """By position."""
         self._saved: list[int] = []
         """Positions, in the order in which nodes have saved them."""
-        self._form = 0
+        self._record = record
         self._schedule: PrefetchSchedule | None = None
         self._upcoming: list[int] = []
         """Positions that were expected next when a range was needed last."""
@@ -50,8 +52,22 @@ class ForwardPass:
     def mark(self, nbytes: int, dtype: torch.dtype) -> int:
         """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so
         far."""
-        self._form = hash((self._form, nbytes, dtype))
-        return self._form
+        self._record.form = hash((self._record.form, nbytes, dtype))
+        return self._record.form
+
+    def note(self, tensor: SavedTensor) -> None:
+        """Note what planners want to know of the next tensor. Call it before :meth:`add`."""
+        self._record.tensors.append(tensor)
+
+    def note_nothing(self, clock: float) -> None:
+        """:meth:`note` for a tensor whose bytes are in memory anyway."""
+        self.note(self._record.nothing(clock))
+
+    def note_needed(self, position: int, clock: float) -> None:
+        """Note when a tensor is needed first."""
+        tensor = self._record.tensors[position]
+        if tensor.needed_at is None:
+            tensor.needed_at = clock
 
     def add(self, saved: SavedBytes | None) -> None:
         """Note a saved tensor. None stands for a tensor that stays in memory, so that positions are the same in each
@@ -60,16 +76,30 @@ class ForwardPass:
             self._saved.append(len(self._ranges))
             self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
-    def add_again(self, saved: SavedBytes) -> int:
-        """Note that another node saves a range, which may be of an earlier forward pass. Returns its position here."""
-        position = saved.position
-        if position < len(self._ranges) and self._ranges[position]() is saved:
-            self._saved.append(position)
-        else:
+    def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
+        """Note that another node saves bytes that were saved before.
+
+        Args:
+            position: where they were saved in this pass; None if that was in an earlier one.
+            saved: their range; None if they stay in memory.
+            clock: the time.
+
+        Returns:
+            Their position in this pass.
+        """
+        if position is None:
             position = len(self._ranges)
+            self.note_nothing(clock)
             self.add(saved)
-        self._form = hash((self._form, position))
+        else:
+            self._saved.append(position)
+        self._record.form = hash((self._record.form, position))
         return position
+
+    def position_of(self, saved: SavedBytes) -> int | None:
+        """The position of a range in this pass; None if an earlier pass has saved it."""
+        position = saved.position
+        return position if position < len(self._ranges) and self._ranges[position]() is saved else None
 
     def look_ahead(self, needed: SavedBytes, position: int) -> tuple[list[SavedBytes], list[SavedBytes]]:
         """Note that a range is needed now.
@@ -79,7 +109,7 @@ class ForwardPass:
         """
         with self._lock:
             if self._schedule is None:
-                self._schedule = self._begin_schedule(self._form, self._saved)
+                self._schedule = self._begin_schedule(self._record.form, self._saved)
             schedule = self._schedule
             expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
             before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), _MOST_AHEAD))

@@ -18,6 +18,7 @@ from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
+from fastensor.offload.planner import ResidentBytes, SavedTensor
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 
@@ -91,11 +92,32 @@ class OffloadedTensor:
         return tensor
 
 
+@dataclass(slots=True, weakref_slot=True)
+class ResidentHandle:
+    """The graphs' handle of bytes that stay in memory by plan. When the handle goes, others have room."""
+
+    resident: ResidentBytes
+    forward: ForwardPass
+    position: int
+    """In that forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTensor:
+    """The graph's record of a tensor that stays in memory by plan."""
+
+    kept: KeptTensor
+    handle: ResidentHandle
+    forward: ForwardPass
+    position: int
+    """In the forward pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class _KnownRange:
-    """A range that was offloaded, and may be saved again while a graph holds it."""
+    """A range that was saved, and may be saved again while a graph holds it."""
 
-    handle: weakref.ref[SavedHandle]
+    handle: weakref.ref[SavedHandle | ResidentHandle]
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
     span: range
@@ -112,6 +134,9 @@ class StepHooks:
         self._engine = engine
         self._persistent = engine.persistent_storages()
         self._forward: ForwardPass | None = None
+        self._seconds_in_hooks = 0.0
+        self._clock = 0.0
+        """Seconds at the latest call of :meth:`pack`, by a clock that stands still in hooks."""
         self._is_over = False
         """Whether a backward pass has begun, so that what is saved next belongs to another forward pass."""
         self._known: dict[tuple[int, int], list[_KnownRange]] = {}
@@ -120,9 +145,10 @@ class StepHooks:
         """Ranges in ``_known``."""
         self._tidy_at = _LEAST_TO_TIDY
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | ResidentTensor | OffloadedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
+        self._clock = started - self._seconds_in_hooks
         counts, kept = Counter(packed=1), Counter[str]()
         try:
             reason, span = self._why_kept(tensor)
@@ -133,22 +159,31 @@ class StepHooks:
             kept[reason] += len(span)
             return KeptTensor.of(tensor)
         finally:
-            self._engine.count(counts, kept, time.perf_counter() - started)
+            self._note_time(counts, kept, started)
 
-    def unpack(self, packed: KeptTensor | OffloadedTensor) -> torch.Tensor:
+    def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
         if isinstance(packed, KeptTensor):
             packed.check_version()
             return packed.tensor
         started = time.perf_counter()
+        packed.forward.note_needed(packed.position, started - self._seconds_in_hooks)
+        if isinstance(packed, ResidentTensor):
+            packed.kept.check_version()
+            return packed.kept.tensor
         packed.handle.swapper.check_process()
         packed.check_version()
         try:
             with self._engine.guarded(packed.handle.swapper):
                 return packed.bring()
         finally:
-            self._engine.count(Counter(), Counter(), time.perf_counter() - started)
+            self._note_time(Counter(), Counter(), started)
+
+    def _note_time(self, counts: Counter[str], kept: Counter[str], started: float) -> None:
+        seconds = time.perf_counter() - started
+        self._seconds_in_hooks += seconds
+        self._engine.count(counts, kept, seconds)
 
     def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
         """Why a tensor stays in memory, or an empty string; and its bytes, as a range of its storage."""
@@ -167,22 +202,36 @@ class StepHooks:
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: Counter[str], kept: Counter[str]
-    ) -> KeptTensor | OffloadedTensor:
+    ) -> KeptTensor | ResidentTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
         base = tensor if tensor._base is None else tensor._base
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
-        if (handle := self._share(key, base, span, swapper)) is not None:
+        shared = self._share(key, base, span, swapper)
+        if isinstance(shared, SavedHandle):
             counts["shared_bytes"] += len(span)
-            return OffloadedTensor.of(tensor, handle, forward, forward.add_again(handle.saved))
+            position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
+            return OffloadedTensor.of(tensor, shared, forward, position)
+        if shared is not None:
+            position = forward.add_again(shared.position if shared.forward is forward else None, None, self._clock)
+            return ResidentTensor(KeptTensor.of(tensor), shared, forward, position)
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)
             return KeptTensor.of(tensor)
         mark = forward.mark(len(span), tensor.dtype)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] += len(span)
+            forward.note_nothing(self._clock)
             forward.add(None)
             return KeptTensor.of(tensor)
+        position = forward.next_position
+        forward.note(_noted(tensor, mark, len(span), self._clock))
+        if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
+            kept["fits"] += len(span)
+            forward.add(None)
+            staying = ResidentHandle(resident, forward, position)
+            self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(base), span))
+            return ResidentTensor(KeptTensor.of(tensor), staying, forward, position)
         saved = SavedBytes(
             nbytes=len(span),
             origin=span.start,
@@ -192,7 +241,7 @@ class StepHooks:
             page_offset=page_offset_of(tensor, span),
             ready=event_now(tensor.device),
             mark=mark,
-            position=forward.next_position,
+            position=position,
         )
         handle = SavedHandle(saved, swapper)
         swapper.admit(saved)
@@ -207,14 +256,20 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper)
         return self._forward
 
-    def _share(self, key: tuple[int, int], base: torch.Tensor, span: range, swapper: Swapper) -> SavedHandle | None:
-        """The handle of an offloaded range that covers ``span``, for one more saved tensor; None if there is none."""
+    def _share(
+        self, key: tuple[int, int], base: torch.Tensor, span: range, swapper: Swapper
+    ) -> SavedHandle | ResidentHandle | None:
+        """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
         known = self._known.get(key, [])
         known[:] = (one for one in known if one.handle() is not None)
         for one in known:
             handle = one.handle()
             covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
-            if covers and handle is not None and handle.swapper is swapper:
+            if not covers or handle is None:
+                continue
+            if isinstance(handle, ResidentHandle):
+                return handle
+            if handle.swapper is swapper:
                 swapper.share(handle.saved)
                 return handle
         return None
@@ -231,6 +286,11 @@ class StepHooks:
         before, self._count = self._count, sum(map(len, alive.values()))
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
         self._is_over |= self._count < before / 2
+
+
+def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float) -> SavedTensor:
+    made_by = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
+    return SavedTensor(mark, nbytes, tensor.device, tensor.dtype, tensor.shape, made_by, clock)
 
 
 def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -36,6 +36,23 @@ def return_freed_memory() -> None:
         _logger.warning("this C library has no mallopt: memory of offloaded tensors may stay with the process")
 
 
+class _MallInfo2(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]  # fmt: skip
+
+
+def free_heap_bytes() -> int:
+    """Bytes that were freed, and that the C library keeps for the next allocations. 0 if it does not say."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _MallInfo2
+    return int(mallinfo2().fordblks)
+
+
 def keep_on_fork(memory: memoryview) -> None:
     """Let children that are forked from now on see the contents of memory that :class:`HostMemory` gave out, and that
     is filled by now."""

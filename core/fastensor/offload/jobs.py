@@ -26,6 +26,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
+from fastensor.offload.statistics import BusyClock
 from fastensor.offload.tiers import StorageTiers, cost
 
 THREADS = 4
@@ -53,6 +54,7 @@ class Jobs:
         self._in_dram = in_dram
         self._lock = lock
         self._pools: dict[str, Pool] = {}
+        self.writes, self.reads = BusyClock(), BusyClock()
         self.closed = False
         """Whether nothing is moved any more: running jobs end before their next piece."""
 
@@ -85,7 +87,7 @@ class Jobs:
         read.add_done_callback(lambda _: todo.clear())  # helpers of a cancelled read have nothing to do
         with suppress(NoThreadsError):  # then the first job reads all pieces
             for _ in range(min(THREADS, len(todo)) - 1):
-                reading.helpers.append(self.submit("read", self._read_pieces, reading))
+                reading.helpers.append(self.submit("read", self._help_to_read, reading))
         return read
 
     # Without the lock. ------------------------------------------------------------------------------------------------
@@ -109,7 +111,8 @@ class Jobs:
             if stays:
                 self._stage(saved)
                 return None
-            return self._store(saved)
+            with self.writes.running():
+                return self._store(saved)
         except BaseException as error:  # noqa: BLE001  # returned
             return _without_frames(error)
 
@@ -123,7 +126,8 @@ class Jobs:
             if reading.stored is None:
                 moving.unstage(reading)
             else:
-                self._read_slot(reading, reading.stored)
+                with self.reads.running():
+                    self._read_slot(reading, reading.stored)
         except BaseException as error:  # noqa: BLE001  # returned
             failure = _without_frames(error)
             if isinstance(error, OffloadError):
@@ -208,11 +212,17 @@ class Jobs:
         finish(begun)
         return begun
 
-    def _read_pieces(self, reading: Reading, backend: str = "") -> None:
-        """Read pieces until none is left. A helper does so with the backend that has written the range."""
+    def _help_to_read(self, reading: Reading) -> None:
+        """Read pieces with the backend that has written the range."""
+        assert reading.stored is not None
+        with self.reads.running():
+            self._read_pieces(reading, reading.stored.backend)
+
+    def _read_pieces(self, reading: Reading, backend: str) -> None:
+        """Read pieces until none is left."""
         stored = reading.stored
         assert stored is not None
-        slots = stored.slot.file.opened[backend or stored.backend]
+        slots = stored.slot.file.opened[backend]
         todo = self._wanted(reading.saved, reading.todo)
         with self._bounce_block(moving.is_copied_to_read(reading, slots)) as bounce:
             moving.read(reading, stored, slots, bounce, todo, verify=self._config.verify)

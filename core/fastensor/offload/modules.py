@@ -164,6 +164,11 @@ class AttachedModel:
         """The present storages of parameters and buffers."""
         return PersistentStorages(self._model)
 
+    def unallocated_gradients(self) -> int:
+        """Bytes of the gradients that parameters do not have yet, and that the backward pass will allocate."""
+        wanting = (one for one in self._model.parameters() if one.requires_grad and one.grad is None)
+        return sum(getattr(one, "_local_tensor", one).nbytes for one in wanting)  # FSDP2 has shards on each rank
+
     def remove(self) -> None:
         """Take the hooks out. Calling it again does nothing."""
         while self._handles:

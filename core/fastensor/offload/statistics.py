@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fastensor.files.words import human_size
@@ -30,6 +33,46 @@ class Counters:
         self.counts[name] = max(self.counts[name], nbytes)
 
 
+class BusyClock:
+    """How long at least one thread was doing something, and what that took of the processors. Used by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of the block."""
+        cpu = time.thread_time()
+        with self._lock:
+            if not self._running:
+                self._since = time.perf_counter()
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self.cpu_seconds += time.thread_time() - cpu
+                if not self._running:
+                    self.seconds += time.perf_counter() - self._since
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTransfers:
+    """How fast bytes have moved so far."""
+
+    write_bandwidth: float
+    """Bytes per second, while any were being written."""
+    read_bandwidth: float
+    """Bytes per second, while any were being read; that of writes if none were read."""
+    cpu_seconds_per_byte: float
+    """What a byte that moved has taken of the processors."""
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadStatistics:
     """What an :class:`ActivationOffload` has done. Sizes are in bytes, times in seconds."""
@@ -51,8 +94,8 @@ class OffloadStatistics:
     taken_back_bytes: int
     """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
-    """Bytes that were left in memory, by the reason: ``parameter``, ``small``, ``externally referenced``, ``not moved``
-    (the disk is full, or fails), and others."""
+    """Bytes that were left in memory, by the reason: ``fits`` (there is room for them, by the schedule), ``parameter``,
+    ``small``, ``externally referenced``, ``not moved`` (the disk is full, or fails), and others."""
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
     prefetch_hits: int
@@ -87,6 +130,11 @@ class OffloadStatistics:
         """Time that training threads have waited for SSDs."""
         return self.wait_to_write_seconds + self.wait_to_read_seconds
 
+    @property
+    def everything_fits(self) -> bool:
+        """Whether nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
+        return not self.offloaded and self.kept.get("fits", 0) > 0
+
     def metrics_since(self, before: OffloadStatistics) -> dict[str, float]:
         """What was done after an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
         ``stall_seconds`` and ``prefetch_hit_rate``, from 0 to 1.
@@ -109,6 +157,8 @@ class OffloadStatistics:
         Args:
             min_bytes: that of the configuration.
         """
+        if self.everything_fits:
+            return f"{human_size(self.kept['fits'])} of saved tensors fit into memory; schedule='all' offloads them all"
         if not self.packed:
             return "Autograd has saved nothing in training steps: do they run under no_grad?"
         kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in self.kept.items())

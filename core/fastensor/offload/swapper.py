@@ -33,7 +33,7 @@ from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.statistics import WRITTEN_BY, Counters
+from fastensor.offload.statistics import WRITTEN_BY, Counters, MeasuredTransfers
 from fastensor.offload.tiers import StorageTiers, cost
 
 _logger = logging.getLogger("fastensor")
@@ -177,6 +177,19 @@ class Swapper:
     def forget(self) -> None:
         """In a forked child: threads, pinned memory and files are the parent's."""
         self._tiers.forget()
+
+    def measured(self) -> MeasuredTransfers | None:
+        """How fast bytes have moved so far; None if none have."""
+        with self._lock:
+            written, read = (self._counters.counts[name] for name in ("written_bytes", "read_bytes"))
+        writes, reads = self._jobs.writes, self._jobs.reads
+        if not written or not writes.seconds:
+            return None
+        write_bandwidth = written / writes.seconds
+        read_bandwidth = read / reads.seconds if read and reads.seconds else write_bandwidth
+        return MeasuredTransfers(
+            write_bandwidth, read_bandwidth, (writes.cpu_seconds + reads.cpu_seconds) / (written + read)
+        )
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now."""

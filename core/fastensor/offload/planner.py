@@ -1,0 +1,270 @@
+"""Which saved tensors of the next forward pass stay in memory: by the plans of earlier passes, and by what is free.
+
+The planner looks at each forward pass when the next one begins, and has :mod:`fastensor.offload.scheduler` plan it. A
+tensor is known again by its mark, which says what the pass has saved so far. A tensor that no plan knows, as in the
+first pass or in a graph that changes, stays while there is room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fastensor.files.budgets import available_memory, local_processes
+from fastensor.offload.config import OffloadConfig
+from fastensor.offload.host_memory import free_heap_bytes
+from fastensor.offload.scheduler import OffloadPlan, ProfiledTensor, StepProfile, TransferRates, plan, predict
+
+_HOST = torch.device("cpu")
+_SHARE_OF_FREE_MEMORY = 0.8
+_PLANNED_AT = (1, 2, 4)
+"""The passes of a form after which it is planned: the first ones are slower than those that follow."""
+_MOST_FORMS = 16
+"""Forms of forward passes that are planned: the latest."""
+_LOOK_AGAIN_SECONDS = 1.0
+"""Time after which the planner finds out anew how much memory is free."""
+_UNKNOWN_BANDWIDTH = 1e9
+"""Bytes per second of transfers, until there were any."""
+_WORTH_PLANNING_AGAIN = 1.25
+"""How much larger a limit has to be than the one of a plan before there is a new plan."""
+_MOST_PASSES = 8
+"""Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """What a forward pass has noted of a tensor that was saved. Times are those of :class:`PassRecord`."""
+
+    mark: int
+    nbytes: int
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    made_by: str
+    """The name of the autograd node that has made the tensor; empty for inputs."""
+    saved_at: float
+    needed_at: float | None = None
+
+
+@dataclass(slots=True)
+class PassRecord:
+    """The saved tensors of one forward pass, in order. Times are seconds of a clock that stands still in hooks."""
+
+    form: int = 0
+    tensors: list[SavedTensor] = field(default_factory=list)
+
+    def nothing(self, clock: float) -> SavedTensor:
+        """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""
+        return SavedTensor(self.form, 0, _HOST, torch.uint8, torch.Size(()), "", clock)
+
+    def profile(self) -> StepProfile | None:
+        """The profile of the pass; None if its backward pass has not come."""
+        needed = [one.needed_at for one in self.tensors if one.needed_at is not None]
+        if not needed:
+            return None
+        begun, backward = self.tensors[0].saved_at, min(needed)
+        return StepProfile(
+            tuple(
+                ProfiledTensor(
+                    one.nbytes,
+                    one.saved_at - begun,
+                    float("inf") if one.needed_at is None else one.needed_at - backward,
+                )
+                for one in self.tensors
+            ),
+            max(backward - begun, 0.0),
+            max(needed) - backward,
+        )
+
+
+class ResidentBytes:
+    """The graphs' handle of bytes that stay in memory by plan.
+
+    Args:
+        nbytes: how many.
+        device: where.
+        released: is told when the handle goes.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_nbytes", "_released")
+
+    def __init__(self, nbytes: int, device: torch.device, released: deque[tuple[torch.device, int]]) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._released = released
+
+    def __del__(self) -> None:
+        self._released.append((self._device, self._nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedForm:
+    """The latest plan for forward passes of one form."""
+
+    record: PassRecord
+    profile: StepProfile
+    plan: OffloadPlan
+    limits: Mapping[torch.device, int]
+    """The most bytes that may stay, by device."""
+    passes: int
+    """How many passes there were of this form."""
+
+    def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
+        """Whether the limits have become so different that another plan is needed, or much better."""
+        kept = Counter[torch.device]()
+        for index, one in enumerate(self.record.tensors):
+            kept[one.device] += one.nbytes if index not in self.plan.out else 0
+        too_little = any(kept[device] > limit for device, limit in limits.items())
+        more = any(limit > _WORTH_PLANNING_AGAIN * self.limits[device] for device, limit in limits.items())
+        return too_little or (more and bool(self.plan.out))
+
+
+class Planner:
+    """Decides which tensors stay. Call every method from any thread.
+
+    Args:
+        config: the schedule, and the budgets of transfers.
+        rates: how fast transfers have been; None before the first one.
+        unallocated: bytes of gradients that the backward pass will allocate.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, rates: Callable[[], TransferRates | None], unallocated: Callable[[], int]
+    ) -> None:
+        self._config = config
+        self._rates = rates
+        self._unallocated = unallocated
+        self._lock = threading.Lock()
+        self._released: deque[tuple[torch.device, int]] = deque()
+        self._resident: Counter[torch.device] = Counter()
+        self._limits: dict[torch.device, int] = {}
+        self._looked_at = 0.0
+        self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
+        self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
+        self._planned: dict[int, bool] = {}
+        """By mark, whether the tensor leaves memory."""
+        self.peak_bytes = 0
+        """The most bytes that were resident at a time."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether tensors may stay at all."""
+        return self._config.schedule != "all"
+
+    def begin_pass(self) -> PassRecord:
+        """Plan the passes that have ended, and begin to record one."""
+        record = PassRecord()
+        with self._lock:
+            self._let_go_released()
+            if time.monotonic() > self._looked_at + _LOOK_AGAIN_SECONDS:
+                self._limits.clear()
+                self._looked_at = time.monotonic()
+            for ended in list(self._passes):
+                if (profile := ended.profile()) is not None:
+                    self._passes.remove(ended)
+                    self._note(ended, profile)
+            self._passes.append(record)
+        return record
+
+    def stay(self, mark: int, nbytes: int, device: torch.device) -> ResidentBytes | None:
+        """The handle of bytes that stay in memory; None if they leave."""
+        if not self.keeps:
+            return None
+        with self._lock:
+            self._let_go_released()
+            if self._planned.get(mark, False):
+                return None
+            if self._resident[device] + nbytes > self._limit(device):
+                return None
+            self._resident[device] += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._resident.total())
+        return ResidentBytes(nbytes, device, self._released)
+
+    def planned(self, record: PassRecord) -> PlannedForm:
+        """The plan of a pass that has ended, whether or not there is one of its form."""
+        profile = record.profile()
+        assert profile is not None
+        with self._lock:
+            return self._new_plan(record, profile, 1)
+
+    def latest(self) -> PlannedForm | None:
+        """What was planned last."""
+        with self._lock:
+            return next(reversed(self._forms.values()), None)
+
+    # --- inside, with the lock held
+
+    def _let_go_released(self) -> None:
+        while self._released:
+            device, nbytes = self._released.popleft()
+            self._resident[device] -= nbytes
+
+    def _limit(self, device: torch.device) -> int:
+        """The most bytes of saved tensors that may stay in the memory of a device."""
+        if isinstance(self._config.schedule, int):
+            return self._config.schedule
+        if device not in self._limits:
+            reserve = self._config.staging_bytes + self._config.prefetch_bytes + self._unallocated()
+            free = _SHARE_OF_FREE_MEMORY * _free_memory(device) - reserve + self._resident[device]
+            self._limits[device] = max(int(free), 0)
+        return self._limits[device]
+
+    def _note(self, record: PassRecord, profile: StepProfile) -> None:
+        """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
+        known = self._forms.pop(record.form, None)
+        passes = 1 if known is None else known.passes + 1
+        if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
+            known = self._new_plan(record, profile, passes)
+            self._planned.update((one.mark, index in known.plan.out) for index, one in enumerate(record.tensors))
+        self._forms[record.form] = dataclasses.replace(known, passes=passes)
+        if len(self._forms) > _MOST_FORMS:
+            self._forms.popitem(last=False)
+            self._planned = {
+                one.mark: index in form.plan.out
+                for form in self._forms.values() for index, one in enumerate(form.record.tensors)
+            }  # fmt: skip
+
+    def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
+        limits = self._limits_of(record)
+        rates = self._rates() or TransferRates(
+            _UNKNOWN_BANDWIDTH, _UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
+        )
+        return PlannedForm(record, profile, _plan(record, profile, limits, rates), limits, passes)
+
+    def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
+        return {device: self._limit_of(record, device) for device in {one.device for one in record.tensors}}
+
+    def _limit_of(self, record: PassRecord, device: torch.device) -> int:
+        """The most bytes of a pass's tensors that may stay in the memory of a device."""
+        if self._config.schedule == "all":
+            return 0
+        if isinstance(self._config.schedule, float):
+            return int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
+        return self._limit(device)
+
+
+def _plan(
+    record: PassRecord, profile: StepProfile, limits: Mapping[torch.device, int], rates: TransferRates
+) -> OffloadPlan:
+    """The plan of a pass. Each device has a limit, and the disk is the same."""
+    out: set[int] = set()
+    for device, limit in limits.items():
+        there = [index for index, one in enumerate(record.tensors) if one.device == device]
+        part = dataclasses.replace(profile, tensors=tuple(profile.tensors[index] for index in there))
+        out.update(there[index] for index in plan(part, limit, rates).out)
+    kept = sum(one.nbytes for index, one in enumerate(profile.tensors) if index not in out)
+    return OffloadPlan(frozenset(out), predict(profile, out, rates), kept, kept <= sum(limits.values()))
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_memory() // local_processes() + free_heap_bytes()

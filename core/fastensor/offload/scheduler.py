@@ -1,0 +1,294 @@
+"""Which saved tensors leave memory: FlashNeuron's scheduler (section 3.3), on what a step has measured. Pure.
+
+A profile says when each tensor is saved and needed again, by a clock that stands still while hooks wait. A prediction
+replays the step with some of the tensors going out and coming back over a disk of known bandwidth, and says how much
+longer the step takes. The plan is the selection with the least predicted time among a few candidates: the paper's phase
+1, which takes tensors from the beginning of the forward pass until the rest fits; the same among larger tensors only,
+because each transfer has its price; the paper's phase 2, which prefers tensors that can be compressed; and all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+_MOST_REPLAYED = 20_000
+"""The most tensors that improving a plan replays, all replays together."""
+_SIZE_STEPS = (1, 2, 4, 8)
+"""Phase 1 is tried among tensors of at least the average size, its half, its quarter and its eighth, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledTensor:
+    """A tensor that a step has saved."""
+
+    nbytes: int
+    saved_at: float
+    """Seconds from the start of the forward pass until the tensor was saved."""
+    needed_at: float
+    """Seconds from the start of the backward pass until the tensor was needed first; infinity if it never was."""
+    ratio: float = 1.0
+    """How many times smaller its bytes are when they are encoded; 1 if they do not get smaller."""
+
+    @property
+    def moved_bytes(self) -> float:
+        """The bytes that a transfer moves."""
+        return self.nbytes / self.ratio
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One forward pass and its backward pass, without the time that hooks took."""
+
+    tensors: tuple[ProfiledTensor, ...]
+    """In the order in which they were saved."""
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.nbytes for one in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRates:
+    """How fast tensors move, and how many may be on the way."""
+
+    write_bandwidth: float
+    """Bytes per second."""
+    read_bandwidth: float
+    """Bytes per second."""
+    staging_bytes: int
+    """The most bytes that are saved and not written yet."""
+    prefetch_bytes: int
+    """The most bytes that are read before they are needed."""
+    seconds_per_tensor: float = 0.0
+    """Time that training stands still for each tensor that goes and comes back, whatever its size."""
+    slowdown_per_byte: float = 0.0
+    """Seconds by which computing takes longer for each byte that moves: transfers and computing share a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step with some tensors offloaded is expected to take."""
+
+    step_seconds: float
+    wait_to_write_seconds: float
+    """Time that the forward pass waits for writes."""
+    wait_to_read_seconds: float
+    """Time that the backward pass waits for reads."""
+    slowdown_seconds: float
+    """Time by which transfers slow computing down, and time that hooks take without waiting."""
+    peak_bytes: int
+    """The most bytes of saved tensors that are in memory at a time in the forward pass."""
+    moved_bytes: int
+    """Bytes that are written, and later read."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """The tensors that leave memory."""
+
+    out: frozenset[int]
+    """Indices of these tensors in the profile."""
+    prediction: Prediction
+    kept_bytes: int
+    """Bytes of the tensors that stay."""
+    satisfactory: bool
+    """Whether the tensors that stay fit into the limit."""
+
+
+def predict(profile: StepProfile, out: Set[int], rates: TransferRates) -> Prediction:
+    """Replay a step.
+
+    Writes and reads go one after the other at the disk's bandwidth. The forward pass waits while more than
+    ``staging_bytes`` would be on the way out; a read begins when ``prefetch_bytes`` have room, and the backward pass
+    waits for what is not there yet. A tensor whose write has not begun when it is needed is taken back.
+
+    Args:
+        profile: the step without offloading.
+        out: indices of the tensors that leave memory.
+        rates: how fast they move.
+    """
+    waited, begins, peak = _forward(profile, out, rates)
+    backward_at = profile.forward_seconds + waited
+    waited_to_read = _backward(profile, out, rates, begins, backward_at)
+    moved = sum(profile.tensors[index].moved_bytes for index in out)
+    slowdown = 2 * moved * rates.slowdown_per_byte + len(out) * rates.seconds_per_tensor
+    return Prediction(
+        profile.forward_seconds + profile.backward_seconds + waited + waited_to_read + slowdown,
+        waited,
+        waited_to_read,
+        slowdown,
+        peak,
+        int(moved),
+    )
+
+
+def _forward(profile: StepProfile, out: Set[int], rates: TransferRates) -> tuple[float, dict[int, float], int]:
+    """How long the forward pass waits; when each write begins; and the most bytes in memory."""
+    waited = channel_free = 0.0
+    pending: deque[tuple[float, int]] = deque()  # end of the write, bytes
+    pending_bytes = kept_bytes = peak = 0
+    begins = {}
+    for index, tensor in enumerate(profile.tensors):
+        now = tensor.saved_at + waited
+        while pending and (
+            pending[0][0] <= now or (index in out and pending_bytes + tensor.nbytes > rates.staging_bytes)
+        ):
+            end, nbytes = pending.popleft()
+            pending_bytes -= nbytes
+            waited += max(end - now, 0.0)
+            now = max(end, now)
+        if index in out:
+            begins[index] = max(now, channel_free)
+            channel_free = begins[index] + tensor.moved_bytes / rates.write_bandwidth
+            pending.append((channel_free, tensor.nbytes))
+            pending_bytes += tensor.nbytes
+        else:
+            kept_bytes += tensor.nbytes
+        peak = max(peak, kept_bytes + pending_bytes)
+    return waited, begins, peak
+
+
+def _backward(
+    profile: StepProfile, out: Set[int], rates: TransferRates, begins: dict[int, float], started: float
+) -> float:
+    """How long the backward pass waits."""
+    waited, channel_free = 0.0, started
+    ahead: deque[tuple[float, int]] = deque()  # when the tensor is used, bytes
+    ahead_bytes = 0
+    for index in sorted(out, key=lambda index: profile.tensors[index].needed_at):
+        tensor = profile.tensors[index]
+        needed = started + tensor.needed_at + waited
+        if math.isinf(needed) or begins[index] >= needed:
+            continue
+        begin = channel_free
+        while ahead and ahead_bytes + tensor.nbytes > rates.prefetch_bytes:
+            used, nbytes = ahead.popleft()
+            ahead_bytes -= nbytes
+            begin = max(begin, used)
+        channel_free = begin + tensor.moved_bytes / rates.read_bandwidth
+        waited += max(channel_free - needed, 0.0)
+        ahead.append((max(channel_free, needed), tensor.nbytes))
+        ahead_bytes += tensor.nbytes
+    return waited
+
+
+def linear(profile: StepProfile, limit: int, least_bytes: float = 0) -> frozenset[int]:
+    """Phase 1: tensors from the beginning of the forward pass, until the rest is at most ``limit`` bytes.
+
+    Args:
+        profile: the step.
+        limit: the most bytes that may stay.
+        least_bytes: smaller tensors are not taken.
+
+    >>> tensors = tuple(ProfiledTensor(size, at, 6.0 - at) for at, size in enumerate([3, 1, 2, 2]))
+    >>> profile = StepProfile(tensors, 4.0, 6.0)
+    >>> sorted(linear(profile, 4)), sorted(linear(profile, 4, least_bytes=2))
+    ([0, 1], [0, 2])
+    """
+    rest = profile.nbytes
+    taken = []
+    for index, tensor in enumerate(profile.tensors):
+        if rest <= limit:
+            break
+        if tensor.nbytes >= least_bytes:
+            taken.append(index)
+            rest -= tensor.nbytes
+    return frozenset(taken)
+
+
+def compressible(profile: StepProfile, selected: Set[int], rates: TransferRates) -> frozenset[int]:
+    """Phase 2: replace tensors that do not get smaller by others that do, until the transfer hides behind the forward
+    pass, or none is left.
+
+    In each turn the last tensor of the selection that does not get smaller goes back, and the tensors with the highest
+    ratios that are not selected take its place, until they are at least as large.
+
+    Args:
+        profile: the step.
+        selected: what phase 1 has selected.
+        rates: how fast tensors move.
+    """
+    chosen = set(selected)
+    tensors = profile.tensors
+    friendly = sorted(
+        (index for index, one in enumerate(tensors) if one.ratio > 1 and index not in chosen),
+        key=lambda index: tensors[index].ratio,
+    )
+    stubborn = sorted(index for index in chosen if tensors[index].ratio <= 1)
+    while friendly and stubborn and _write_seconds(profile, chosen, rates) > profile.forward_seconds:
+        last = stubborn.pop()
+        replacements: list[int] = []
+        while friendly and sum(tensors[index].nbytes for index in replacements) < tensors[last].nbytes:
+            replacements.append(friendly.pop())
+        if sum(tensors[index].nbytes for index in replacements) < tensors[last].nbytes:
+            break  # what is left is not as large: the limit would not hold
+        chosen.remove(last)
+        chosen.update(replacements)
+    return frozenset(chosen)
+
+
+def _write_seconds(profile: StepProfile, out: Set[int], rates: TransferRates) -> float:
+    return sum(profile.tensors[index].moved_bytes for index in sorted(out)) / rates.write_bandwidth
+
+
+def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
+    """The selection with the least predicted time, of those that leave at most ``limit`` bytes in memory.
+
+    The best candidate is improved by exchanging tensors, as long as that takes some milliseconds.
+
+    Args:
+        profile: the step.
+        limit: the most bytes of saved tensors that may stay.
+        rates: how fast tensors move.
+    """
+
+    def plan_of(out: frozenset[int]) -> OffloadPlan:
+        kept = profile.nbytes - sum(profile.tensors[index].nbytes for index in out)
+        return OffloadPlan(out, predict(profile, out, rates), kept, kept <= limit)
+
+    best = min(map(plan_of, _candidates(profile, limit, rates)), key=_badness)
+    replays = _MOST_REPLAYED // max(len(profile.tensors), 1)
+    is_better = True
+    while is_better:
+        is_better = False
+        for exchanged in _exchanges(profile, best.out):
+            if not replays:
+                return best
+            replays -= 1
+            other = plan_of(best.out ^ exchanged)
+            if _badness(other) < _badness(best):
+                best, is_better = other, True
+                break
+    return best
+
+
+def _badness(one: OffloadPlan) -> tuple[bool, float, int]:
+    return not one.satisfactory, one.prediction.step_seconds, one.prediction.moved_bytes
+
+
+def _candidates(profile: StepProfile, limit: int, rates: TransferRates) -> Iterator[frozenset[int]]:
+    first = linear(profile, limit)
+    yield first
+    if not first:
+        return  # all fit
+    average = profile.nbytes / len(profile.tensors)
+    starts = [first, *(linear(profile, limit, average / step) for step in _SIZE_STEPS)]
+    yield from starts[1:]
+    for start in starts:
+        yield compressible(profile, start, rates)
+    yield frozenset(range(len(profile.tensors)))
+
+
+def _exchanges(profile: StepProfile, out: Set[int]) -> Iterator[frozenset[int]]:
+    """Indices that may change sides: one tensor, or one of each side. None if everything stays."""
+    if not out:
+        return
+    yield from (frozenset({index}) for index in range(len(profile.tensors)))
+    stay = [index for index in range(len(profile.tensors)) if index not in out]
+    yield from (frozenset({one, other}) for one in sorted(out, reverse=True) for other in stay)

@@ -1,0 +1,336 @@
+"""Schedules: what stays in memory, what leaves, and that nothing changes the gradients."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastensor.errors import OffloadError
+from fastensor.offload import ActivationOffload, OffloadConfig, planner
+
+LAYERS, WIDTH, BATCH = 6, 64, 256
+EACH = BATCH * WIDTH * 4
+"""Bytes of one activation."""
+SAVED = LAYERS + 1
+"""Activations that a pass saves: the batch, and what each layer gives."""
+
+
+class Net(nn.Module):
+    """Each layer saves its output, and the next one the same memory as its input."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sigmoid()
+        return x
+
+
+def batch(rows: int = BATCH) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def train(net: nn.Module, offload: ActivationOffload | None, rows: int = BATCH) -> list[torch.Tensor]:
+    net.zero_grad()
+    if offload is None:
+        net(batch(rows)).square().sum().backward()
+    else:
+        with offload.step():
+            loss = net(batch(rows)).square().sum()
+        loss.backward()
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says how much memory is free, at each look."""
+
+    def set_free(nbytes: int) -> None:
+        monkeypatch.setattr(planner, "_free_memory", lambda device: nbytes)
+
+    monkeypatch.setattr(planner, "_LOOK_AGAIN_SECONDS", -1.0)
+    return set_free
+
+
+def test_a_run_that_fits_is_left_alone(make: Any, free: Any) -> None:
+    net, offload = Net(), make(schedule="auto")
+    expected = train(net, None)
+    free(1 << 40)
+    for _ in range(3):
+        assert same(train(net, offload), expected)
+    found = offload.statistics()
+    assert not found.offloaded
+    assert found.everything_fits
+    assert offload.memory_usage()["reserved_on_ssd"] == 0
+    assert "fit into memory" in found.why_nothing(1)
+    assert "all fit into" in str(offload.plan())
+
+
+def test_the_first_pass_keeps_what_has_room(make: Any) -> None:
+    offload = make(schedule=2 * EACH + 10)
+    net = Net()
+    expected = train(net, None)
+    assert same(train(net, offload), expected)
+    assert offload.statistics().kept["fits"] == 2 * EACH
+    assert offload.statistics().offloaded > 0
+
+
+@pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])
+def test_gradients_are_the_same_by_every_schedule(make: Any, free: Any, schedule: Any) -> None:
+    net = Net()
+    offload = make(schedule=schedule, staging_bytes=EACH, prefetch_bytes=EACH)
+    offload.attach(net)
+    expected = train(net, None)
+    free(5 * EACH)  # of which the two budgets take two
+    for _ in range(5):
+        assert same(train(net, offload), expected)
+
+
+def test_the_tensors_that_are_saved_first_leave(make: Any) -> None:
+    offload = make(schedule=2 * EACH)
+    net = Net()
+    train(net, offload)
+    assert offload.plan() is None  # a pass is planned when the next one begins
+    for _ in range(4):
+        train(net, offload)
+    found = offload.plan()
+    assert [one.leaves for one in found.tensors] == [True] * (SAVED - 2) + [False, False]
+    assert (found.kept_bytes, found.offloaded_bytes) == (2 * EACH, (SAVED - 2) * EACH)
+    assert found.limit_bytes == 2 * EACH
+    assert found.fits
+    idle = [one.idle_seconds for one in found.tensors]
+    assert sorted(idle, reverse=True) == idle
+    assert [one.made_by for one in found.tensors] == ["", *["SigmoidBackward0"] * LAYERS]
+    assert all(one.shape == (BATCH, WIDTH) for one in found.tensors)
+    text = str(found)
+    assert re.search(r"320 KiB leave memory, which is predicted to make a step .* % longer", text)
+    assert "256 × 64" in text
+
+
+def test_what_stays_never_exceeds_the_limit(make: Any) -> None:
+    """Also if several graphs are alive at once, and some never see a backward pass."""
+    offload = make(schedule=3 * EACH)
+    net = Net()
+    expected = train(net, None)
+    graphs = []
+    for _ in range(3):
+        with offload.step():
+            graphs.append(net(batch()).square().sum())
+    del graphs[1]
+    gc.collect()
+    for graph in graphs:
+        net.zero_grad()
+        graph.backward()
+        assert same([p.grad for p in net.parameters() if p.grad is not None], expected)
+    for _ in range(3):
+        assert same(train(net, offload), expected)
+    assert 0 < offload._engine.planner.peak_bytes <= 3 * EACH
+    graphs.clear()
+    del graph
+    offload._engine.planner.stay(0, 1 << 60, torch.device("cpu"))  # lets go of what was released
+    assert not +offload._engine.planner._resident
+
+
+def test_a_share_of_what_is_saved(make: Any) -> None:
+    offload = make(schedule=0.5)
+    net = Net()
+    for _ in range(4):
+        train(net, offload)
+    found = offload.plan()
+    assert (found.kept_bytes, found.offloaded_bytes) == (SAVED // 2 * EACH, (SAVED - SAVED // 2) * EACH)
+
+
+def test_other_shapes_are_planned_anew(make: Any) -> None:
+    offload = make(schedule=4 * EACH)
+    net = Net()
+    for rows in (BATCH, 2 * BATCH, BATCH // 2, BATCH, 2 * BATCH):
+        expected = train(net, None, rows)
+        for _ in range(2):
+            assert same(train(net, offload, rows), expected)
+        train(net, offload, rows)
+        each = rows * WIDTH * 4
+        assert offload.plan().kept_bytes == min(4 * EACH // each, SAVED) * each
+
+
+def test_graphs_that_change_in_every_step(make: Any) -> None:
+    offload = make(schedule=2 * EACH)
+    random = torch.Generator().manual_seed(2)
+    for _ in range(40):
+        net = Net(int(torch.randint(1, 9, (), generator=random)))
+        rows = int(torch.randint(1, BATCH, (), generator=random))
+        assert same(train(net, offload, rows), train(net, None, rows))
+    assert len(offload._engine.planner._forms) <= planner._MOST_FORMS
+    assert offload._engine.planner.peak_bytes <= 2 * EACH
+
+
+def test_less_memory_than_before(make: Any, free: Any) -> None:
+    """Another process takes memory: what stays is planned anew, and again when the memory is there again."""
+    offload = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=0)
+    net = Net()
+    kept = []
+    for room in (100, 100, 3, 3, 3, 100, 100, 100):
+        free(int((room + 1) * EACH / planner._SHARE_OF_FREE_MEMORY) + 16)
+        train(net, offload)
+        kept.append(offload.plan().kept_bytes // EACH if offload.plan() else None)
+    assert kept == [None, SAVED, 3, 3, 3, SAVED, SAVED, SAVED]
+
+
+def test_gradients_that_do_not_exist_yet_are_counted(make: Any, free: Any) -> None:
+    offload = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH)
+    net = Net()
+    offload.attach(net)
+    nbytes = sum(parameter.nbytes for parameter in net.parameters())
+    assert offload._engine._unallocated_gradients() == nbytes
+    net.layers[0].weight.grad = torch.zeros(WIDTH, WIDTH)
+    net.layers[1].weight.requires_grad_(False)
+    assert offload._engine._unallocated_gradients() == nbytes - 2 * WIDTH * WIDTH * 4
+
+
+def test_tensors_that_are_saved_twice_count_once(make: Any) -> None:
+    """A tensor and a view of it share memory, and what leaves and what stays is the same in each pass."""
+    offload = make(schedule=3 * EACH)
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        weight.grad = None
+        with offload.step():
+            x = batch().requires_grad_()
+            for _ in range(LAYERS):
+                x = (x.mm(weight).sin() * 0.1).exp()
+                x = x.t().exp().t() * x
+            loss = x.sum()
+        loss.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    expected = run().clone()
+    for _ in range(4):
+        assert torch.equal(run(), expected)
+    assert offload._engine.planner.peak_bytes <= 3 * EACH
+    assert offload.plan().kept_bytes <= 3 * EACH
+
+
+def test_in_place_changes_of_what_stays_are_found(make: Any) -> None:
+    offload = make(schedule=1 << 40)
+    x = torch.rand(1000, requires_grad=True)
+    for _ in range(2):
+        with offload.step():
+            y = x.exp()
+            loss = y.sin().sum()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert not offload.statistics().offloaded
+
+
+def test_steps_in_several_threads(make: Any) -> None:
+    offload = make(schedule=3 * EACH)
+    expected = train(Net(), None)
+    found: list[bool] = []
+
+    def run(net: Net) -> None:
+        found.extend([same(train(net, offload), expected) for _ in range(5)])
+
+    threads = [threading.Thread(target=run, args=(Net(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 15
+    assert offload._engine.planner.peak_bytes <= 3 * EACH
+
+
+# --- dry runs
+
+
+def test_a_dry_run_says_what_training_will_take(make: Any) -> None:
+    net = Net()
+    offload = make(schedule=2 * EACH, drive_tbw=600.0)
+    offload.attach(net)
+    before = threading.active_count()
+    found = offload.dry_run(lambda: train(net, None))
+    assert found.plan.kept_bytes == 2 * EACH
+    assert found.plan.offloaded_bytes == (SAVED - 2) * EACH
+    assert found.write_bandwidth > 0 < found.read_bandwidth
+    assert 0 < found.drive_days < 1e9
+    assert found.plan.slowdown > 1
+    assert "are written in a day of training: the drives last" in str(found)
+    assert threading.active_count() == before
+    assert offload.plan() is None  # nothing of it stays
+    assert not offload.statistics().packed
+    assert same(train(net, offload), train(net, None))
+
+
+def test_a_dry_run_of_what_fits(make: Any) -> None:
+    net = Net()
+    found = make(schedule=1 << 40).dry_run(lambda: train(net, None))
+    assert not found.plan.offloaded_bytes
+    assert found.plan.slowdown == 1
+    assert "a day" not in str(found)
+
+
+def test_a_dry_run_that_measures_nothing(make: Any) -> None:
+    with pytest.raises(OffloadError, match="nothing was measured"):
+        make().dry_run(lambda: None)
+    with torch.no_grad(), pytest.raises(OffloadError, match="and its backward pass"):
+        make().dry_run(lambda: Net()(batch()))
+
+
+# --- what users give
+
+
+@pytest.mark.parametrize("schedule", ["none", -1, 1.5, -0.1, True, None, "1GiB"])
+def test_schedules_that_mean_nothing(schedule: Any) -> None:
+    with pytest.raises(ValueError, match="schedule is"):
+        OffloadConfig(schedule=schedule)
+
+
+def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from fastensor_lightning import SSDActivationOffload
+
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30), dry_run=True)
+    trainer = Trainer(
+        callbacks=[callback], max_epochs=5, logger=False, accelerator="cpu", enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 3
+    assert callback.estimate is not None
+    assert not callback.estimate.plan.offloaded_bytes
+    assert callback.estimate.write_bandwidth > 0
+    assert "dry run of activation offload on rank 0" in capsys.readouterr().out
+
+
+def test_a_trainer_is_told_that_everything_fits(caplog: pytest.LogCaptureFixture) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from fastensor_lightning import SSDActivationOffload
+
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30))
+    trainer = Trainer(
+        callbacks=[callback], max_steps=2, logger=False, accelerator="cpu", enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        trainer.fit(BoringModel())
+    said = [(one.levelno, one.message) for one in caplog.records if one.name == "fastensor_lightning.offload_callback"]
+    assert said
+    assert all(level == logging.INFO and "fit into memory" in message for level, message in said)
