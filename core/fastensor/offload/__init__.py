@@ -3,6 +3,13 @@
 from fastensor.errors import CorruptActivationError, OffloadError
 from fastensor.offload.activation_offload import ActivationOffload
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.statistics import OffloadStatistics
+from fastensor.offload.statistics import EncodedBytes, OffloadStatistics
 
-__all__ = ["ActivationOffload", "CorruptActivationError", "OffloadConfig", "OffloadError", "OffloadStatistics"]
+__all__ = [
+    "ActivationOffload",
+    "CorruptActivationError",
+    "EncodedBytes",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadStatistics",
+]

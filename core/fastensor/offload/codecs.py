@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fastensor.errors import FastensorError
 from fastensor.offload import device_codecs
 from fastensor.offload.device_codecs import INTEGERS
 
@@ -47,11 +48,11 @@ _LARGEST_ELEMENT = 8
 _Integers: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 
-class NotAsMeasuredError(Exception):
+class NotAsMeasuredError(FastensorError):
     """Memory has changed since it was measured, or is being changed, so that it does not fit the encoding."""
 
 
-class DamagedPieceError(Exception):
+class DamagedPieceError(FastensorError):
     """The bytes of an encoded piece contradict themselves."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
+from fastensor.offload.codecs import LOSSY, Codec
 
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
@@ -57,6 +58,15 @@ class OffloadConfig:
     Where ``torch.compile`` meets a module that a pattern of ``include`` or ``exclude`` fits, it breaks the graph before
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
+    codecs: tuple[Codec, ...] = ()
+    """What may make tensors smaller before they go to the SSD, at a cost in time of processors, or of the GPU.
+
+    ``"csr"`` leaves zeros out, and keeps every bit: it is used for tensors that get smaller by that, such as outputs of
+    ReLU. ``"fp16"`` or ``"bf16"`` rounds float32 to 16 bits, and so changes gradients: those of tensors that were
+    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so is a tensor in which a
+    finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
+
+    Nothing is encoded that stays in host memory by ``dram_bytes``."""
     backend: str = registry.AUTO
     """The backend that moves the bytes: ``direct``, ``numpy``, ``gds``, or by default the one that was the fastest for
     tensors of the size on this machine (the Fastensor paper's WRDic)."""
@@ -84,11 +94,16 @@ class OffloadConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is at least {least}, found {value}")
-        for name in ("directories", "include", "exclude"):
+        for name in ("directories", "include", "exclude", "codecs"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(one, str | os.PathLike) for one in value):
                 raise TypeError(f"{name} is a tuple of strings, found {value!r}")
             object.__setattr__(self, name, tuple(os.fspath(one) for one in value))
+        unknown = set(self.codecs).difference(get_args(Codec))
+        if unknown or len(LOSSY.keys() & self.codecs) > 1:
+            raise ValueError(
+                f"codecs are some of {get_args(Codec)}, and not fp16 and bf16 at once, found {self.codecs}"
+            )
         if self.backend != registry.AUTO and self.backend not in registry.names_with_slots():
             raise ValueError(
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"

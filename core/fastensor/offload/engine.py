@@ -18,7 +18,15 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
-from fastensor.offload.statistics import WRITTEN_BY, Counters, OffloadStatistics, drive_days
+from fastensor.offload.statistics import (
+    ENCODED_BY,
+    STORED_BY,
+    WRITTEN_BY,
+    Counters,
+    EncodedBytes,
+    OffloadStatistics,
+    drive_days,
+)
 from fastensor.offload.swapper import Swapper
 
 _FORGET_REFERENCED_EVERY = 64
@@ -155,9 +163,8 @@ class OffloadEngine:
         with self._lock:
             moved, seconds = Counter(self._counters.counts), dict(self._counters.seconds)
             kept = self._kept + Counter({"not moved": moved["kept_bytes"]})
-        written_by = {
-            name.removeprefix(WRITTEN_BY): nbytes for name, nbytes in moved.items() if name.startswith(WRITTEN_BY)
-        }
+        stored_by = _by_name(moved, STORED_BY)
+        encoded_by = _by_name(moved, ENCODED_BY)
         return OffloadStatistics(
             steps=self._counts["steps"],
             packed=self._counts["packed"],
@@ -167,7 +174,8 @@ class OffloadEngine:
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),
             hook_seconds=self._hook_seconds,
             reserved_ssd_bytes=usage.get("reserved_on_ssd", 0),
-            written_by=written_by,
+            written_by=_by_name(moved, WRITTEN_BY),
+            encoded={name: EncodedBytes(nbytes, stored_by[name]) for name, nbytes in encoded_by.items()},
             drive_days=drive_days(
                 moved["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
             ),
@@ -191,6 +199,11 @@ class OffloadEngine:
         if self._swapper is not None:
             self._swapper.forget()
         self.begin()
+
+
+def _by_name(counts: Counter[str], prefix: str) -> dict[str, int]:
+    """The counts whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
 
 
 _engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastensor.offload.codecs import LOSSY
 from fastensor.offload.copying import event_now, page_offset_of
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.forward import ForwardPass
@@ -169,10 +170,9 @@ class StepHooks:
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: Counter[str], kept: Counter[str]
     ) -> KeptTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
-        base = tensor if tensor._base is None else tensor._base
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
-        if (handle := self._share(key, base, span, swapper)) is not None:
+        if (handle := self._share(key, tensor, span, swapper)) is not None:
             counts["shared_bytes"] += len(span)
             return OffloadedTensor.of(tensor, handle, forward, forward.add_again(handle.saved))
         if len(span) < self._engine.config.min_bytes:
@@ -191,13 +191,14 @@ class StepHooks:
             source=storage,
             page_offset=page_offset_of(tensor, span),
             ready=event_now(tensor.device),
+            dtype=tensor.dtype,
             mark=mark,
             position=forward.next_position,
         )
         handle = SavedHandle(saved, swapper)
         swapper.admit(saved)
         forward.add(saved)
-        self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(base), span))
+        self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
         return OffloadedTensor.of(tensor, handle, forward, saved.position)
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
@@ -207,17 +208,23 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper)
         return self._forward
 
-    def _share(self, key: tuple[int, int], base: torch.Tensor, span: range, swapper: Swapper) -> SavedHandle | None:
+    def _share(self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper) -> SavedHandle | None:
         """The handle of an offloaded range that covers ``span``, for one more saved tensor; None if there is none."""
+        owner = _owner_of(tensor)
         known = self._known.get(key, [])
         known[:] = (one for one in known if one.handle() is not None)
         for one in known:
             handle = one.handle()
-            covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
-            if covers and handle is not None and handle.swapper is swapper:
+            covers = one.owner() is owner and one.span.start <= span.start and span.stop <= one.span.stop
+            if covers and handle is not None and handle.swapper is swapper and self._is_kept_for(tensor, handle):
                 swapper.share(handle.saved)
                 return handle
         return None
+
+    def _is_kept_for(self, tensor: torch.Tensor, handle: SavedHandle) -> bool:
+        """Whether a range keeps what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
+        another dtype any more."""
+        return handle.saved.dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
 
     def _remember(self, key: tuple[int, int], one: _KnownRange) -> None:
         """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
@@ -231,6 +238,11 @@ class StepHooks:
         before, self._count = self._count, sum(map(len, alive.values()))
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
         self._is_over |= self._count < before / 2
+
+
+def _owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter counts for a tensor's memory."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -33,9 +33,11 @@ from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.statistics import WRITTEN_BY, Counters
+from fastensor.offload.statistics import ENCODED_BY, STORED_BY, WRITTEN_BY, Counters
 from fastensor.offload.tiers import StorageTiers, cost
 
+_MOST_RATIOS = 1 << 16
+"""Saved tensors whose ratio is remembered: those that were written first last."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -65,6 +67,8 @@ class Swapper:
         self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock)
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
+        self._ratios: dict[int, float] = {}
+        """By mark, how many times smaller codecs have made a saved tensor last."""
         self.externally_referenced: set[int] = set()
         """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
@@ -178,6 +182,12 @@ class Swapper:
         """In a forked child: threads, pinned memory and files are the parent's."""
         self._tiers.forget()
 
+    def ratio_of(self, mark: int) -> float:
+        """How many times smaller codecs have made the saved tensor with this mark when it was written last; 1.0 if they
+        have not, or it was not written."""
+        with self._lock:
+            return self._ratios.get(mark, 1.0)
+
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now."""
         with self._lock:
@@ -251,14 +261,25 @@ class Swapper:
             if isinstance(outcome, StoredBytes):
                 saved.source = saved.ready = None
                 saved.stored = outcome
-                self._counters.counts["written_bytes"] += saved.nbytes
-                self._counters.counts[f"{WRITTEN_BY}{outcome.backend}"] += saved.nbytes
+                self._note_written(saved, outcome)
             elif isinstance(outcome, Exception):
                 if not isinstance(outcome, StoppedError):
                     self._could_not_write(saved, outcome)
             elif not (saved in self._in_dram or saved.released or self._jobs.closed):  # newer ranges have its place
                 self._begin_write(saved)
             self._tidy(saved)
+
+    def _note_written(self, saved: SavedBytes, stored: StoredBytes) -> None:
+        counts = self._counters.counts
+        counts["written_bytes"] += stored.nbytes
+        counts[f"{WRITTEN_BY}{stored.backend}"] += stored.nbytes
+        if stored.encoding is not None:
+            counts[f"{ENCODED_BY}{stored.encoding.name}"] += saved.nbytes
+            counts[f"{STORED_BY}{stored.encoding.name}"] += stored.nbytes
+        if self._config.codecs:
+            self._ratios[saved.mark] = saved.nbytes / max(stored.nbytes, 1)
+            if len(self._ratios) > _MOST_RATIOS:
+                del self._ratios[next(iter(self._ratios))]
 
     def _cancel_write(self, saved: SavedBytes) -> bool:
         """Have a range not written. False if its write has begun."""
@@ -380,7 +401,7 @@ class Swapper:
             self._let_go_released()
             saved.read = None
             if failure is None and reading.stored is not None:
-                self._counters.counts["read_bytes"] += saved.nbytes
+                self._counters.counts["read_bytes"] += reading.stored.nbytes
             if failure is None and not saved.released:
                 saved.loaded = reading.target
             else:
