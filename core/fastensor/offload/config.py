@@ -80,6 +80,10 @@ class OffloadConfig:
     when_full: WhenFull = "keep"
     """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
     warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""
+    trace: str | None = None
+    """A file that gets a trace of what was moved when, for https://ui.perfetto.dev. It is written when the offload is
+    closed, or the process ends; or else at the end of the step in which the trace has 65536 events, with which it ends.
+    In a job of several processes the file's name gets the rank: ``trace-rank3.json``."""
     drive_tbw: float | None = None
     """Terabytes (10¹² bytes) that the drives together are guaranteed to endure (TBW)."""
     drive_days: float = 365.0
@@ -104,6 +108,8 @@ class OffloadConfig:
             raise ValueError(
                 f"codecs are some of {get_args(Codec)}, and not fp16 and bf16 at once, found {self.codecs}"
             )
+        if self.trace is not None:
+            object.__setattr__(self, "trace", os.fspath(self.trace))
         if self.backend != registry.AUTO and self.backend not in registry.names_with_slots():
             raise ValueError(
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"

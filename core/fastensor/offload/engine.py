@@ -28,6 +28,7 @@ from fastensor.offload.statistics import (
     drive_days,
 )
 from fastensor.offload.swapper import Swapper
+from fastensor.offload.trace import Trace
 
 _FORGET_REFERENCED_EVERY = 64
 """Forward passes after which the engine finds out anew which memory others keep alive."""
@@ -49,6 +50,9 @@ class OffloadEngine:
     def __init__(self, config: OffloadConfig) -> None:
         self.config = config
         self.model: AttachedModel | None = None
+        self.trace = None if config.trace is None else Trace(config.trace)
+        if self.trace is not None:
+            weakref.finalize(self, self.trace.write_at_exit)
         self.begin()
         _engines.add(self)
 
@@ -70,7 +74,7 @@ class OffloadEngine:
         """The open swapper: made for the first tensor that is offloaded, and again after an interrupt."""
         with self._lock:
             if self._swapper is None:
-                self._swapper = Swapper(self.config, self._counters)
+                self._swapper = Swapper(self.config, self._counters, self.trace)
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
                     self._swapper.close()
             return self._swapper
@@ -101,7 +105,13 @@ class OffloadEngine:
             self._counts["steps"] += 1
 
     def end_step(self) -> None:
-        """Warn, once, if the drives wear out too soon at the present pace."""
+        """Write a trace that is full. Warn, once, if the drives wear out too soon at the present pace.
+
+        Raises:
+            OffloadError: the trace cannot be written.
+        """
+        if self.trace is not None and self.trace.is_full:
+            self.trace.write()
         if self.config.drive_tbw is None or self._warned_of_wear or time.monotonic() - self._begun < _LEAST_SECONDS:
             return
         days = self.statistics().drive_days
@@ -187,17 +197,25 @@ class OffloadEngine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the swapper. What is saved from now on stays in memory. Calling it again does nothing."""
+        """Close the swapper, and write the trace. What is saved from now on stays in memory. Calling it again does
+        nothing.
+
+        Raises:
+            OffloadError: the trace cannot be written.
+        """
         with self._lock:
             self.closed = True
             swapper = self._swapper
         if swapper is not None:
             swapper.close()
+        if self.trace is not None:
+            self.trace.write()
 
     def begin_in_child(self) -> None:
         """Begin anew in a forked child: threads, locks and slots are the parent's."""
         if self._swapper is not None:
             self._swapper.forget()
+        self.trace = None
         self.begin()
 
 

@@ -21,6 +21,7 @@ from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
+from fastensor.offload.trace import TracedPass
 
 _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
@@ -113,6 +114,7 @@ class StepHooks:
         self._engine = engine
         self._persistent = engine.persistent_storages()
         self._forward: ForwardPass | None = None
+        self._traced: TracedPass | None = None
         self._is_over = False
         """Whether a backward pass has begun, so that what is saved next belongs to another forward pass."""
         self._known: dict[tuple[int, int], list[_KnownRange]] = {}
@@ -124,6 +126,7 @@ class StepHooks:
     def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
+        self._note_pass()
         counts, kept = Counter(packed=1), Counter[str]()
         try:
             reason, span = self._why_kept(tensor)
@@ -134,11 +137,13 @@ class StepHooks:
             kept[reason] += len(span)
             return KeptTensor.of(tensor)
         finally:
+            self._note_pass()
             self._engine.count(counts, kept, time.perf_counter() - started)
 
     def unpack(self, packed: KeptTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
+        self._note_pass(is_needed=True)
         if isinstance(packed, KeptTensor):
             packed.check_version()
             return packed.tensor
@@ -149,7 +154,21 @@ class StepHooks:
             with self._engine.guarded(packed.handle.swapper):
                 return packed.bring()
         finally:
+            self._note_pass(is_needed=True)
             self._engine.count(Counter(), Counter(), time.perf_counter() - started)
+
+    def _note_pass(self, *, is_needed: bool = False) -> None:
+        """Note in the trace, if there is one, that the forward pass is here, or its backward pass."""
+        if (trace := self._engine.trace) is None:
+            return
+        trace.sample_memory()
+        if is_needed:
+            if self._traced is not None:
+                self._traced.backward.note_now()
+        elif torch._C._current_graph_task_id() == -1:
+            if self._traced is None or self._traced.backward.begin is not None:
+                self._traced = trace.begin_pass()
+            self._traced.forward.note_now()
 
     def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
         """Why a tensor stays in memory, or an empty string; and its bytes, as a range of its storage."""

@@ -31,6 +31,7 @@ from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
 from fastensor.offload.slots import Slot
 from fastensor.offload.tiers import StorageTiers, cost
+from fastensor.offload.trace import Trace
 
 THREADS = 4
 """Threads that write, and as many that read."""
@@ -49,13 +50,22 @@ class Jobs:
         tiers: where to.
         in_dram: the ranges that stay in host memory.
         lock: the lock of the tiers, and of the budget.
+        trace: where helpers are recorded.
     """
 
-    def __init__(self, config: OffloadConfig, tiers: StorageTiers, in_dram: ByteBudget, lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        tiers: StorageTiers,
+        in_dram: ByteBudget,
+        lock: threading.Lock,
+        trace: Trace | None = None,
+    ) -> None:
         self._config = config
         self._tiers = tiers
         self._in_dram = in_dram
         self._lock = lock
+        self._trace = trace
         self._pools: dict[str, Pool] = {}
         self.closed = False
         """Whether nothing is moved any more: running jobs end before their next piece."""
@@ -89,7 +99,7 @@ class Jobs:
         read.add_done_callback(lambda _: todo.clear())  # helpers of a cancelled read have nothing to do
         with suppress(NoThreadsError):  # then the first job reads all pieces
             for _ in range(min(THREADS, len(todo)) - 1):
-                reading.helpers.append(self.submit("read", self._read_pieces, reading))
+                reading.helpers.append(self.submit("read", self._help_to_read, reading))
         return read
 
     # Without the lock. ------------------------------------------------------------------------------------------------
@@ -244,11 +254,19 @@ class Jobs:
         finish(begun)
         return begun
 
-    def _read_pieces(self, reading: Reading, backend: str = "") -> None:
-        """Read pieces until none is left. A helper does so with the backend that has written the range."""
+    def _help_to_read(self, reading: Reading) -> None:
+        """Read pieces with the backend that has written the range."""
+        assert reading.stored is not None
+        started = time.perf_counter()
+        self._read_pieces(reading, reading.stored.backend)
+        if self._trace is not None:
+            self._trace.complete("help to read", started, tensor=reading.saved.position)
+
+    def _read_pieces(self, reading: Reading, backend: str) -> None:
+        """Read pieces until none is left."""
         stored = reading.stored
         assert stored is not None
-        slots = stored.slot.file.opened[backend or stored.backend]
+        slots = stored.slot.file.opened[backend]
         todo = self._wanted(reading.saved, reading.todo)
         if stored.encoding is not None:
             with self._tiers.bounce_block() as bounce:
