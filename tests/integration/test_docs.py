@@ -24,6 +24,7 @@ DOCUMENTS = [
     "core/FORMAT.md",
     "docs/accelerate.md",
     "docs/distributed.md",
+    "docs/offload.md",
 ]
 
 

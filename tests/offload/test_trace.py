@@ -207,6 +207,22 @@ def test_ranks_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert [one.name for one in tmp_path.iterdir()] == ["t-rank3.json"]
 
 
+def test_memory_of_a_step_is_drawn(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.setattr(trace, "_SAMPLE_SECONDS", 0.0)
+    import offload_memory
+
+    offload = make(trace=str(tmp_path / "trace.json"))
+    for _ in range(2):
+        gradients(TRANSFORMER, offload)
+    offload.close()
+    step = offload_memory.memory_of_step(tmp_path / "trace.json", "host")
+    assert len(step.seconds) == len(step.nbytes) > 0
+    assert 0 <= step.seconds[0] <= step.backward <= step.seconds[-1]
+    offload_memory.plot({"with": step}, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_nothing_is_recorded_unless_that_is_wanted(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trace, "__init__", None)
     monkeypatch.setattr(trace, "memory_in_use", None)
