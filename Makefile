@@ -73,6 +73,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/async_checkpoint.py
 	$(BIN)/python benchmarks/tensor_io.py
 	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/codecs.py
+	$(BIN)/python benchmarks/offload_memory.py
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/accelerate_state.py
 	$(BIN)/python benchmarks/accelerate_inference.py

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -259,9 +261,16 @@ class PreparedOffloads:
         if any(known.model is model for known in self._models):
             return
         attached = _attached_to(model)
-        offload = attach(model, self._config) if attached is None else attached.offload
         name = f"offload_{len(self._models)}" if self._models else "offload"
+        offload = attach(model, self._config_of(name)) if attached is None else attached.offload
         self._models.append(_Prepared(model, offload, name, offload.statistics()))
+
+    def _config_of(self, name: str) -> OffloadConfig:
+        """The configuration of a model's offload: traces of further models have its name in theirs."""
+        if self._config.trace is None or not self._models:
+            return self._config
+        stem, ending = os.path.splitext(self._config.trace)
+        return dataclasses.replace(self._config, trace=f"{stem}-{name}{ending}")
 
     def step(self, model: nn.Module) -> AbstractContextManager[None]:
         """A step of the offload of a model, for what is computed around its forward pass. The model is added.

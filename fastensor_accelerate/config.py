@@ -134,6 +134,15 @@ class FastensorConfig:
         "--fastensor_offload_exclude",
         "patterns of names of modules whose activations stay in memory, separated by commas",
     )
+    offload_codecs: tuple[str, ...] = _option(
+        (),
+        "--fastensor_offload_codecs",
+        "what makes activations smaller: csr (keeps every bit), fp16 or bf16 (round), separated by commas; "
+        "default: nothing",
+    )
+    offload_trace: str | None = _option(
+        None, "--fastensor_offload_trace", "a file for a trace of what was moved when, for Perfetto; default: none"
+    )
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
@@ -173,6 +182,8 @@ class FastensorConfig:
                 "ssd_bytes",
                 "include",
                 "exclude",
+                "codecs",
+                "trace",
             )
         }
         schedule = _schedule(self.offload_schedule)
@@ -240,7 +251,7 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
     kind = str(option.type)
     if kind == "bool":
         return _as_bool(option.name, value)
-    if kind == "str":
+    if kind.startswith("str"):
         return value
     number = int if kind.startswith("int") else float
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import json
 import logging
 import pickle
 import threading
@@ -694,6 +695,18 @@ def test_two_models_have_offloads_of_their_own() -> None:
     accelerator.log({})
     assert tracker.logged[-1][0]["offload/written_bytes"] > 0
     assert tracker.logged[-1][0]["offload_1/written_bytes"] > 0
+
+
+def test_two_models_have_traces_of_their_own(tmp_path: Path) -> None:
+    options = {"offload": True, "offload_schedule": "all", "offload_min_bytes": 4096, "offload_codecs": ("csr",)}
+    fastensor_accelerate.enable(FastensorConfig(**options, offload_trace=str(tmp_path / "trace.json")))
+    accelerator = Accelerator(cpu=True)
+    for model in accelerator.prepare(Model(), Model()):
+        gradients(model)
+    accelerator.end_training()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["trace-offload_1.json", "trace.json"]
+    for file in tmp_path.iterdir():
+        assert {"forward", "backward"} <= {one["name"] for one in json.loads(file.read_text())["traceEvents"]}
 
 
 @pytest.mark.parametrize("dynamo_backend", ["no", "eager"])

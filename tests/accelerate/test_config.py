@@ -86,7 +86,8 @@ def test_all_options_go_through_the_environment() -> None:
         max_bytes_per_second=1.5e9, exit_seconds=30, preemption_seconds=5.5, offload=True,
         offload_directories=("/ssd 1", "ssd2"), offload_min_bytes=1 << 20, offload_dram_bytes=0,
         offload_ssd_bytes=1 << 40,
-        offload_include=("layers.*",), offload_exclude=("*.head", "x"),
+        offload_include=("layers.*",), offload_exclude=("*.head", "x"), offload_codecs=("csr", "fp16"),
+        offload_trace="/a trace.json",
     )  # fmt: skip
     os.environ.update(options.to_environment())
     assert handed_over() == options
@@ -124,6 +125,8 @@ def test_defaults_are_not_written_as_none() -> None:
         ({"offload_min_bytes": 0}, "offload_min_bytes is at least 1, found 0"),
         ({"offload_directories": 3}, "offload_directories is a list of texts, found 3"),
         ({"offload_include": ["a", 3]}, "offload_include is a list of texts"),
+        ({"offload_codecs": "csr,zip"}, r"offload_codecs are some of .*'zip'"),
+        ({"offload_trace": 3}, "offload_trace is str | None, found 3"),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[Any, Any], said: str) -> None:
@@ -151,6 +154,8 @@ def test_offload_options_are_those_of_the_core() -> None:
     given = FastensorConfig(offload_directories=("x",), offload_min_bytes=1, offload_exclude=("head",)).offload_config()
     assert given == OffloadConfig(directories=("x",), min_bytes=1, exclude=("head",))
     assert FastensorConfig().offload_config() == OffloadConfig()
+    read = FastensorConfig.from_mapping({"offload_codecs": "csr, bf16", "offload_trace": "t.json"})
+    assert read.offload_config() == OffloadConfig(codecs=("csr", "bf16"), trace="t.json")
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("1", True), ("False", False), ("off", False)])
@@ -186,12 +191,14 @@ def test_every_option_has_a_flag(command: Command) -> None:
     flags = [
         "--fastensor_backend", "numpy", "--no_fastensor_durable", "--no_fastensor_verify", "--fastensor_async",
         "--fastensor_staging_bytes", "8388608", "--fastensor_max_bytes_per_second", "1e9",
-        "--fastensor-exit-seconds", "3", "--fastensor_preemption_seconds=2",
+        "--fastensor-exit-seconds", "3", "--fastensor_preemption_seconds=2", "--fastensor_offload",
+        "--fastensor_offload_codecs", "csr", "--fastensor_offload_trace", "trace.json",
     ]  # fmt: skip
     command("launch", "--cpu", *flags, "train.py")
     assert handed_over() == FastensorConfig(
         backend="numpy", durable=False, verify=False, asynchronous=True, staging_bytes=1 << 23,
-        max_bytes_per_second=1e9, exit_seconds=3, preemption_seconds=2,
+        max_bytes_per_second=1e9, exit_seconds=3, preemption_seconds=2, offload=True, offload_codecs=("csr",),
+        offload_trace="trace.json",
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ DOCUMENTS = [
     "core/FORMAT.md",
     "docs/accelerate.md",
     "docs/distributed.md",
+    "docs/offload.md",
 ]
 
 

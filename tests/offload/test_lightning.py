@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,19 @@ def test_the_weights_are_the_same(tmp_path: Path, name: str) -> None:
     assert callback.statistics is not None
     assert callback.statistics.offloaded > 0
     assert callback.statistics.kept.get("parameter", 0) > 0
+
+
+def test_codecs_and_a_trace(tmp_path: Path) -> None:
+    expected = trained(Net, tmp_path)
+    trace = str(tmp_path / "trace.json")
+    callback = SSDActivationOffload(OffloadConfig(schedule="all", min_bytes=1, codecs=("csr",), trace=trace))
+    found = trained(Net, tmp_path, callback)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert callback.statistics is not None
+    written = sum(one["args"].get("bytes", 0) for one in events if one["name"] == "write")
+    assert written == callback.statistics.written_bytes
+    assert sum(one["name"] == "backward" and one["ph"] == "b" for one in events) == 12, "one for each training step"
 
 
 def test_validation_is_left_alone_and_each_step_is_counted(tmp_path: Path) -> None:

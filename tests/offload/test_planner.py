@@ -254,6 +254,21 @@ def test_steps_in_several_threads(make: Any) -> None:
     assert offload._engine.planner.peak_bytes <= 3 * EACH
 
 
+def test_ratios_of_codecs_are_planned_with(make: Any) -> None:
+    """Sampled before the first plan, and then as they were written; also of what stays."""
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)])
+    expected = train(net, None)
+    offload = make(schedule=2 * EACH, codecs=("csr",))
+    for _ in range(4):
+        assert same(train(net, offload), expected)
+    planned = offload._engine.planner.latest()
+    ratios = [one.ratio for one in planned.profile.tensors if one.nbytes]
+    assert ratios[0] == 1.0  # the batch, of which no element is zero
+    assert all(1.3 < ratio < 4 for ratio in ratios[1:])
+    encoded = offload.statistics().encoded["csr"]
+    assert encoded.encoded_nbytes < encoded.nbytes
+
+
 # --- dry runs
 
 

@@ -4,11 +4,12 @@ from fastensor.errors import CorruptActivationError, OffloadError
 from fastensor.offload.activation_offload import ActivationOffload
 from fastensor.offload.config import OffloadConfig, Schedule
 from fastensor.offload.report import OffloadEstimate, PlannedTensor, PlanReport
-from fastensor.offload.statistics import OffloadStatistics
+from fastensor.offload.statistics import EncodedBytes, OffloadStatistics
 
 __all__ = [
     "ActivationOffload",
     "CorruptActivationError",
+    "EncodedBytes",
     "OffloadConfig",
     "OffloadError",
     "OffloadEstimate",

@@ -49,6 +49,9 @@ class ActivationOffload:
     Args:
         config: how many bytes go where.
 
+    Raises:
+        OffloadError: the folder of a trace is missing.
+
     >>> import torch
     >>> from fastensor.offload import ActivationOffload, OffloadConfig
     >>> weight = torch.randn(512, 512, requires_grad=True)
@@ -165,8 +168,12 @@ class ActivationOffload:
         self._engine.settle()
 
     def close(self) -> None:
-        """Give back files, threads and memory. Graphs that still live raise if they need bytes that are not in the
-        memory that they were saved from. Calling it again does nothing."""
+        """Give back files, threads and memory, and write the trace. Graphs that still live raise if they need bytes
+        that are not in the memory that they were saved from. Calling it again does nothing.
+
+        Raises:
+            OffloadError: the trace cannot be written.
+        """
         self.detach()
         self._engine.close()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
+from fastensor.offload.codecs import LOSSY, Codec
 
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
@@ -68,6 +69,15 @@ class OffloadConfig:
     Where ``torch.compile`` meets a module that a pattern of ``include`` or ``exclude`` fits, it breaks the graph before
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
+    codecs: tuple[Codec, ...] = ()
+    """What may make tensors smaller before they go to the SSD, at a cost in time of processors, or of the GPU.
+
+    ``"csr"`` leaves zeros out, and keeps every bit: it is used for tensors that get smaller by that, such as outputs of
+    ReLU. ``"fp16"`` or ``"bf16"`` rounds float32 to 16 bits, and so changes gradients: those of tensors that were
+    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so is a tensor in which a
+    finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
+
+    Nothing is encoded that stays in host memory by ``dram_bytes``."""
     backend: str = registry.AUTO
     """The backend that moves the bytes: ``direct``, ``numpy``, ``gds``, or by default the one that was the fastest for
     tensors of the size on this machine (the Fastensor paper's WRDic)."""
@@ -81,6 +91,10 @@ class OffloadConfig:
     when_full: WhenFull = "keep"
     """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
     warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""
+    trace: str | None = None
+    """A file that gets a trace of what was moved when, for https://ui.perfetto.dev. It is written when the offload is
+    closed, or the process ends; or else at the end of the step in which the trace has 65536 events, with which it ends.
+    In a job of several processes the file's name gets the rank: ``trace-rank3.json``."""
     drive_tbw: float | None = None
     """Terabytes (10¹² bytes) that the drives together are guaranteed to endure (TBW)."""
     drive_days: float = 365.0
@@ -96,11 +110,18 @@ class OffloadConfig:
             if value is not None and value < least:
                 raise ValueError(f"{name} is at least {least}, found {value}")
         _check_schedule(self.schedule)
-        for name in ("directories", "include", "exclude"):
+        for name in ("directories", "include", "exclude", "codecs"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(one, str | os.PathLike) for one in value):
                 raise TypeError(f"{name} is a tuple of strings, found {value!r}")
             object.__setattr__(self, name, tuple(os.fspath(one) for one in value))
+        unknown = set(self.codecs).difference(get_args(Codec))
+        if unknown or len(LOSSY.keys() & self.codecs) > 1:
+            raise ValueError(
+                f"codecs are some of {get_args(Codec)}, and not fp16 and bf16 at once, found {self.codecs}"
+            )
+        if self.trace is not None:
+            object.__setattr__(self, "trace", os.fspath(self.trace))
         if self.backend != registry.AUTO and self.backend not in registry.names_with_slots():
             raise ValueError(
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -143,18 +145,26 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, after: torch.cuda.Event | None) -> None:
+@contextmanager
+def queued(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+    """Queue the work of the block on this thread's stream of a device, after an event, and wait for it in the end.
+    Does nothing for a device without streams."""
     if device.type != "cuda":
-        target.copy_(source)
+        yield
         return
     stream = _stream_of(device)
     if after is not None:
         stream.wait_event(after)
     try:
         with entered(stream):
-            target.copy_(source, non_blocking=True)
+            yield
     finally:  # an interrupt must not give memory back that is copied from, or to
         uninterrupted(stream.synchronize)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, after: torch.cuda.Event | None) -> None:
+    with queued(device, after):
+        target.copy_(source, non_blocking=device.type == "cuda")
 
 
 def _stream_of(device: torch.device) -> torch.cuda.Stream:

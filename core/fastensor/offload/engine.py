@@ -21,8 +21,17 @@ from fastensor.offload.planner import Planner
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.scheduler import TransferRates
-from fastensor.offload.statistics import WRITTEN_BY, Counters, OffloadStatistics, drive_days
+from fastensor.offload.statistics import (
+    ENCODED_BY,
+    STORED_BY,
+    WRITTEN_BY,
+    Counters,
+    EncodedBytes,
+    OffloadStatistics,
+    drive_days,
+)
 from fastensor.offload.swapper import Swapper
+from fastensor.offload.trace import Trace
 
 _FORGET_REFERENCED_EVERY = 64
 """Forward passes after which the engine finds out anew which memory others keep alive."""
@@ -44,6 +53,9 @@ class OffloadEngine:
     def __init__(self, config: OffloadConfig) -> None:
         self.config = config
         self.model: AttachedModel | None = None
+        self.trace = None if config.trace is None else Trace(config.trace)
+        if self.trace is not None:
+            weakref.finalize(self, self.trace.write_at_exit)
         self.begin()
         _engines.add(self)
 
@@ -66,7 +78,7 @@ class OffloadEngine:
         """The open swapper: made for the first tensor that is offloaded, and again after an interrupt."""
         with self._lock:
             if self._swapper is None:
-                self._swapper = Swapper(self.config, self._counters)
+                self._swapper = Swapper(self.config, self._counters, self.trace)
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
                     self._swapper.close()
             return self._swapper
@@ -97,7 +109,13 @@ class OffloadEngine:
             self._counts["steps"] += 1
 
     def end_step(self) -> None:
-        """Warn, once, if the drives wear out too soon at the present pace."""
+        """Write a trace that is full. Warn, once, if the drives wear out too soon at the present pace.
+
+        Raises:
+            OffloadError: the trace cannot be written.
+        """
+        if self.trace is not None and self.trace.is_full:
+            self.trace.write()
         if self.config.drive_tbw is None or self._warned_of_wear or time.monotonic() - self._begun < _LEAST_SECONDS:
             return
         days = self.statistics().drive_days
@@ -201,9 +219,8 @@ class OffloadEngine:
         with self._lock:
             moved, seconds = Counter(self._counters.counts), dict(self._counters.seconds)
             kept = self._kept + Counter({"not moved": moved["kept_bytes"]})
-        written_by = {
-            name.removeprefix(WRITTEN_BY): nbytes for name, nbytes in moved.items() if name.startswith(WRITTEN_BY)
-        }
+        stored_by = _by_name(moved, STORED_BY)
+        encoded_by = _by_name(moved, ENCODED_BY)
         return OffloadStatistics(
             steps=self._counts["steps"],
             packed=self._counts["packed"],
@@ -213,7 +230,8 @@ class OffloadEngine:
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),
             hook_seconds=self._hook_seconds,
             reserved_ssd_bytes=usage.get("reserved_on_ssd", 0),
-            written_by=written_by,
+            written_by=_by_name(moved, WRITTEN_BY),
+            encoded={name: EncodedBytes(nbytes, stored_by[name]) for name, nbytes in encoded_by.items()},
             drive_days=drive_days(
                 moved["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
             ),
@@ -225,18 +243,31 @@ class OffloadEngine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the swapper. What is saved from now on stays in memory. Calling it again does nothing."""
+        """Close the swapper, and write the trace. What is saved from now on stays in memory. Calling it again does
+        nothing.
+
+        Raises:
+            OffloadError: the trace cannot be written.
+        """
         with self._lock:
             self.closed = True
             swapper = self._swapper
         if swapper is not None:
             swapper.close()
+        if self.trace is not None:
+            self.trace.write()
 
     def begin_in_child(self) -> None:
         """Begin anew in a forked child: threads, locks and slots are the parent's."""
         if self._swapper is not None:
             self._swapper.forget()
+        self.trace = None
         self.begin()
+
+
+def _by_name(counts: Counter[str], prefix: str) -> dict[str, int]:
+    """The counts whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
 
 
 _engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import event_now, page_offset_of
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.forward import ForwardPass
@@ -21,6 +22,7 @@ from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason
 from fastensor.offload.planner import ResidentBytes, SavedTensor
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
+from fastensor.offload.trace import TracedPass
 
 _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
@@ -134,6 +136,7 @@ class StepHooks:
         self._engine = engine
         self._persistent = engine.persistent_storages()
         self._forward: ForwardPass | None = None
+        self._traced: TracedPass | None = None
         self._seconds_in_hooks = 0.0
         self._clock = 0.0
         """Seconds at the latest call of :meth:`pack`, by a clock that stands still in hooks."""
@@ -148,6 +151,7 @@ class StepHooks:
     def pack(self, tensor: torch.Tensor) -> KeptTensor | ResidentTensor | OffloadedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
+        self._note_pass()
         self._clock = started - self._seconds_in_hooks
         counts, kept = Counter(packed=1), Counter[str]()
         try:
@@ -159,11 +163,13 @@ class StepHooks:
             kept[reason] += len(span)
             return KeptTensor.of(tensor)
         finally:
+            self._note_pass()
             self._note_time(counts, kept, started)
 
     def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
+        self._note_pass(is_needed=True)
         if isinstance(packed, KeptTensor):
             packed.check_version()
             return packed.tensor
@@ -178,12 +184,26 @@ class StepHooks:
             with self._engine.guarded(packed.handle.swapper):
                 return packed.bring()
         finally:
+            self._note_pass(is_needed=True)
             self._note_time(Counter(), Counter(), started)
 
     def _note_time(self, counts: Counter[str], kept: Counter[str], started: float) -> None:
         seconds = time.perf_counter() - started
         self._seconds_in_hooks += seconds
         self._engine.count(counts, kept, seconds)
+
+    def _note_pass(self, *, is_needed: bool = False) -> None:
+        """Note in the trace, if there is one, that the forward pass is here, or its backward pass."""
+        if (trace := self._engine.trace) is None:
+            return
+        trace.sample_memory()
+        if is_needed:
+            if self._traced is not None:
+                self._traced.backward.note_now()
+        elif torch._C._current_graph_task_id() == -1:
+            if self._traced is None or self._traced.backward.begin is not None:
+                self._traced = trace.begin_pass()
+            self._traced.forward.note_now()
 
     def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
         """Why a tensor stays in memory, or an empty string; and its bytes, as a range of its storage."""
@@ -204,10 +224,9 @@ class StepHooks:
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: Counter[str], kept: Counter[str]
     ) -> KeptTensor | ResidentTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
-        base = tensor if tensor._base is None else tensor._base
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
-        shared = self._share(key, base, span, swapper)
+        shared = self._share(key, tensor, span, swapper)
         if isinstance(shared, SavedHandle):
             counts["shared_bytes"] += len(span)
             position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
@@ -225,12 +244,12 @@ class StepHooks:
             forward.add(None)
             return KeptTensor.of(tensor)
         position = forward.next_position
-        forward.note(_noted(tensor, mark, len(span), self._clock))
+        forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
         if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
             kept["fits"] += len(span)
             forward.add(None)
             staying = ResidentHandle(resident, forward, position)
-            self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(base), span))
+            self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(_owner_of(tensor)), span))
             return ResidentTensor(KeptTensor.of(tensor), staying, forward, position)
         saved = SavedBytes(
             nbytes=len(span),
@@ -240,14 +259,27 @@ class StepHooks:
             source=storage,
             page_offset=page_offset_of(tensor, span),
             ready=event_now(tensor.device),
+            dtype=tensor.dtype,
             mark=mark,
             position=position,
         )
         handle = SavedHandle(saved, swapper)
         swapper.admit(saved)
         forward.add(saved)
-        self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(base), span))
+        self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
         return OffloadedTensor.of(tensor, handle, forward, saved.position)
+
+    def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
+        """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
+        codecs = self._engine.config.codecs
+        if not codecs or not self._engine.planner.keeps:
+            return 1.0
+        ratio = swapper.ratio_of(mark)
+        if ratio == 1 and not self._engine.planner.knows(mark):
+            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),))
+            ratio = max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+        return ratio
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""
@@ -257,22 +289,28 @@ class StepHooks:
         return self._forward
 
     def _share(
-        self, key: tuple[int, int], base: torch.Tensor, span: range, swapper: Swapper
+        self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper
     ) -> SavedHandle | ResidentHandle | None:
         """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
+        owner = _owner_of(tensor)
         known = self._known.get(key, [])
         known[:] = (one for one in known if one.handle() is not None)
         for one in known:
             handle = one.handle()
-            covers = one.owner() is base and one.span.start <= span.start and span.stop <= one.span.stop
+            covers = one.owner() is owner and one.span.start <= span.start and span.stop <= one.span.stop
             if not covers or handle is None:
                 continue
             if isinstance(handle, ResidentHandle):
                 return handle
-            if handle.swapper is swapper:
+            if handle.swapper is swapper and self._is_kept_for(tensor, handle):
                 swapper.share(handle.saved)
                 return handle
         return None
+
+    def _is_kept_for(self, tensor: torch.Tensor, handle: SavedHandle) -> bool:
+        """Whether a range keeps what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
+        another dtype any more."""
+        return handle.saved.dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
 
     def _remember(self, key: tuple[int, int], one: _KnownRange) -> None:
         """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
@@ -288,9 +326,14 @@ class StepHooks:
         self._is_over |= self._count < before / 2
 
 
-def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float) -> SavedTensor:
+def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float, ratio: float) -> SavedTensor:
     made_by = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
-    return SavedTensor(mark, nbytes, tensor.device, tensor.dtype, tensor.shape, made_by, clock)
+    return SavedTensor(mark, nbytes, tensor.device, tensor.dtype, tensor.shape, made_by, clock, ratio)
+
+
+def _owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter counts for a tensor's memory."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -15,19 +15,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Literal, TypeVar
+
+import torch
 
 from fastensor.backends.buffers import Buffer
 from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
 from fastensor.errors import OffloadError
-from fastensor.offload import copying, moving
+from fastensor.offload import copying, encoded, moving
+from fastensor.offload.codecs import MeasuredEncoding, NotAsMeasuredError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
+from fastensor.offload.slots import Slot
 from fastensor.offload.statistics import BusyClock
 from fastensor.offload.tiers import StorageTiers, cost
+from fastensor.offload.trace import Trace
 
 THREADS = 4
 """Threads that write, and as many that read."""
@@ -46,13 +51,22 @@ class Jobs:
         tiers: where to.
         in_dram: the ranges that stay in host memory.
         lock: the lock of the tiers, and of the budget.
+        trace: where helpers are recorded.
     """
 
-    def __init__(self, config: OffloadConfig, tiers: StorageTiers, in_dram: ByteBudget, lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        tiers: StorageTiers,
+        in_dram: ByteBudget,
+        lock: threading.Lock,
+        trace: Trace | None = None,
+    ) -> None:
         self._config = config
         self._tiers = tiers
         self._in_dram = in_dram
         self._lock = lock
+        self._trace = trace
         self._pools: dict[str, Pool] = {}
         self.writes, self.reads = BusyClock(), BusyClock()
         self.closed = False
@@ -152,7 +166,9 @@ class Jobs:
             saved.source = None
 
     def _store(self, saved: SavedBytes) -> StoredBytes:
-        """Write a range with the backend that the selector chooses."""
+        """Write a range with the backend that the selector chooses, encoded if that makes it smaller."""
+        if self._config.codecs and (stored := self._store_encoded(saved)) is not None:
+            return stored
         with self._lock:
             slots = self._tiers.slots
         staged = copying.is_staged_first(saved.device) and not saved.blocks
@@ -164,28 +180,58 @@ class Jobs:
         transfer.done(time.perf_counter() - transfer.started)
         return stored
 
+    def _store_encoded(self, saved: SavedBytes) -> StoredBytes | None:
+        """Encode a range where it is, and write it. None if it is to be written as it is: no codec makes it smaller, it
+        is being changed, or the device has no memory left for it."""
+        try:
+            measured = encoded.measure(saved, set(self._config.codecs))
+            if measured is None:
+                return None
+            with self._lock:
+                slots = self._tiers.slots
+            transfer = self._tiers.transfer("write", saved, slots.backends, learn=False)
+            return transfer.run(lambda backend: self._encode_slot(saved, measured, backend.name), slots.record_fallback)
+        except (NotAsMeasuredError, torch.OutOfMemoryError):
+            return None
+
     def _write_slot(self, saved: SavedBytes, backend: str) -> StoredBytes:
         """Write a range to a new slot with one backend."""
-        with self._lock:
-            slot = self._tiers.allocate(saved)
-        try:
+        with self._slot(saved.lead + saved.nbytes) as slot:
             slots = slot.file.opened[backend]
-            todo = self._wanted(saved, deque(moving.pieces(saved)))
+            todo = self._wanted(saved, deque(moving.pieces(saved, lead=saved.lead)))
             with self._bounce_block(moving.is_copied_to_write(saved, slots)) as bounce:
                 crc32 = moving.write(saved, slot, slots, bounce, todo, checksum=self._config.verify)
+        return StoredBytes(slot, backend, crc32, saved.nbytes)
+
+    def _encode_slot(self, saved: SavedBytes, measured: MeasuredEncoding, backend: str) -> StoredBytes:
+        """Encode a range, and write it to a new slot with one backend."""
+        with self._slot(encoded.slot_nbytes(measured)) as slot:
+            todo, checksum = self._wanted(saved, deque(moving.pieces(saved, lead=0))), self._config.verify
+            with self._tiers.bounce_block() as bounce:
+                slots = slot.file.opened[backend]
+                pieces = encoded.write(saved, measured, slot, slots, bounce, todo, checksum=checksum)
+        return StoredBytes(slot, backend, 0, sum(measured.sizes), measured.encoding, pieces)
+
+    @contextmanager
+    def _slot(self, nbytes: int) -> Iterator[Slot]:
+        """A new slot, which is given back if the block raises."""
+        with self._lock:
+            slot = self._tiers.allocate(nbytes)
+        try:
+            yield slot
         except BaseException:
             with self._lock:
                 self._tiers.free(slot)
             raise
-        return StoredBytes(slot, backend, crc32)
 
     def _read_slot(self, reading: Reading, stored: StoredBytes) -> None:
         """Read a range with the backend that has written it, or else with ``numpy``."""
         backends = tuple(dict.fromkeys((stored.backend, "numpy")))
-        transfer = self._tiers.transfer("read", reading.saved, backends)
+        is_encoded = stored.encoding is not None
+        transfer = self._tiers.transfer("read", reading.saved, backends, learn=not is_encoded)
         read = self._read_with_helpers
         transfer.run(lambda backend: read(reading, stored, backend.name), self._tiers.slots.record_fallback)
-        if self._config.verify:
+        if self._config.verify and not is_encoded:
             moving.check(reading, stored)
         transfer.done(time.perf_counter() - transfer.started)
 
@@ -195,7 +241,7 @@ class Jobs:
             reading.todo.clear()
             self._join(reading)
             reading.crc32s.clear()
-            reading.todo.extend(moving.pieces(reading.saved))
+            reading.todo.extend(reading.pieces())
         try:
             self._read_pieces(reading, backend)
         finally:
@@ -215,8 +261,11 @@ class Jobs:
     def _help_to_read(self, reading: Reading) -> None:
         """Read pieces with the backend that has written the range."""
         assert reading.stored is not None
+        started = time.perf_counter()
         with self.reads.running():
             self._read_pieces(reading, reading.stored.backend)
+        if self._trace is not None:
+            self._trace.complete("help to read", started, tensor=reading.saved.position)
 
     def _read_pieces(self, reading: Reading, backend: str) -> None:
         """Read pieces until none is left."""
@@ -224,8 +273,12 @@ class Jobs:
         assert stored is not None
         slots = stored.slot.file.opened[backend]
         todo = self._wanted(reading.saved, reading.todo)
-        with self._bounce_block(moving.is_copied_to_read(reading, slots)) as bounce:
-            moving.read(reading, stored, slots, bounce, todo, verify=self._config.verify)
+        if stored.encoding is not None:
+            with self._tiers.bounce_block() as bounce:
+                encoded.read(reading, stored, slots, bounce, todo, verify=self._config.verify)
+            return
+        with self._bounce_block(moving.is_copied_to_read(reading, slots)) as bounce_if_wanted:
+            moving.read(reading, stored, slots, bounce_if_wanted, todo, verify=self._config.verify)
 
     def _wanted(self, saved: SavedBytes, todo: deque[Piece]) -> Iterator[Piece]:
         """Take pieces of a range, one after the other, until no thread has left one.

@@ -65,13 +65,20 @@ class Reading:
             target, memory = host.storage(saved.lead + saved.nbytes)
         else:
             target = storage_on(saved.device, saved.nbytes)
-        stored, todo = (None, deque[Piece]()) if saved.blocks else (saved.stored, deque(pieces(saved)))
-        return cls(saved, stored, target, memory, copying.event_now(saved.device), todo)
+        stored, todo = None if saved.blocks else saved.stored, deque[Piece]()
+        reading = cls(saved, stored, target, memory, copying.event_now(saved.device), todo)
+        todo.extend(reading.pieces() if stored is not None else ())
+        return reading
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces in which the range is read from its slot. An encoded range has no lead."""
+        is_encoded = self.stored is not None and self.stored.encoding is not None
+        return pieces(self.saved, lead=0 if is_encoded else self.saved.lead)
 
 
-def pieces(saved: SavedBytes) -> Iterator[Piece]:
-    """The pieces in which a range is written and read, in order."""
-    total = saved.lead + saved.nbytes
+def pieces(saved: SavedBytes, *, lead: int) -> Iterator[Piece]:
+    """The pieces in which a range is written and read, in order, with so many bytes in front of it."""
+    total = lead + saved.nbytes
     for position in range(0, total, PIECE_NBYTES):
         yield position, min(PIECE_NBYTES, total - position)
 
@@ -152,11 +159,11 @@ def read(
             slots.read_to_device(bytes_of(reading.target, position, nbytes), begin + position)
             continue
         if reading.memory is not None:
-            data = reading.memory[position : position + _whole(nbytes)]
+            data = reading.memory[position : position + whole(nbytes)]
         else:
             assert bounce is not None
             prepare(bounce, saved.device)
-            data = bounce.view[: _whole(nbytes)]
+            data = bounce.view[: whole(nbytes)]
         slots.read(data, begin + position)
         if verify:
             reading.crc32s[position] = isal_zlib.crc32(data[0 if position else saved.lead : nbytes])
@@ -173,16 +180,23 @@ def check(reading: Reading, stored: StoredBytes) -> None:
     saved, crc32 = reading.saved, 0
     if not reading.crc32s:  # read to a device, without host memory between
         crc32 = crc32_of(bytes_of(reading.target, 0, saved.nbytes))
-    for position, nbytes in pieces(saved) if reading.crc32s else ():
+    for position, nbytes in pieces(saved, lead=saved.lead) if reading.crc32s else ():
         own = nbytes if position else nbytes - saved.lead
         crc32 = isal_zlib.crc32_combine(crc32, reading.crc32s[position], own)
     if crc32 != stored.crc32:
-        raise CorruptActivationError(
-            f"an activation of {saved.nbytes} bytes has changed on the disk of {stored.slot.file.folder}: its bytes at "
-            f"offset {stored.slot.extent.begin} of the file have CRC32 {crc32:08x}, expected {stored.crc32:08x}. Do "
-            "not trust this disk; take another folder. (Or the program has changed the tensor without autograd's "
-            "knowledge, by .data or otherwise, while it was written.)"
-        )
+        raise changed_on_disk(saved, stored, 0, crc32, stored.crc32)
+
+
+def changed_on_disk(
+    saved: SavedBytes, stored: StoredBytes, offset: int, crc32: int, expected: int
+) -> CorruptActivationError:
+    """The error to raise if bytes at an offset of a slot have another CRC32 than was written."""
+    return CorruptActivationError(
+        f"an activation of {saved.nbytes} bytes has changed on the disk of {stored.slot.file.folder}: its bytes at "
+        f"offset {stored.slot.extent.begin + offset} of the file have CRC32 {crc32:08x}, expected {expected:08x}. Do "
+        "not trust this disk; take another folder. (Or the program has changed the tensor without autograd's "
+        "knowledge, by .data or otherwise, while it was written.)"
+    )
 
 
 def is_copied_to_write(saved: SavedBytes, slots: Slots) -> bool:
@@ -214,17 +228,18 @@ def _in_host_memory(saved: SavedBytes, position: int, nbytes: int, bounce: Buffe
     """A piece in host memory, in multiples of ``ALIGNMENT``: arbitrary bytes may follow it."""
     if saved.blocks:
         begin = position % BUFFER_NBYTES
-        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + _whole(nbytes)]
+        return saved.blocks[position // BUFFER_NBYTES].view[begin : begin + whole(nbytes)]
     assert saved.source is not None
     if saved.page_offset is not None:
         return pages_of(saved.source, saved.origin - saved.lead + position, nbytes)
     assert bounce is not None
     prepare(bounce, saved.device)
     copy_out(saved.source, saved.origin + position, nbytes, bounce, saved.ready)
-    return bounce.view[: _whole(nbytes)]
+    return bounce.view[: whole(nbytes)]
 
 
-def _whole(nbytes: int) -> int:
+def whole(nbytes: int) -> int:
+    """A size in whole units of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -49,6 +49,8 @@ class SavedTensor:
     made_by: str
     """The name of the autograd node that has made the tensor; empty for inputs."""
     saved_at: float
+    ratio: float = 1.0
+    """How many times smaller codecs make it."""
     needed_at: float | None = None
 
 
@@ -75,6 +77,7 @@ class PassRecord:
                     one.nbytes,
                     one.saved_at - begun,
                     float("inf") if one.needed_at is None else one.needed_at - backward,
+                    one.ratio,
                 )
                 for one in self.tensors
             ),
@@ -192,6 +195,10 @@ class Planner:
         assert profile is not None
         with self._lock:
             return self._new_plan(record, profile, 1)
+
+    def knows(self, mark: int) -> bool:
+        """Whether the tensor with this mark is planned."""
+        return mark in self._planned
 
     def latest(self) -> PlannedForm | None:
         """What was planned last."""

@@ -10,7 +10,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends.buffers import Buffer
 from fastensor.errors import OffloadError
+from fastensor.offload.codecs import Encoding
 from fastensor.offload.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPiece:
+    """A piece of a range in a slot, encoded."""
+
+    offset: int
+    """In the slot."""
+    nbytes: int
+    """Bytes of the encoded piece."""
+    crc32: int
+    """CRC32 of these bytes; 0 if nothing is verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +34,13 @@ class StoredBytes:
     backend: str
     """The backend that has written the slot."""
     crc32: int
-    """CRC32 of the bytes; 0 if nothing is verified."""
+    """CRC32 of the bytes; 0 if nothing is verified, or the bytes are encoded."""
+    nbytes: int
+    """Bytes that were written."""
+    encoding: Encoding | None = None
+    """How the bytes are encoded; None if they are as they were in memory."""
+    pieces: tuple[EncodedPiece, ...] = ()
+    """The encoded pieces, in order."""
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -45,6 +64,8 @@ class SavedBytes:
     None if the range is copied to a staging block first."""
     ready: torch.cuda.Event | None = None
     """Reached when the device has computed the bytes."""
+    dtype: torch.dtype = torch.uint8
+    """Of the tensor that was saved first. It says what codecs may do with the bytes."""
     mark: int = 0
     """Equal for the same saved tensor in forward passes of the same form."""
     position: int = 0

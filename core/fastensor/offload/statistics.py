@@ -19,6 +19,8 @@ WRITE_AMPLIFICATION = 1.0
 (section 3.4) takes nearly one."""
 WRITTEN_BY = "written by "
 """Prefix of the counts of bytes by backend."""
+ENCODED_BY, STORED_BY = "encoded by ", "stored by "
+"""Prefixes of the counts of bytes by codec: of memory, and of what it has become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,25 @@ class MeasuredTransfers:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedBytes:
+    """What a codec has done."""
+
+    nbytes: int
+    """Bytes of memory that were encoded."""
+    encoded_nbytes: int
+    """Bytes that were written for them."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller the bytes have become.
+
+        >>> EncodedBytes(300, 100).ratio
+        3.0
+        """
+        return self.nbytes / self.encoded_nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadStatistics:
     """What an :class:`ActivationOffload` has done. Sizes are in bytes, times in seconds."""
 
@@ -88,9 +109,9 @@ class OffloadStatistics:
     shared_bytes: int
     """Bytes of saved tensors whose memory had been offloaded already for another saved tensor."""
     written_bytes: int
-    """Bytes written to SSDs."""
+    """Bytes written to SSDs: encoded bytes, where a codec was used."""
     read_bytes: int
-    """Bytes read from SSDs."""
+    """Bytes read from SSDs, before they were decoded."""
     taken_back_bytes: int
     """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
@@ -122,6 +143,8 @@ class OffloadStatistics:
     """Bytes that the files take on the SSDs now."""
     written_by: Mapping[str, int]
     """Bytes written, by backend."""
+    encoded: Mapping[str, EncodedBytes]
+    """What codecs have made smaller, by codec: ``csr``, ``fp16``, ``fp16+csr``, …"""
     drive_days: float
     """Days that the drives last at this pace; infinity if nothing is written, or ``drive_tbw`` is None."""
 
@@ -176,6 +199,9 @@ class OffloadStatistics:
             f"{human_size(self.peak_loaded_bytes)} on the way in, {human_size(self.peak_ssd_bytes)} on SSDs",
             "kept: " + (", ".join(f"{why} {human_size(count)}" for why, count in self.kept.items()) or "nothing"),
         ]
+        if self.encoded:
+            made = (f"{name} {human_size(one.nbytes)}, {one.ratio:.2f} to 1" for name, one in self.encoded.items())
+            lines.append("made smaller: " + "; ".join(made))
         if math.isfinite(self.drive_days):
             lines.append(f"at this pace the drives last {self.drive_days:.0f} days")
         return "\n".join(lines)

@@ -33,9 +33,12 @@ from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.statistics import WRITTEN_BY, Counters, MeasuredTransfers
+from fastensor.offload.statistics import ENCODED_BY, STORED_BY, WRITTEN_BY, Counters, MeasuredTransfers
 from fastensor.offload.tiers import StorageTiers, cost
+from fastensor.offload.trace import Trace
 
+_MOST_RATIOS = 1 << 16
+"""Saved tensors whose ratio is remembered: those that were written first last."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -45,10 +48,12 @@ class Swapper:
     Args:
         config: how many bytes may be where.
         counters: what is counted, with the lock held.
+        trace: what is recorded; None if nothing is.
     """
 
-    def __init__(self, config: OffloadConfig, counters: Counters) -> None:
+    def __init__(self, config: OffloadConfig, counters: Counters, trace: Trace | None = None) -> None:
         self._config = config
+        self._trace = trace
         self._counters = counters
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -62,9 +67,11 @@ class Swapper:
         """Ranges that stay in host memory while there is room."""
         self._loaded = ByteBudget(config.prefetch_bytes)
         """Ranges that have been read back, or are being read."""
-        self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock)
+        self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, trace)
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
+        self._ratios: dict[int, float] = {}
+        """By mark, how many times smaller codecs have made a saved tensor last."""
         self.externally_referenced: set[int] = set()
         """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
@@ -85,7 +92,7 @@ class Swapper:
                 blocking = self._place(saved)
             if blocking is None:
                 return
-            self._wait_for(blocking, "wait_to_write")
+            self._wait_for(blocking, "wait_to_write", saved)
 
     def share(self, saved: SavedBytes) -> None:
         """Note that one more saved tensor is on the range, whose handle the caller holds."""
@@ -122,8 +129,9 @@ class Swapper:
             found = self._find(saved)
             self._drop(unexpected)
             self._prefetch(saved, upcoming)
+            self._trace_bytes()
         while isinstance(found, Future):
-            self._wait_for(found, "wait_to_read")
+            self._wait_for(found, "wait_to_read", saved)
             if not found.cancelled() and (storage := found.result()) is not None:
                 return storage, saved.origin - saved.lead
             with self._lock:
@@ -131,9 +139,11 @@ class Swapper:
                 found = self._find(saved)
         return found
 
-    def _wait_for(self, job: Future[Any], what: str) -> None:
+    def _wait_for(self, job: Future[Any], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
         _wait_until_done([job])
+        if self._trace is not None:
+            self._trace.complete(what.replace("_", " "), started, tensor=saved.position, memory_bytes=saved.nbytes)
         with self._lock:
             self._counters.seconds[what] += time.perf_counter() - started
 
@@ -190,6 +200,12 @@ class Swapper:
         return MeasuredTransfers(
             write_bandwidth, read_bandwidth, (writes.cpu_seconds + reads.cpu_seconds) / (written + read)
         )
+
+    def ratio_of(self, mark: int) -> float:
+        """How many times smaller codecs have made the saved tensor with this mark when it was written last; 1.0 if they
+        have not, or it was not written."""
+        with self._lock:
+            return self._ratios.get(mark, 1.0)
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now."""
@@ -256,7 +272,9 @@ class Swapper:
 
     def _write_out(self, saved: SavedBytes) -> None:
         """In a writer thread: write a range, without the lock. Then note what came of it, with the lock held."""
+        started = time.perf_counter()
         outcome = self._jobs.write(saved)
+        self._trace_move("write", started, saved, outcome)
         with self._lock:
             self._let_go_released()
             saved.write = None
@@ -264,14 +282,26 @@ class Swapper:
             if isinstance(outcome, StoredBytes):
                 saved.source = saved.ready = None
                 saved.stored = outcome
-                self._counters.counts["written_bytes"] += saved.nbytes
-                self._counters.counts[f"{WRITTEN_BY}{outcome.backend}"] += saved.nbytes
+                self._note_written(saved, outcome)
             elif isinstance(outcome, Exception):
                 if not isinstance(outcome, StoppedError):
                     self._could_not_write(saved, outcome)
             elif not (saved in self._in_dram or saved.released or self._jobs.closed):  # newer ranges have its place
                 self._begin_write(saved)
             self._tidy(saved)
+            self._trace_bytes()
+
+    def _note_written(self, saved: SavedBytes, stored: StoredBytes) -> None:
+        counts = self._counters.counts
+        counts["written_bytes"] += stored.nbytes
+        counts[f"{WRITTEN_BY}{stored.backend}"] += stored.nbytes
+        if stored.encoding is not None:
+            counts[f"{ENCODED_BY}{stored.encoding.name}"] += saved.nbytes
+            counts[f"{STORED_BY}{stored.encoding.name}"] += stored.nbytes
+        if self._config.codecs:
+            self._ratios[saved.mark] = saved.nbytes / max(stored.nbytes, 1)
+            if len(self._ratios) > _MOST_RATIOS:
+                del self._ratios[next(iter(self._ratios))]
 
     def _cancel_write(self, saved: SavedBytes) -> bool:
         """Have a range not written. False if its write has begun."""
@@ -388,12 +418,14 @@ class Swapper:
     def _read_in(self, reading: Reading) -> torch.UntypedStorage | None:
         """In a reader thread: read a range, without the lock. Then note what came of it, with the lock held. None if
         that was not possible, or is not wanted any more."""
+        started = time.perf_counter()
         saved, failure = reading.saved, self._jobs.read(reading)
+        self._trace_move("read", started, saved, reading.stored if failure is None else failure)
         with self._lock:
             self._let_go_released()
             saved.read = None
             if failure is None and reading.stored is not None:
-                self._counters.counts["read_bytes"] += saved.nbytes
+                self._counters.counts["read_bytes"] += reading.stored.nbytes
             if failure is None and not saved.released:
                 saved.loaded = reading.target
             else:
@@ -401,6 +433,7 @@ class Swapper:
             if failure is not None and not isinstance(failure, StoppedError):
                 saved.failure = failure
             self._tidy(saved)
+            self._trace_bytes()
         return reading.target if failure is None else None
 
     def _cancel_read(self, saved: SavedBytes) -> None:
@@ -454,7 +487,35 @@ class Swapper:
             late = "prefetch_late" if saved.read is not None else "misses"
             self._counters.counts["prefetch_hits" if saved.loaded is not None else late] += 1
 
+    def _trace_move(
+        self, what: str, started: float, saved: SavedBytes, outcome: StoredBytes | Exception | None
+    ) -> None:
+        """Record that this thread has moved a range, or tried to. ``outcome`` is the copy on the SSD, or None if the
+        range has moved between a device and staging blocks."""
+        if self._trace is None:
+            return
+        found: dict[str, Any] = {"tensor": saved.position, "memory_bytes": saved.nbytes, "dtype": str(saved.dtype)}
+        if isinstance(outcome, StoredBytes):
+            found |= {"bytes": outcome.nbytes, "backend": outcome.backend}
+            if outcome.encoding is not None:
+                found["codec"] = outcome.encoding.name
+        elif isinstance(outcome, Exception):
+            found["failed"] = str(outcome) or type(outcome).__name__
+        else:
+            what = {"write": "copy out", "read": "copy in"}[what]
+        self._trace.complete(what, started, **found)
+
+    def _trace_bytes(self) -> None:
+        """Record how many bytes are where."""
+        if self._trace is not None:
+            sizes = self._tiers.sizes()
+            self._trace.count("bytes", {
+                "pending": self._pending.nbytes, "staging": sizes["staged"], "loaded": self._loaded.nbytes,
+                "dram": self._in_dram.nbytes, "on SSD": sizes["on_ssd"],
+            })  # fmt: skip
+
     def _note_peaks(self) -> None:
+        self._trace_bytes()
         for name, budget in (("pending", self._pending), ("dram", self._in_dram), ("loaded", self._loaded)):
             self._counters.note_peak(f"peak_{name}_bytes", budget.nbytes)
 

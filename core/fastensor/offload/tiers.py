@@ -86,24 +86,39 @@ class StorageTiers:
             "reserved_on_ssd": self._slots.reserved_nbytes if self._slots else 0,
         }
 
-    def transfer(self, operation: Operation, saved: SavedBytes, backends: tuple[str, ...]) -> Transfer:
-        """The choice of a backend for one transfer, which learns how long the transfer takes. Only writes choose:
-        reads use the first of ``backends`` that works."""
+    def transfer(
+        self, operation: Operation, saved: SavedBytes, backends: tuple[str, ...], *, learn: bool = True
+    ) -> Transfer:
+        """The choice of a backend for one transfer. Only writes choose: reads use the first of ``backends`` that works.
+
+        Args:
+            operation: what is done.
+            saved: with which range.
+            backends: the backends that can do it, the preferred one first.
+            learn: whether the time of the transfer says how fast the backend is.
+        """
         context, chooses = Context(operation, saved.device.type), operation == "write"
         return Transfer(
-            backends, saved.nbytes, context, self._selector, choose=chooses, mode="write_read", default=backends[0]
+            backends,
+            saved.nbytes,
+            context,
+            self._selector,
+            choose=chooses,
+            mode="write_read",
+            default=backends[0],
+            learn=learn,
         )
 
-    def allocate(self, saved: SavedBytes) -> Slot:
-        """A slot for a range.
+    def allocate(self, nbytes: int) -> Slot:
+        """A slot for so many bytes.
 
         Raises:
             OSError: the disk has no space, or fails.
             OffloadError: ``ssd_bytes`` leave no room, or there are no slots.
         """
-        slot = self.slots.allocate(saved.lead + saved.nbytes)
+        slot = self.slots.allocate(nbytes)
         if slot is None:
-            raise OffloadError(f"ssd_bytes leave no room for {saved.nbytes} bytes more")
+            raise OffloadError(f"ssd_bytes leave no room for {nbytes} bytes more")
         self._counters.note_peak("peak_ssd_bytes", self.slots.used_nbytes)
         return slot
 
