@@ -277,7 +277,7 @@ class StepHooks:
         ratio = swapper.ratio_of(mark)
         if ratio == 1 and not self._engine.planner.knows(mark):
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),))
+            memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
             ratio = max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
         return ratio
 
