@@ -225,8 +225,10 @@ def _is_sparse(piece: torch.Tensor, encoding: Encoding, encoded: torch.Tensor) -
 
 def _sample(piece: torch.Tensor, itemsize: int) -> torch.Tensor:
     row = ROW_ELEMENTS * itemsize
-    rows = piece[: piece.numel() // row * row].view(-1, row)
-    return rows[::_SAMPLED_ROWS].reshape(-1) if len(rows) else piece
+    rows = (
+        piece[: piece.numel() // row * row].view(torch.int64).view(-1, row // 8)
+    )  # so few that torch starts no thread
+    return rows[::_SAMPLED_ROWS].reshape(-1).view(torch.uint8) if len(rows) else piece
 
 
 def _counts(pieces: Sequence[torch.Tensor], encoding: Encoding) -> list[tuple[int, bool]]:
@@ -342,6 +344,7 @@ def _decode_on_host(
     return not is_sparse or taken == len(values)
 
 
-def _bits(bitmap: npt.NDArray[np.uint8], begin: int, count: int) -> npt.NDArray[np.uint8]:
-    """Bits ``begin`` to ``begin + count`` of a bitmap, a byte each."""
-    return np.unpackbits(bitmap[begin // 8 : (begin + count + 7) // 8], count=count, bitorder="little")
+def _bits(bitmap: npt.NDArray[np.uint8], begin: int, count: int) -> npt.NDArray[np.bool_]:
+    """Bits ``begin`` to ``begin + count`` of a bitmap. As booleans, because numpy finds these much faster."""
+    bits = np.unpackbits(bitmap[begin // 8 : (begin + count + 7) // 8], count=count, bitorder="little")
+    return bits.view(np.bool_)

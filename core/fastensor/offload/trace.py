@@ -123,7 +123,7 @@ class Trace:
         if now - self._sampled < _SAMPLE_SECONDS or self.is_full:
             return
         self._sampled = now
-        self.count("memory", memory_in_use())
+        self._add("C", "memory", now, 0.0, memory_in_use())
 
     def begin_pass(self) -> TracedPass:
         """A record of a forward pass that begins."""
