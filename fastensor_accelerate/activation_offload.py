@@ -55,7 +55,7 @@ def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationO
         OffloadError: FSDP version 1 or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's parameters.
 
     >>> model = nn.Sequential(nn.Linear(512, 512), nn.Sigmoid())
-    >>> offload = attach(model, OffloadConfig(min_bytes=1 << 16))
+    >>> offload = attach(model, OffloadConfig(schedule="all", min_bytes=1 << 16))
     >>> model(torch.randn(64, 512)).mean().backward()
     >>> offload.statistics().offloaded
     2
@@ -105,7 +105,7 @@ class ActivationOffloadHook(ModelHook):  # type: ignore[misc]  # Accelerate has 
         offload: where the activations go; None makes an offload with default options. The hook does not close it.
 
     >>> from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-    >>> module, offload = nn.Linear(512, 512), ActivationOffload(OffloadConfig(min_bytes=1 << 16))
+    >>> module, offload = nn.Linear(512, 512), ActivationOffload(OffloadConfig(schedule="all", min_bytes=1 << 16))
     >>> _ = add_hook_to_module(module, ActivationOffloadHook(offload), append=True)
     >>> module(torch.randn(64, 512)).mean().backward()
     >>> offload.statistics().offloaded

@@ -296,7 +296,9 @@ def offload(config: FastensorConfig, folder: Path, rank: int) -> Any:
         return zlib.crc32(b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())), moved
 
     plain, _ = train()
-    fastensor_accelerate.enable(dataclasses.replace(config, offload=True, offload_min_bytes=4096))
+    fastensor_accelerate.enable(
+        dataclasses.replace(config, offload=True, offload_schedule="all", offload_min_bytes=4096)
+    )
     return plain, *train()
 
 

@@ -275,11 +275,13 @@ class StepHooks:
         if not codecs or not self._engine.planner.keeps:
             return 1.0
         ratio = swapper.ratio_of(mark)
-        if ratio == 1 and not self._engine.planner.knows(mark):
-            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
-            ratio = max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
-        return ratio
+        if ratio > 1:
+            return ratio
+        if (known := self._engine.planner.ratio_of(mark)) is not None:
+            return known
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
+        return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""

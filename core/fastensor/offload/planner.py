@@ -152,6 +152,7 @@ class Planner:
         self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
         self._planned: dict[int, bool] = {}
         """By mark, whether the tensor leaves memory."""
+        self._ratios: dict[int, float] = {}
         self.peak_bytes = 0
         """The most bytes that were resident at a time."""
 
@@ -196,9 +197,9 @@ class Planner:
         with self._lock:
             return self._new_plan(record, profile, 1)
 
-    def knows(self, mark: int) -> bool:
-        """Whether the tensor with this mark is planned."""
-        return mark in self._planned
+    def ratio_of(self, mark: int) -> float | None:
+        """The ratio that a planned tensor was profiled with; None if the tensor is not planned."""
+        return self._ratios.get(mark)
 
     def latest(self) -> PlannedForm | None:
         """What was planned last."""
@@ -229,9 +230,11 @@ class Planner:
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
             known = self._new_plan(record, profile, passes)
             self._planned.update((one.mark, index in known.plan.out) for index, one in enumerate(record.tensors))
+            self._ratios.update((one.mark, one.ratio) for one in record.tensors)
         self._forms[record.form] = dataclasses.replace(known, passes=passes)
         if len(self._forms) > _MOST_FORMS:
             self._forms.popitem(last=False)
+            self._ratios = {one.mark: one.ratio for form in self._forms.values() for one in form.record.tensors}
             self._planned = {
                 one.mark: index in form.plan.out
                 for form in self._forms.values() for index, one in enumerate(form.record.tensors)
