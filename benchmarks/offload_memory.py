@@ -2,7 +2,8 @@
 
 Each way trains an encoder of transformer blocks for a few steps in a process of its own, with a trace
 (``OffloadConfig(trace=...)``) whose samples of memory are drawn: of the last step, from its first saved tensor to the
-last one that is needed. Without offload the same hooks run, and keep every tensor.
+last one that is needed. Without offload the same hooks run, and keep every tensor. Both give freed memory back to the
+system at once, so that the picture is of memory that is in use.
 
     python benchmarks/offload_memory.py --batch 16
 """
@@ -23,6 +24,7 @@ from measuring import preload
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig
+from fastensor.offload.host_memory import return_freed_memory
 
 WAYS: dict[str, dict[str, Any]] = {"without offload": {"min_bytes": 1 << 62}, "with offload": {}}
 RESULT = Path(__file__).parent / "results" / "offload-memory.png"
@@ -64,6 +66,7 @@ def memory_of_step(trace: Path, device: str) -> MemoryOfStep:
 def train(way: str, arguments: argparse.Namespace, trace: str, folder: str) -> None:
     """Train for some steps, and write a trace."""
     device = torch.device(arguments.device)
+    return_freed_memory()
     layer = nn.TransformerEncoderLayer(arguments.width, 8, 4 * arguments.width, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
