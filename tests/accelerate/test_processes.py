@@ -47,12 +47,13 @@ def run(name: str, config: FastensorConfig, folder: Path, dies: int | None = Non
     with ThreadPoolExecutor(2) as threads:
         outputs = [*threads.map(lambda program: program.communicate(), programs)]
     found = []
+    said = "\n".join(f"process {rank}: {out}{err}" for rank, (out, err) in enumerate(outputs))
     for rank, (program, (out, err)) in enumerate(zip(programs, outputs, strict=True)):
         if rank == dies:
             assert program.returncode == -signal.SIGKILL
             found.append(None)
             continue
-        assert program.returncode == 0, f"process {rank}: {out}{err}"
+        assert program.returncode == 0, said
         found.append((json.loads(out.splitlines()[-1]), err))
     return found
 
