@@ -79,7 +79,7 @@ class SSDActivationOffload(Callback):
         _refuse(trainer.strategy)
         config = with_default_folder(self.config, trainer.default_root_dir)
         if self._is_dry_run:
-            config = dataclasses.replace(config, schedule="all")
+            config = dataclasses.replace(config, schedule="all", trace=None)
         self._offload = offload = ActivationOffload(config)
         offload.attach(pl_module)
         self.statistics = offload.statistics()

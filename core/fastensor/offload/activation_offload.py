@@ -140,7 +140,7 @@ class ActivationOffload:
         Raises:
             OffloadError: ``train`` has saved nothing that could be offloaded, or has run no backward pass.
         """
-        config = dataclasses.replace(self.config, schedule="all")
+        config = dataclasses.replace(self.config, schedule="all", trace=None)
         with ActivationOffload(config) as measuring:
             measuring._engine.model = self._engine.model
             try:

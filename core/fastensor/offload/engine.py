@@ -138,9 +138,9 @@ class OffloadEngine:
 
     def _rates(self) -> TransferRates | None:
         """How fast transfers have been; None before the first one."""
-        if (swapper := self._swapper) is None or (measured := swapper.measured()) is None:
-            return None
         with self._lock:
+            if (measured := self._counters.measured()) is None:
+                return None
             waited = sum(self._counters.seconds[what] for what in ("wait_to_write", "wait_to_read"))
             each = max(self._hook_seconds - waited, 0.0) / max(self._counters.counts["offloaded"], 1)
         return TransferRates(

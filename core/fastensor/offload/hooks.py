@@ -94,7 +94,7 @@ class OffloadedTensor:
         return tensor
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ResidentHandle:
     """The graphs' handle of bytes that stay in memory by plan. When the handle goes, others have room."""
 

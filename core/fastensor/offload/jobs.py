@@ -30,7 +30,7 @@ from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
 from fastensor.offload.slots import Slot
-from fastensor.offload.statistics import BusyClock
+from fastensor.offload.statistics import Counters
 from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace
 
@@ -60,6 +60,7 @@ class Jobs:
         tiers: StorageTiers,
         in_dram: ByteBudget,
         lock: threading.Lock,
+        counters: Counters,
         trace: Trace | None = None,
     ) -> None:
         self._config = config
@@ -68,7 +69,7 @@ class Jobs:
         self._lock = lock
         self._trace = trace
         self._pools: dict[str, Pool] = {}
-        self.writes, self.reads = BusyClock(), BusyClock()
+        self._counters = counters
         self.closed = False
         """Whether nothing is moved any more: running jobs end before their next piece."""
 
@@ -125,7 +126,7 @@ class Jobs:
             if stays:
                 self._stage(saved)
                 return None
-            with self.writes.running():
+            with self._counters.writes.running():
                 return self._store(saved)
         except BaseException as error:  # noqa: BLE001  # returned
             return _without_frames(error)
@@ -140,7 +141,7 @@ class Jobs:
             if reading.stored is None:
                 moving.unstage(reading)
             else:
-                with self.reads.running():
+                with self._counters.reads.running():
                     self._read_slot(reading, reading.stored)
         except BaseException as error:  # noqa: BLE001  # returned
             failure = _without_frames(error)
@@ -262,7 +263,7 @@ class Jobs:
         """Read pieces with the backend that has written the range."""
         assert reading.stored is not None
         started = time.perf_counter()
-        with self.reads.running():
+        with self._counters.reads.running():
             self._read_pieces(reading, reading.stored.backend)
         if self._trace is not None:
             self._trace.complete("help to read", started, tensor=reading.saved.position)

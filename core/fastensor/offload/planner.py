@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from fastensor.offload.scheduler import OffloadPlan, ProfiledTensor, StepProfile
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
+_UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
 _MOST_FORMS = 16
@@ -118,6 +119,11 @@ class PlannedForm:
     passes: int
     """How many passes there were of this form."""
 
+    def by_mark(self) -> Iterator[tuple[int, tuple[bool, float]]]:
+        """The mark of each tensor, and whether it leaves memory, and its ratio."""
+        for index, one in enumerate(self.record.tensors):
+            yield one.mark, (index in self.plan.out, one.ratio)
+
     def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
         """Whether the limits have become so different that another plan is needed, or much better."""
         kept = Counter[torch.device]()
@@ -150,9 +156,8 @@ class Planner:
         self._looked_at = 0.0
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
         self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
-        self._planned: dict[int, bool] = {}
-        """By mark, whether the tensor leaves memory."""
-        self._ratios: dict[int, float] = {}
+        self._planned: dict[int, tuple[bool, float]] = {}
+        """By mark, whether the tensor leaves memory, and the ratio that it was planned with."""
         self.peak_bytes = 0
         """The most bytes that were resident at a time."""
 
@@ -182,7 +187,7 @@ class Planner:
             return None
         with self._lock:
             self._let_go_released()
-            if self._planned.get(mark, False):
+            if self._planned.get(mark, _UNPLANNED)[0]:
                 return None
             if self._resident[device] + nbytes > self._limit(device):
                 return None
@@ -199,7 +204,8 @@ class Planner:
 
     def ratio_of(self, mark: int) -> float | None:
         """The ratio that a planned tensor was profiled with; None if the tensor is not planned."""
-        return self._ratios.get(mark)
+        planned = self._planned.get(mark)
+        return None if planned is None else planned[1]
 
     def latest(self) -> PlannedForm | None:
         """What was planned last."""
@@ -229,16 +235,11 @@ class Planner:
         passes = 1 if known is None else known.passes + 1
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
             known = self._new_plan(record, profile, passes)
-            self._planned.update((one.mark, index in known.plan.out) for index, one in enumerate(record.tensors))
-            self._ratios.update((one.mark, one.ratio) for one in record.tensors)
+            self._planned.update(known.by_mark())
         self._forms[record.form] = dataclasses.replace(known, passes=passes)
         if len(self._forms) > _MOST_FORMS:
             self._forms.popitem(last=False)
-            self._ratios = {one.mark: one.ratio for form in self._forms.values() for one in form.record.tensors}
-            self._planned = {
-                one.mark: index in form.plan.out
-                for form in self._forms.values() for index, one in enumerate(form.record.tensors)
-            }  # fmt: skip
+            self._planned = {mark: planned for form in self._forms.values() for mark, planned in form.by_mark()}
 
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
         limits = self._limits_of(record)

@@ -11,10 +11,9 @@ import torch
 from fastensor.files.words import human_seconds, human_size
 from fastensor.offload.planner import PlannedForm
 from fastensor.offload.scheduler import Prediction
-from fastensor.offload.statistics import drive_days
+from fastensor.offload.statistics import SECONDS_PER_DAY, drive_days
 
 _MOST_ROWS = 20
-_SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class OffloadEstimate:
             )
         step = self.plan.prediction.step_seconds
         if step and (moved := self.plan.prediction.moved_bytes):
-            a_day = int(moved / step * _SECONDS_PER_DAY)
+            a_day = int(moved / step * SECONDS_PER_DAY)
             worn = "" if math.isinf(self.drive_days) else f": the drives last {self.drive_days:.0f} days"
             lines.append(f"{human_size(a_day)} are written in a day of training{worn}")
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fastensor.files.words import human_size
 
 _TERABYTE = 10**12
-_SECONDS_PER_DAY = 86_400
+SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
 """What a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron paper
 (section 3.4) takes nearly one."""
@@ -21,18 +21,6 @@ WRITTEN_BY = "written by "
 """Prefix of the counts of bytes by backend."""
 ENCODED_BY, STORED_BY = "encoded by ", "stored by "
 """Prefixes of the counts of bytes by codec: of memory, and of what it has become."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Running totals. Change them with the lock of :class:`fastensor.offload.swapper.Swapper` held."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time that training threads have waited."""
-
-    def note_peak(self, name: str, nbytes: int) -> None:
-        self.counts[name] = max(self.counts[name], nbytes)
 
 
 class BusyClock:
@@ -73,6 +61,35 @@ class MeasuredTransfers:
     """Bytes per second, while any were being read; that of writes if none were read."""
     cpu_seconds_per_byte: float
     """What a byte that moved has taken of the processors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Running totals. Change them with the lock of :class:`fastensor.offload.swapper.Swapper` held, but for the clocks,
+    which have locks of their own."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Time that training threads have waited."""
+    writes: BusyClock = field(default_factory=BusyClock)
+    """Threads that write to SSDs."""
+    reads: BusyClock = field(default_factory=BusyClock)
+    """Threads that read from SSDs."""
+
+    def note_peak(self, name: str, nbytes: int) -> None:
+        self.counts[name] = max(self.counts[name], nbytes)
+
+    def measured(self) -> MeasuredTransfers | None:
+        """How fast bytes have moved so far; None if none have."""
+        written, read = self.counts["written_bytes"], self.counts["read_bytes"]
+        if not written or not self.writes.seconds:
+            return None
+        write_bandwidth = written / self.writes.seconds
+        return MeasuredTransfers(
+            write_bandwidth,
+            read / self.reads.seconds if read and self.reads.seconds else write_bandwidth,
+            (self.writes.cpu_seconds + self.reads.cpu_seconds) / (written + read),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +234,4 @@ def drive_days(written_bytes: int, seconds: float, terabytes: float | None) -> f
     """
     if terabytes is None or not written_bytes or seconds <= 0:
         return math.inf
-    return terabytes * _TERABYTE / (written_bytes / seconds * WRITE_AMPLIFICATION) / _SECONDS_PER_DAY
+    return terabytes * _TERABYTE / (written_bytes / seconds * WRITE_AMPLIFICATION) / SECONDS_PER_DAY

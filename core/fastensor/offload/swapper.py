@@ -33,7 +33,7 @@ from fastensor.offload.host_memory import HostMemory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.statistics import ENCODED_BY, STORED_BY, WRITTEN_BY, Counters, MeasuredTransfers
+from fastensor.offload.statistics import ENCODED_BY, STORED_BY, WRITTEN_BY, Counters
 from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace
 
@@ -67,7 +67,7 @@ class Swapper:
         """Ranges that stay in host memory while there is room."""
         self._loaded = ByteBudget(config.prefetch_bytes)
         """Ranges that have been read back, or are being read."""
-        self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, trace)
+        self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
@@ -187,19 +187,6 @@ class Swapper:
     def forget(self) -> None:
         """In a forked child: threads, pinned memory and files are the parent's."""
         self._tiers.forget()
-
-    def measured(self) -> MeasuredTransfers | None:
-        """How fast bytes have moved so far; None if none have."""
-        with self._lock:
-            written, read = (self._counters.counts[name] for name in ("written_bytes", "read_bytes"))
-        writes, reads = self._jobs.writes, self._jobs.reads
-        if not written or not writes.seconds:
-            return None
-        write_bandwidth = written / writes.seconds
-        read_bandwidth = read / reads.seconds if read and reads.seconds else write_bandwidth
-        return MeasuredTransfers(
-            write_bandwidth, read_bandwidth, (writes.cpu_seconds + reads.cpu_seconds) / (written + read)
-        )
 
     def ratio_of(self, mark: int) -> float:
         """How many times smaller codecs have made the saved tensor with this mark when it was written last; 1.0 if they
