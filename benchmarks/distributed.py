@@ -60,17 +60,17 @@ THREADS = (1, 2, 4)
 PATIENCE = timedelta(minutes=10)
 
 PROMISED_SAVE = 1.10
-"""Of fio's seconds, beside what planning and metadata cost."""
+"""The most that a durable save may take, relative to fio, planning and metadata taken off."""
 PROMISED_OF_STOCK = 0.7
-"""Of the seconds of torch's best durable save, planning and metadata taken off both."""
+"""The most that a durable save may take, relative to torch's best one, planning and metadata taken off both."""
 PROMISED_LOAD = 0.9
-"""Of the seconds of torch's cold load."""
+"""The most that a cold load may take, relative to torch's."""
 PROMISED_STALL = 1.1
-"""Of the seconds that torch's asynchronous save holds training up."""
+"""The longest stall of an asynchronous save, relative to torch's."""
 PROMISED_COPY = 1.3
-"""Of the seconds of a copy, from the second asynchronous save of a process on."""
+"""The longest stall of an asynchronous save, from the second one of a process on, relative to a copy."""
 PROMISED_SOONER = 1.3
-"""Times as soon on the disk as torch's asynchronous save."""
+"""How much sooner than torch's an asynchronous save is durable, at least."""
 
 State = dict[str, Tensor]
 
@@ -90,9 +90,9 @@ class Sample:
     done_seconds: float
     """How long it takes until the save is on the disk."""
     copy_seconds: float | None = None
-    """Of a plain copy of the same bytes, right before; by the slowest process."""
+    """How long the slowest process takes for a plain copy of the same bytes, right before."""
     cpu_seconds: float = 0.0
-    """Of all processes together."""
+    """What all processes together take of the processors."""
     peak_bytes: int = 0
     """How far the memory of all processes together rose in the operation."""
 
