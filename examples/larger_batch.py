@@ -147,7 +147,7 @@ def train_lightning(task: Task) -> Outcome:
         default_root_dir=task.directory,
     )
     module = Module()
-    trainer.fit(module, [task.rows()] * STEPS)
+    trainer.fit(module, torch.utils.data.DataLoader([task.rows()] * STEPS, batch_size=None))
     return module.losses, offload.statistics if task.offloads else None
 
 
