@@ -190,7 +190,7 @@ def _shards_replaced(files: Files) -> AbstractContextManager[Redirected | None]:
         return nullcontext()
     try:
         from fastensor.checkpoint.dcp.redirect import redirected
-    except ImportError:  # torch before 2.9, or without torch.distributed
+    except ImportError:  # an older torch, or one without torch.distributed
         return nullcontext()
     return redirected(save=files.write_shards, reader=files.shard_reader)
 

@@ -1,5 +1,5 @@
-"""Shards of FSDP, which ``torch.distributed.checkpoint`` writes. This needs torch 2.9, so it is imported where it is
-used."""
+"""Shards of FSDP, which ``torch.distributed.checkpoint`` writes. An older torch lacks what this
+needs, so it is imported where it is used."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.agreement import Agreement, has_others
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
+from fastensor.checkpoint.directories import nbytes_in_directory
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
@@ -468,7 +469,7 @@ class StateSaver:
             )
         if self.accelerator.is_main_process and not self._said_old_torch:
             self._said_old_torch = True
-            _logger.warning("shards of FSDP are saved and loaded by torch, not by Fastensor, which needs torch 2.9")
+            _logger.warning("shards of FSDP are saved and loaded by torch, not by Fastensor, which needs a newer one")
 
     def _write_now(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any
@@ -566,7 +567,7 @@ class StateSaver:
         if saving.is_settled:
             _check_written(saving)
         saving.together(partial(_check_written, saving))
-        saving.metrics.nbytes += sum(map(_nbytes_in, saving.folders_of_shards))
+        saving.metrics.nbytes += sum(map(nbytes_in_directory, saving.folders_of_shards))
 
     def _publish(self, saving: _Saving) -> None:
         """Give a state its place, and remove those that are too old.
@@ -672,10 +673,6 @@ def _check_written(saving: _Saving) -> None:
         raise saving.failure
     if errors:
         raise CheckpointWriteError(f"{saving.directory.path} was not saved: {errors[0]}") from errors[0]
-
-
-def _nbytes_in(directory: str) -> int:
-    return sum(os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory))
 
 
 def nbytes_of(value: object) -> int:

@@ -57,7 +57,7 @@ class AsyncOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOptions:
+class CheckpointOptions:
     """How one checkpoint is saved."""
 
     backend: str | fastensor.Selector
@@ -168,7 +168,7 @@ class FastensorCheckpointIO(CheckpointIO):
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
         self._listeners: list[_Subscription] = []
-        self._options_of_save: SaveOptions | None = None
+        self._options_of_save: CheckpointOptions | None = None
         """The options of the save that a strategy is about to ask for without its options."""
         self._sharded = ShardedCheckpoints(self)
 
@@ -476,7 +476,7 @@ class FastensorCheckpointIO(CheckpointIO):
             )
 
     @contextmanager
-    def _saving_with(self, options: SaveOptions) -> Iterator[None]:
+    def _saving_with(self, options: CheckpointOptions) -> Iterator[None]:
         """In the block, a strategy saves with these options, which it does not pass on."""
         self._options_of_save = options
         try:
@@ -484,8 +484,8 @@ class FastensorCheckpointIO(CheckpointIO):
         finally:
             self._options_of_save = None
 
-    def _save_options(self, overrides: Any | None) -> SaveOptions:
-        options = self._options_of_save or SaveOptions(self.backend, self.durable, self.asynchronous)
+    def _save_options(self, overrides: Any | None) -> CheckpointOptions:
+        options = self._options_of_save or CheckpointOptions(self.backend, self.durable, self.asynchronous)
         if overrides is None:
             return options
         if not isinstance(overrides, dict) or set(overrides) - set(_STORAGE_OPTIONS):

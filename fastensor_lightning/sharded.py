@@ -25,6 +25,7 @@ import fastensor
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn
+from fastensor.checkpoint.directories import nbytes_in_directory
 from fastensor.checkpoint.files import make_parent
 from fastensor.checkpoint.location import as_in_fsspec, locate
 from fastensor.checkpoint.publish import KEPT
@@ -35,7 +36,7 @@ from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
-    from fastensor_lightning.checkpoint_io import FastensorCheckpointIO, SaveOptions
+    from fastensor_lightning.checkpoint_io import CheckpointOptions, FastensorCheckpointIO
 
 _STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy")
 _REPLACED = "_fastensor_replaced"
@@ -67,12 +68,12 @@ class PendingShards:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saving:
+class _ShardedSave:
     """One save of a sharded checkpoint."""
 
     path: str
     directory: NewDirectory
-    options: SaveOptions
+    options: CheckpointOptions
     agreement: Agreement
     is_first: bool
     """Whether this is the first of all ranks, which publishes the checkpoint."""
@@ -183,14 +184,14 @@ class ShardedCheckpoints:
             self._plugin.teardown()
 
     def _begin(
-        self, strategy: Any, given: str | os.PathLike[str], options: SaveOptions, checkpoint: dict[str, Any]
-    ) -> _Saving:
+        self, strategy: Any, given: str | os.PathLike[str], options: CheckpointOptions, checkpoint: dict[str, Any]
+    ) -> _ShardedSave:
         path = as_in_fsspec(given)
         if not isinstance(locate(path), str):
             raise ValueError(
                 f"{type(strategy).__name__} of Lightning saves sharded checkpoints to local paths only, found {path}"
             )
-        saving = _Saving(
+        saving = _ShardedSave(
             path=path,
             directory=NewDirectory(next(ordering.places_behind(path))),
             options=options,
@@ -203,7 +204,7 @@ class ShardedCheckpoints:
         saving.together(partial(self._prepare, saving))
         return saving
 
-    def _prepare(self, saving: _Saving) -> None:
+    def _prepare(self, saving: _ShardedSave) -> None:
         """Wait for the save before. Make the hidden directory."""
         self._wait()
         if saving.is_first:
@@ -212,7 +213,7 @@ class ShardedCheckpoints:
                 saving.directory.create()
 
     def _write(
-        self, saving: _Saving, strategy: object, stock: Callable[[str], None], copies: list[Callable[[], object]]
+        self, saving: _ShardedSave, strategy: object, stock: Callable[[str], None], copies: list[Callable[[], object]]
     ) -> None:
         """Have Lightning write the checkpoint to the hidden directory. If shards are to be written later, what writes
         copies of them goes to ``copies``."""
@@ -231,7 +232,7 @@ class ShardedCheckpoints:
         if not calls.saves:
             raise UnknownLightningError(_unknown(strategy, "saves"))
 
-    def _finish(self, saving: _Saving, copies: list[Callable[[], object]], stall_seconds: float) -> None:
+    def _finish(self, saving: _ShardedSave, copies: list[Callable[[], object]], stall_seconds: float) -> None:
         """Write what is left to write, and give the checkpoint its place. Called on all ranks, in any thread.
 
         Raises:
@@ -243,7 +244,7 @@ class ShardedCheckpoints:
         if saving.is_first:
             self._report(saving, stall_seconds)
 
-    def _publish(self, saving: _Saving) -> None:
+    def _publish(self, saving: _ShardedSave) -> None:
         """Give the checkpoint its place, where machines have the same filesystem, and where each has its own."""
         directory, durable = saving.directory, saving.options.durable
 
@@ -255,11 +256,11 @@ class ShardedCheckpoints:
         saving.together(partial(publish, True))
         saving.together(partial(publish, False))
 
-    def _report(self, saving: _Saving, stall_seconds: float) -> None:
+    def _report(self, saving: _ShardedSave, stall_seconds: float) -> None:
         seconds = time.perf_counter() - saving.started
         report = fastensor.SaveReport(
             path=saving.path,
-            nbytes=_nbytes_in(saving.directory.path),
+            nbytes=nbytes_in_directory(saving.directory.path),
             backend=str(saving.options.backend),
             reason="each rank has written its own shards",
             durable=saving.options.durable,
@@ -311,7 +312,7 @@ class ShardedCheckpoints:
 
         return FastensorStorageReader(path, verify=self._plugin.verify, backend=self._plugin.backend)
 
-    def _writer(self, path: str | os.PathLike[str], options: SaveOptions) -> FastensorStorageWriter:
+    def _writer(self, path: str | os.PathLike[str], options: CheckpointOptions) -> FastensorStorageWriter:
         from fastensor.checkpoint.dcp import FastensorStorageWriter
 
         if self._storage is None:
@@ -388,7 +389,3 @@ def _is_there(path: str) -> bool:
     """Whether there is such a name. A network filesystem, which may remember what a name was, is asked for names."""
     parent, name = os.path.split(path)
     return name in os.listdir(parent)
-
-
-def _nbytes_in(directory: str) -> int:
-    return sum(os.stat(os.path.join(directory, name)).st_size for name in os.listdir(directory))

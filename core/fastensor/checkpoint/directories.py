@@ -63,3 +63,8 @@ def remove_replaced_shards(directory: str) -> None:
         if SHARD_NAMES.fullmatch(encoded) and encoded not in named:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
+
+
+def nbytes_in_directory(path: str) -> int:
+    """The bytes of all files in a directory."""
+    return sum(os.stat(os.path.join(path, name)).st_size for name in os.listdir(path))

@@ -133,7 +133,7 @@ class MeasuredReader:
             raise CheckpointReadError(errno.EIO, reason, self.where) from error
 
 
-class _Ahead(NamedTuple):
+class _ReadAhead(NamedTuple):
     """Data of a part that was read ahead."""
 
     begin: int
@@ -190,7 +190,7 @@ class PartReader:
         """Names of parts whose CRC32 has been compared by :meth:`check` or :meth:`check_read`."""
         self._unread = OrderedDict((part.begin, part) for part in parts if part.nbytes)
         """The parts that :meth:`read_array` has not read yet, by where they begin."""
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[int, _ReadAhead] = {}
         """Parts that were read and not asked for yet, by where they begin."""
 
     @property
@@ -270,7 +270,7 @@ class PartReader:
         else:
             crc32s = [self._reader.read(begin, array.data, checksum=checksum) for begin, array in pieces]
         for part, (begin, array), crc32 in zip(batch, pieces, crc32s, strict=True):
-            self._ahead[part.begin] = _Ahead(begin, array, crc32)
+            self._ahead[part.begin] = _ReadAhead(begin, array, crc32)
 
     def read_small(self, part: Part) -> int:
         """Read a small part, and those that follow it in the file, into :attr:`window`, and compare it.

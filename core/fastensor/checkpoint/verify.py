@@ -109,18 +109,18 @@ def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) 
     """:func:`verify` for a file that is open already, and stays so."""
     started = time.perf_counter()
     container = container_of(file)
-    tally = _Tally()
-    parts = _PARTS[container](file, tally)
-    _compare(file, parts, tally, backend, progress)
+    compared = _ComparedParts()
+    parts = _PARTS[container](file, compared)
+    _compare(file, parts, compared, backend, progress)
     report = VerifyReport(
         path=file.where,
         container=container,
         nbytes=file.nbytes,
-        compared=tally.compared,
-        compared_bytes=tally.compared_bytes,
-        uncompared=tally.uncompared,
+        compared=compared.compared,
+        compared_bytes=compared.compared_bytes,
+        uncompared=compared.uncompared,
         seconds=time.perf_counter() - started,
-        damage=tuple(tally.damage),
+        damage=tuple(compared.damage),
     )
     if report.damage:
         raise DamagedCheckpointError(report)
@@ -128,7 +128,7 @@ def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) 
 
 
 @dataclass(slots=True)
-class _Tally:
+class _ComparedParts:
     """Counts of the parts that have been compared so far."""
 
     compared: int = 0
@@ -141,41 +141,41 @@ class _Tally:
         self.compared_bytes += nbytes
 
 
-def _parts_of_safetensors(file: OpenedFile, tally: _Tally) -> Sequence[Part]:
+def _parts_of_safetensors(file: OpenedFile, compared: _ComparedParts) -> Sequence[Part]:
     header = read_header(file, verify=True)
     if header.checked:
-        tally.add_compared(header.nbytes)
+        compared.add_compared(header.nbytes)
     else:
-        tally.uncompared += 1
+        compared.uncompared += 1
     return header.tensors
 
 
-def _parts_of_torch(file: OpenedFile, tally: _Tally) -> Sequence[Part]:
+def _parts_of_torch(file: OpenedFile, compared: _ComparedParts) -> Sequence[Part]:
     archive = read_archive(file)
     if not archive.compressed:
         return archive.parts
     verify_compressed(file)
     for part in archive.parts:
         if part.nbytes:
-            tally.add_compared(part.nbytes)
+            compared.add_compared(part.nbytes)
     return ()
 
 
-def _parts_of_legacy(file: OpenedFile, tally: _Tally) -> Sequence[Part]:
-    tally.uncompared = 1
+def _parts_of_legacy(file: OpenedFile, compared: _ComparedParts) -> Sequence[Part]:
+    compared.uncompared = 1
     return ()
 
 
-_PARTS: dict[Container, Callable[[OpenedFile, _Tally], Sequence[Part]]] = {
+_PARTS: dict[Container, Callable[[OpenedFile, _ComparedParts], Sequence[Part]]] = {
     "torch": _parts_of_torch,
     "safetensors": _parts_of_safetensors,
     "legacy": _parts_of_legacy,
 }
-"""The parts to compare, by container. What these functions compare themselves they add to the tally."""
+"""The parts to compare, by container. What these functions compare themselves they add to the counts."""
 
 
 def _compare(
-    file: OpenedFile, parts: Sequence[Part], tally: _Tally, backend: BackendChoice, progress: Progress
+    file: OpenedFile, parts: Sequence[Part], compared: _ComparedParts, backend: BackendChoice, progress: Progress
 ) -> None:
     """Compare the parts that are not empty, in the order of the file."""
     ordered = sorted((part for part in parts if part.nbytes), key=attrgetter("begin"))
@@ -185,13 +185,13 @@ def _compare(
         for part in ordered:
             reader.data_begin(part)  # raises if the local header is damaged
             if part.crc32 is None:
-                tally.uncompared += 1
+                compared.uncompared += 1
                 continue
             damage = reader.find_damage(part, partial(_add_progress, progress, done, total))
             done += part.end - part.begin
             progress(done, total)
-            tally.add_compared(part.nbytes)
-            tally.damage += [damage] if damage else []
+            compared.add_compared(part.nbytes)
+            compared.damage += [damage] if damage else []
 
 
 def _add_progress(progress: Progress, before: int, total: int, read: int) -> None:

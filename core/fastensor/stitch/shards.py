@@ -105,7 +105,7 @@ def plan(contents: Iterable[torch.Tensor | bytes]) -> ShardPlan:
         Exception: what ``torch.save`` raises for a tensor.
     """
     check_values_are_wanted()
-    builder = _Builder()
+    builder = _ShardBuilder()
     for one in contents:
         builder.add(one)
     return builder.plan()
@@ -117,7 +117,7 @@ def archive_of(dtype: torch.dtype, size: Sequence[int]) -> TensorArchive | None:
     return _archive(dtype, shape, row_major(shape), 0, math.prod(shape) * dtype.itemsize)
 
 
-class _Builder:
+class _ShardBuilder:
     """A file that grows item by item. Use it no more after :meth:`plan`."""
 
     def __init__(self) -> None:

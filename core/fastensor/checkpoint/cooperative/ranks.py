@@ -11,7 +11,8 @@ import itertools
 import pickle
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -203,22 +204,12 @@ class Ranks:
                 self._store.delete_key(name)
         return pickle.loads(zlib.decompress(data))
 
-    def _reaching(self) -> _Reaching:
-        return _Reaching(self._what, self._error)
-
-
-class _Reaching:
-    """Errors of the store in the block are raised as errors of the conversation."""
-
-    def __init__(self, what: str, error: type[FastensorError]) -> None:
-        self._what = what
-        self._error = error
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        if isinstance(error, RuntimeError | ValueError):  # ValueError if the process group was destroyed
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Errors of the store in the block are raised as errors of the conversation."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # ValueError if the process group was destroyed
             raise self._error(
                 f"{self._what} failed: the store of torch.distributed, which is in the process of rank 0 or of the "
                 f"launcher, cannot be reached: {error}"

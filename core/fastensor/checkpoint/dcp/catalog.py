@@ -77,7 +77,7 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
     """
     started = time.perf_counter()
     contents = read_contents(path)
-    tally = _Tally(progress, sum(item.nbytes for items in contents.files.values() for item in items))
+    comparison = _DirectoryComparison(progress, sum(item.nbytes for items in contents.files.values() for item in items))
     nbytes = contents.metadata_nbytes
     for name, items in contents.files.items():
         where = contents.directory.name_of(name)
@@ -85,30 +85,30 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
             with contents.directory.open(name) as file:
                 nbytes += file.nbytes
                 if is_safetensors(file):
-                    tally.compare_safetensors(file, name, backend)
+                    comparison.compare_safetensors(file, name, backend)
                     continue
                 with ItemReader(file, items, ReadOptions(backend), verify=True) as reader:
                     for item in items:
-                        tally.compare(reader, item)
+                        comparison.compare(reader, item)
         except FileNotFoundError as error:
             raise CheckpointReadError(error.errno, "the metadata name this file, which is missing", where) from error
-    nbytes += tally.compare_file(contents.directory)
+    nbytes += comparison.compare_file(contents.directory)
     report = VerifyReport(
         path=contents.directory.path,
         container="dcp",
         nbytes=nbytes,
-        compared=tally.compared,
-        compared_bytes=tally.compared_bytes,
-        uncompared=tally.uncompared,
+        compared=comparison.compared,
+        compared_bytes=comparison.compared_bytes,
+        uncompared=comparison.uncompared,
         seconds=time.perf_counter() - started,
-        damage=tuple(tally.damage),
+        damage=tuple(comparison.damage),
     )
     if report.damage:
         raise DamagedCheckpointError(report)
     return report
 
 
-class _Tally:
+class _DirectoryComparison:
     """Counts of the items that have been compared so far."""
 
     def __init__(self, progress: Progress, total: int) -> None:

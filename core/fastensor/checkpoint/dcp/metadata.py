@@ -77,7 +77,7 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
     is_sealed = check_seal(data, where)
     try:
         with _without_garbage_collection():
-            found = _Builder(len(data)).build(read_structure(data, where=where))
+            found = _MetadataBuilder(len(data)).build(read_structure(data, where=where))
     except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{where}: the file is damaged, or is not the metadata of a distributed checkpoint ({error})"
@@ -133,7 +133,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Builder:
+class _MetadataBuilder:
     """Makes metadata of records. A record that is in several places becomes one object.
 
     Args:
@@ -189,7 +189,7 @@ class _Builder:
         return dict(value.parts[2])
 
 
-def _metadata(builder: _Builder, value: UnknownObject) -> Metadata:
+def _metadata(builder: _MetadataBuilder, value: UnknownObject) -> Metadata:
     state = builder.state(value)
     entries = builder.build(state["state_dict_metadata"])
     items = builder.build(state["storage_data"])
@@ -206,7 +206,7 @@ def _metadata(builder: _Builder, value: UnknownObject) -> Metadata:
     return Metadata(entries, builder.build(state.get("planner_data")), items, meta, version)
 
 
-def _index(builder: _Builder, value: UnknownObject) -> MetadataIndex:
+def _index(builder: _MetadataBuilder, value: UnknownObject) -> MetadataIndex:
     state = builder.state(value)
     offset, number = state.get("offset"), state.get("index")
     _check(offset is None or _is_size(offset), "an offset that is none")
@@ -214,7 +214,7 @@ def _index(builder: _Builder, value: UnknownObject) -> MetadataIndex:
     return MetadataIndex(_text(state["fqn"]), offset, number)
 
 
-def _storage_info(builder: _Builder, value: UnknownObject) -> _StorageInfo:
+def _storage_info(builder: _MetadataBuilder, value: UnknownObject) -> _StorageInfo:
     state = builder.state(value)
     path, offset, nbytes = state["relative_path"], state["offset"], state["length"]
     _check(_is_inside(_text(path)), f"a file {path!r}, which is not in the directory")
@@ -232,7 +232,7 @@ def _storage_info(builder: _Builder, value: UnknownObject) -> _StorageInfo:
     return made
 
 
-def _tensor(builder: _Builder, value: UnknownObject) -> TensorStorageMetadata:
+def _tensor(builder: _MetadataBuilder, value: UnknownObject) -> TensorStorageMetadata:
     state = builder.state(value)
     properties, size, chunks = builder.build(state["properties"]), state["size"], builder.build(state["chunks"])
     _check(isinstance(properties, TensorProperties) and _is_size(size), "a tensor without a shape or a dtype")
@@ -248,13 +248,13 @@ def _tensor(builder: _Builder, value: UnknownObject) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, size, chunks)
 
 
-def _chunk(builder: _Builder, value: UnknownObject) -> ChunkStorageMetadata:
+def _chunk(builder: _MetadataBuilder, value: UnknownObject) -> ChunkStorageMetadata:
     state = builder.state(value)
     _check(_is_size(state["offsets"]) and _is_size(state["sizes"]), "a chunk without offsets or sizes")
     return ChunkStorageMetadata(state["offsets"], state["sizes"])
 
 
-def _properties(builder: _Builder, value: UnknownObject) -> TensorProperties:
+def _properties(builder: _MetadataBuilder, value: UnknownObject) -> TensorProperties:
     dtype, layout, requires_grad, encoding, pin_memory = value.parts[2]
     _check(isinstance(dtype, torch.dtype), "a tensor without a dtype")
     _check(isinstance(layout, UnknownObject) and layout.name == _LAYOUT, "a tensor without a layout")
@@ -280,7 +280,7 @@ def _memory_format(value: Any) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING(value.parts[1][0])
 
 
-def _storage_meta(builder: _Builder, value: UnknownObject) -> StorageMeta:
+def _storage_meta(builder: _MetadataBuilder, value: UnknownObject) -> StorageMeta:
     state = builder.state(value)
     texts = {name: builder.build(state.get(name)) for name in ("checkpoint_id", "save_id", "load_id")}
     _check(all(one is None or isinstance(one, str) for one in texts.values()), "a name of a save that is no text")
@@ -288,11 +288,11 @@ def _storage_meta(builder: _Builder, value: UnknownObject) -> StorageMeta:
     return StorageMeta(**texts, modules=list(map(_text, modules)))
 
 
-def _bytes(builder: _Builder, value: UnknownObject) -> BytesStorageMetadata:
+def _bytes(builder: _MetadataBuilder, value: UnknownObject) -> BytesStorageMetadata:
     return BytesStorageMetadata()
 
 
-_MAKERS: dict[str, Callable[[_Builder, UnknownObject], Any]] = {
+_MAKERS: dict[str, Callable[[_MetadataBuilder, UnknownObject], Any]] = {
     f"{_MODULE}.metadata.Metadata": _metadata,
     f"{_MODULE}.metadata.MetadataIndex": _index,
     f"{_MODULE}.metadata.TensorStorageMetadata": _tensor,

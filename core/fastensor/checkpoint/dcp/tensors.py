@@ -227,7 +227,7 @@ class _Chunk:
         self._shape = item.shape
         self._itemsize = itemsize
         self._crc32 = 0
-        """Of the bytes that have been read. Slabs come in the order of the tensor's bytes, and so do a chunk's."""
+        """The CRC32 of the bytes that have been read: the slabs of a tensor come in the order of a chunk's bytes."""
         with tensors.reader(item, []) as reader:
             self._is_known = reader.has_known_layout(item)
             if not self._is_known:
