@@ -567,7 +567,8 @@ class StateSaver:
         if saving.is_settled:
             _check_written(saving)
         saving.together(partial(_check_written, saving))
-        saving.metrics.nbytes += sum(map(nbytes_in_directory, saving.folders_of_shards))
+        if self.accelerator.is_main_process:  # it publishes, perhaps before another process comes here
+            saving.metrics.nbytes += sum(map(nbytes_in_directory, saving.folders_of_shards))
 
     def _publish(self, saving: _Saving) -> None:
         """Give a state its place, and remove those that are too old.

@@ -203,6 +203,12 @@ def test_shards_of_fsdp(tmp_path: Path, config: FastensorConfig) -> None:
 
 
 @modes
+def test_a_process_that_falls_behind_finds_shards_published(tmp_path: Path, config: FastensorConfig) -> None:
+    run("shard_and_fall_behind", config, tmp_path)
+    assert fastensor.verify(tmp_path / "state" / "optimizer_0").complete
+
+
+@modes
 def test_a_process_that_fails_to_write_its_shards_fails_all(tmp_path: Path, config: FastensorConfig) -> None:
     (said, _), (others, _) = run("fail_to_shard", config, tmp_path)
     for first, second in (said[:2], others[:2]):
