@@ -1,10 +1,10 @@
-"""What offloading activations costs and saves: training steps on the CPU, with and without.
+"""What offloading activations costs and saves: training steps with and without, of several models.
 
 Run by ``make bench``, or alone. Each round trains each model with each contender, in a process of its own and in turns:
 some steps to warm up, in which schedules are planned, then some that are measured, of the same data. *Blocked* is the
 time that forward and backward passes spend in the hooks that autograd calls; *CPU* is what all threads of the process
-take of the processors; *memory* is how far the process has grown at most since before the first step; the gradients of
-the last step are compared.
+take of the processors; *memory* is how far the process (on a GPU: the device) has grown at most since before the first
+step; the gradients of the last step are compared.
 Contenders:
 
 - ``none``: nothing is offloaded;
@@ -14,64 +14,81 @@ Contenders:
   over, and read and removed when it asks for it, as the Fastensor paper's baselines do (section 5.2.2);
 - ``checkpointing``: nothing is offloaded; each block saves its input only, and is computed again
   (``torch.utils.checkpoint``), which is what users do today;
+- ``save_on_cpu``, ``streamed`` (on a GPU only): torch's own hooks, and copies on a stream of their own as in torchtune;
 - ``auto``, ``half``, ``all``: :class:`fastensor.offload.ActivationOffload` by its schedules: the default, one that may
-  keep half of the bytes, and one that keeps none. *Predicted* is what the limit model says of the plan.
+  keep half of the bytes, and one that keeps none. *Predicted* is what the limit model says of the plan;
+- ``oracle``: as ``half``, by the best plan that two seconds of simulated annealing find for the same measurements;
+- ``csr``: as ``all``, with the lossless codec. ``dram`` (on a GPU only): as ``all``, to host memory;
+- ``equal``: with as much memory as ``checkpointing`` has taken in the same round.
 
 All of them have torch use huge pages for large tensors (``THP_MEM_ALLOC_ENABLE=1``), from which each of them gains.
 Beside them, the bytes of a step are written to the same disk and read again, by direct I/O alone.
+
+Then the largest batch in limited memory is looked for (``examples/larger_batch.py``), with gradient checkpointing too;
+and a job that needs the bandwidth of memory runs beside the training, as in FlashNeuron's section 4.3.
+``--models`` and ``--parts`` choose. What earlier runs have measured stays in the results, part by part and model by
+model, until it is measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
-import numpy as np
+import offload_beside
+import offload_largest
 import torch
 from measuring import describe_machine, peak_memory, settle
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from offload_contenders import MODELS, NPY, PT, Counted, Dropped, FilePerTensor, Streamed, checkpoint_blocks
 
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
 from fastensor.files import posix
-from fastensor.offload import ActivationOffload, OffloadConfig, Schedule
-from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
+from fastensor.offload import ActivationOffload, OffloadConfig, planner, scheduler
 
-NONE, DROPPED, PT, NPY, CHECKPOINTING = "none", "dropped", "pt", "npy", "checkpointing"
-AUTO, HALF, ALL = "auto", "half", "all"
-SCHEDULES: dict[str, Schedule] = {AUTO: "auto", HALF: 0.5, ALL: "all"}
-CONTENDERS = (NONE, DROPPED, PT, NPY, CHECKPOINTING, *SCHEDULES)
+T = TypeVar("T")
+NONE, DROPPED, CHECKPOINTING, SAVE_ON_CPU, STREAMED = "none", "dropped", "checkpointing", "save_on_cpu", "streamed"
+AUTO, HALF, ORACLE, ALL, CSR, DRAM, EQUAL = "auto", "half", "oracle", "all", "csr", "dram", "equal"
+OPTIONS: dict[str, dict[str, Any]] = {
+    AUTO: {},
+    HALF: {"schedule": 0.5},
+    ORACLE: {"schedule": 0.5},
+    ALL: {"schedule": "all"},
+    CSR: {"schedule": "all", "codecs": ("csr",)},
+    DRAM: {"schedule": "all", "target": "dram"},
+}
+ON_CPU = (NONE, DROPPED, PT, NPY, CHECKPOINTING, AUTO, HALF, ORACLE, ALL, CSR)
+ON_GPU = (*ON_CPU, SAVE_ON_CPU, STREAMED, DRAM)
+PARTS = ("steps", "largest", "beside")
 WARM_UP = 5
-_HEADER = ("| | step, s | : none | predicted | blocked, s | CPU, s | memory, MiB | offloaded, MiB |",
-           "|---|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
-_COLUMNS = ("step_seconds", "blocked_seconds", "cpu_seconds", "memory_nbytes", "offloaded_nbytes")
+SEARCH_SECONDS = 2.0
+_HEADER = ("| | step, s | : none | predicted | blocked, s | CPU, s | memory, MiB | offloaded, MiB | written, MiB |",
+           "|---|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
 LEAST_SAVED_BLOCKING, MOST_OF_STEP, LEAST_MEMORY_SAVED = 8.0, 1.08, 0.8
-MOST_OF_STEP_THAT_FITS, MOST_OF_ALL = 1.03, 1.03
-"""What is promised."""
+MOST_OF_STEP_THAT_FITS, MOST_OF_ALL, MOST_OF_ORACLE = 1.03, 1.03, 1.03
 PREDICTED_WITHIN_OVERHEAD, PREDICTED_WITHIN_STEP = 0.2, 0.03
-"""How far a prediction may be off, whichever is larger."""
+"""What is promised. A prediction may be off by a share of the overhead or of the step, whichever is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One process: its measured steps."""
 
-    model: str
     contender: str
     step_seconds: float
     """Median."""
@@ -80,6 +97,7 @@ class Run:
     """Mean time of one step."""
     memory_nbytes: int
     offloaded_nbytes: int
+    written_nbytes: int
     """In one step."""
     gradients: int
     """Their CRC32."""
@@ -87,132 +105,29 @@ class Run:
     """A step by the plan, relative to one without offloading."""
 
 
-class Residual(nn.Module):
-    """A basic block of a ResNet."""
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all contenders of a model have in common."""
 
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        stride = 1 if inner == outer else 2
-        self.body = nn.Sequential(
-            nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(inplace=True),
-            nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer),
-        )  # fmt: skip
-        self.short = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1, 2, bias=False)
+    model: str
+    steps: int
+    folder: str
+    least_nbytes: int
+    device: str
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.body(x) + self.short(x))
+    def config(self, **options: Any) -> OffloadConfig:
+        return OffloadConfig(directories=(self.folder,), min_bytes=self.least_nbytes, **options)
 
 
-def encoder(layers: int, width: int, heads: int, inner: int) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(width, heads, inner, activation="gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
-def resnet(blocks: int) -> nn.Module:
-    widths = [64, *(width for width in (64, 128, 256, 512) for _ in range(blocks))]
-    parts = [Residual(inner, outer) for inner, outer in itertools.pairwise(widths)]
-    return nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *parts, nn.AdaptiveAvgPool2d(1))
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "transformer encoder": lambda: (encoder(6, 512, 8, 2048), torch.randn(32, 256, 512)),
-    "BERT-base": lambda: (encoder(12, 768, 12, 3072), torch.randn(16, 128, 768)),
-    "ResNet-18": lambda: (resnet(2), torch.randn(64, 3, 128, 128)),
-    "ViT-S, 197 tokens": lambda: (encoder(12, 384, 6, 1536), torch.randn(16, 197, 384)),
-    "48 blocks": lambda: (encoder(48, 256, 4, 1024), torch.randn(16, 128, 256)),
-    "tiny": lambda: (encoder(2, 64, 4, 128), torch.randn(8, 32, 64)),
-}
-
-
-class Hooks:
-    """Saved tensors go through :meth:`put` and :meth:`get`, but for those that no contender offloads."""
-
-    def __init__(self, least_nbytes: int) -> None:
-        self._least_nbytes = least_nbytes
-        self.blocked_seconds = 0.0
-        self.offloaded_nbytes = 0
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._timed(self._pack), self._timed(self._unpack)):
-            yield
-
-    def _timed(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def timed(argument: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return hook(argument)
-            finally:
-                self.blocked_seconds += time.perf_counter() - started
-
-        return timed
-
-    def _pack(self, tensor: Tensor) -> Any:
-        if tensor.nbytes < self._least_nbytes or reason_to_keep(tensor) or is_cast_of_parameter(tensor):
-            return tensor.detach()
-        self.offloaded_nbytes += tensor.nbytes
-        return self.put(tensor.detach())
-
-    def _unpack(self, packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else self.get(packed)
-
-    def put(self, tensor: Tensor) -> Any:
-        """Store a tensor, and return what stands for the tensor in the graph, and does not keep it alive."""
-        raise NotImplementedError
-
-    def get(self, packed: Any) -> Tensor:
-        raise NotImplementedError
-
-
-class Dropped(Hooks):
-    def put(self, tensor: Tensor) -> Any:
-        return tensor.shape, tensor.stride(), tensor.dtype
-
-    def get(self, packed: Any) -> Tensor:
-        shape, stride, dtype = packed
-        return torch.empty_strided(shape, stride, dtype=dtype).zero_()
-
-
-class FilePerTensor(Hooks):
-    """The paper's baselines."""
-
-    def __init__(self, folder: str, kind: str, least_nbytes: int) -> None:
-        super().__init__(least_nbytes)
-        self._folder, self._kind = Path(folder), kind
-        self._numbers = itertools.count()
-
-    def put(self, tensor: Tensor) -> Path:
-        path = self._folder / f"{next(self._numbers)}.{self._kind}"
-        if self._kind == PT:
-            torch.save(tensor, path)
-        else:
-            np.save(path, tensor.numpy())
-        return path
-
-    def get(self, packed: Path) -> Tensor:
-        found: Tensor = torch.load(packed) if self._kind == PT else torch.from_numpy(np.load(packed))
-        packed.unlink()
-        return found
-
-
-def train(model: str, contender: str, steps: int, folder: str, least_nbytes: int) -> Run:
-    """Some steps to warm up, and ``steps`` that are measured."""
+def train(task: Task, contender: str, options: Mapping[str, Any]) -> Run:
+    """Some steps to warm up, and some that are measured. ``options`` are those of an offload, for others empty."""
     torch.manual_seed(0)
-    net, data = MODELS[model]()
-    offload: Any = None
-    if contender in SCHEDULES:
-        schedule = SCHEDULES[contender]
-        offload = ActivationOffload(OffloadConfig(schedule=schedule, directories=(folder,), min_bytes=least_nbytes))
-        offload.attach(net)
-    elif contender == CHECKPOINTING:
-        checkpoint_blocks(net)
-    elif contender == DROPPED:
-        offload = Dropped(least_nbytes)
-    elif contender != NONE:
-        offload = FilePerTensor(folder, contender, least_nbytes)
-    seconds, before, cpu_before = [], (0.0, 0), 0.0
-    with peak_memory() as peak:
-        for step in range(WARM_UP + steps):
+    net, data = MODELS[task.model]()
+    net, data = net.to(task.device), data.to(task.device)
+    offload = offload_of(task, contender, options, net)
+    seconds, before, cpu_before = [], (0.0, 0, 0), 0.0
+    with searching() if contender == ORACLE else nullcontext(), peak_of(task.device) as peak:
+        for step in range(WARM_UP + task.steps):
             if step == WARM_UP:
                 before, cpu_before = _so_far(offload), time.process_time()
             net.zero_grad()
@@ -220,31 +135,115 @@ def train(model: str, contender: str, steps: int, folder: str, least_nbytes: int
             with nullcontext() if offload is None else offload.step():
                 loss = net(data).square().mean()
             loss.backward()
+            synchronize(task.device)
             seconds.append(time.perf_counter() - started)
-    cpu_seconds = (time.process_time() - cpu_before) / steps
-    blocked, moved = (now - then for now, then in zip(_so_far(offload), before, strict=True))
+    cpu_seconds = (time.process_time() - cpu_before) / task.steps
+    blocked, moved, written = (now - then for now, then in zip(_so_far(offload), before, strict=True))
     crc32 = 0
     for parameter in net.parameters():
         if parameter.grad is not None:
-            crc32 = zlib.crc32(parameter.grad.contiguous().numpy().data, crc32)
+            crc32 = zlib.crc32(parameter.grad.contiguous().cpu().numpy().data, crc32)
     plan = offload.plan() if isinstance(offload, ActivationOffload) else None
     return Run(
-        model, contender, median(seconds[WARM_UP:]), blocked / steps, cpu_seconds, peak(), int(moved / steps), crc32,
-        None if plan is None else plan.slowdown,
+        contender, median(seconds[WARM_UP:]), blocked / task.steps, cpu_seconds, peak(), int(moved / task.steps),
+        int(written / task.steps), crc32, None if plan is None else plan.slowdown,
     )  # fmt: skip
 
 
-def checkpoint_blocks(net: nn.Module) -> None:
-    """Have each block of a model save its input only, and be computed again in the backward pass."""
-    for block in [one for one in net.modules() if isinstance(one, Residual | nn.TransformerEncoderLayer)]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+def offload_of(task: Task, contender: str, options: Mapping[str, Any], net: torch.nn.Module) -> Any:
+    """What the steps of a contender enter; None if there is nothing to enter."""
+    if options or contender in OPTIONS:
+        offload = ActivationOffload(task.config(**options))
+        offload.attach(net)
+        return offload
+    if contender == CHECKPOINTING:
+        checkpoint_blocks(net)
+    if contender == SAVE_ON_CPU:
+        return SaveOnCpu()
+    if contender in (PT, NPY):
+        return FilePerTensor(task.folder, contender, task.least_nbytes)
+    made = {DROPPED: Dropped, STREAMED: Streamed}.get(contender)
+    return None if made is None else made(task.least_nbytes)
 
 
-def _so_far(offload: Any) -> tuple[float, int]:
+class SaveOnCpu:
+    """torch's own hooks. They are not timed."""
+
+    blocked_seconds, offloaded_nbytes = 0.0, 0
+
+    def step(self) -> Any:
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+@contextmanager
+def searching() -> Iterator[None]:
+    """Have plans be the best ones that can be found."""
+    with mock.patch.object(planner, "plan", best_plan):
+        yield
+
+
+def best_plan(
+    profile: scheduler.StepProfile, limit: int, rates: scheduler.TransferRates, seconds: float = SEARCH_SECONDS
+) -> scheduler.OffloadPlan:
+    """The best plan within ``limit`` that simulated annealing finds, from the scheduler's own one."""
+    best = current = scheduler.plan(profile, limit, rates)
+    if not best.out:
+        return best
+    chance = random.Random(0)
+    end = time.perf_counter() + seconds
+    scale = 0.02 * best.prediction.step_seconds
+    while (left := (end - time.perf_counter()) / seconds) > 0:
+        out = current.out ^ set(
+            chance.sample(range(len(profile.tensors)), min(chance.choice((1, 1, 2, 2, 3)), len(profile.tensors)))
+        )
+        kept = profile.nbytes - sum(profile.tensors[index].nbytes for index in out)
+        if kept > limit:
+            continue
+        other = scheduler.OffloadPlan(out, scheduler.predict(profile, out, rates), kept, True)
+        worse = other.prediction.step_seconds - current.prediction.step_seconds
+        if worse <= 0 or chance.random() < math.exp(-worse / (scale * left)):
+            current = other
+        if current.prediction.step_seconds < best.prediction.step_seconds:
+            best = current
+    return best
+
+
+def sparse_nbytes(task: Task) -> tuple[int, int]:
+    """The bytes of one step's activations without their zeros but with a bit for each number, and all bytes."""
+    torch.manual_seed(0)
+    net, data = MODELS[task.model]()
+    counted = Counted(task.least_nbytes)
+    with counted.step():
+        net.to(task.device)(data.to(task.device)).square().mean()
+    return counted.sparse_nbytes, counted.nbytes
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def peak_of(device: str) -> Iterator[Callable[[], int]]:
+    """How far the memory of the device rises in the block."""
+    if device == "cpu":
+        with peak_memory() as peak:
+            yield peak
+        return
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield lambda: torch.cuda.max_memory_allocated() - before
+
+
+def _so_far(offload: Any) -> tuple[float, int, int]:
     if isinstance(offload, ActivationOffload):
         found = offload.statistics()
-        return found.hook_seconds, found.offloaded_bytes
-    return (0.0, 0) if offload is None else (offload.blocked_seconds, offload.offloaded_nbytes)
+        return found.hook_seconds, found.offloaded_bytes, found.written_bytes
+    return (
+        (0.0, 0, 0)
+        if offload is None
+        else (offload.blocked_seconds, offload.offloaded_nbytes, offload.offloaded_nbytes)
+    )
 
 
 def disk_seconds(nbytes: int, folder: str) -> tuple[float, float]:
@@ -268,63 +267,105 @@ def disk_seconds(nbytes: int, folder: str) -> tuple[float, float]:
     return times[0], times[1]
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
-def report(machine: dict[str, str], runs: list[Run], disks: dict[str, list[tuple[float, float]]]) -> str:
-    lines = ["# Activation offload", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in machine.items()), ""]
-    for model in dict.fromkeys(run.model for run in runs):
-        of = {name: [run for run in runs if (run.model, run.contender) == (model, name)] for name in CONTENDERS}
-        written, read = (median(times) for times in zip(*disks[model], strict=True))
-        nbytes = of[ALL][0].offloaded_nbytes
-        disk = f"{nbytes / (1 << 20):.0f} MiB a step; the disk alone: {written:.2f} s to write, {read:.2f} s to read."
-        lines += [f"## {model}", "", disk, "", *_HEADER]
-        rounds = range(len(of[NONE]))
-        for name in CONTENDERS:
-            ratio = median(of[name][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
-            values = [median(getattr(run, field) for run in of[name]) for field in _COLUMNS]
-            predictions = [run.predicted_ratio for run in of[name] if run.predicted_ratio is not None]
-            predicted = f"{median(predictions):.2f}" if predictions else "–"
-            lines.append(f"| {name} | {values[0]:.2f} | {ratio:.2f} | {predicted} | {values[1]:.3f} | "
-                         f"{values[2]:.2f} | {values[3] / (1 << 20):.0f} | {values[4] / (1 << 20):.0f} |")  # fmt: skip
-        lines += ["", *judge(of), ""]
-    return "\n".join(lines)
+def equal_memory(of: Mapping[str, list[Run]], at: int) -> dict[str, Any]:
+    """The options of an offload that has the memory that gradient checkpointing has taken for activations."""
+    room = max(of[CHECKPOINTING][at].memory_nbytes - of[DROPPED][at].memory_nbytes, 1 << 20)
+    return {"schedule": room // 2, "staging_bytes": room // 4, "prefetch_bytes": room // 4}
 
 
-def judge(of: dict[str, list[Run]]) -> Iterator[str]:
+def measure_steps(task: Task, rounds: int) -> dict[str, Any]:
+    """All contenders of a model."""
+    contenders = ON_GPU if task.device == "cuda" else ON_CPU
+    of: dict[str, list[Run]] = {name: [] for name in (*contenders, EQUAL)}
+    disk = []
+    for number in range(rounds):
+        for name in [*random.Random(number).sample(contenders, len(contenders)), EQUAL]:
+            settle()
+            options = equal_memory(of, number) if name == EQUAL else OPTIONS.get(name, {})
+            of[name].append(in_fresh_process(train, task, name, options))
+            print(task.model, of[name][-1], flush=True)
+        settle()
+        disk.append(disk_seconds(of[ALL][-1].offloaded_nbytes, task.folder))
+    return {
+        "contenders": {name: [asdict(run) for run in runs] for name, runs in of.items()},
+        "disk": disk,
+        "sparse": in_fresh_process(sparse_nbytes, task),
+    }
+
+
+def report_steps(model: str, found: Mapping[str, Any]) -> Iterator[str]:
+    of = {name: [Run(**run) for run in runs] for name, runs in found["contenders"].items()}
+    written, read = (median(times) for times in zip(*found["disk"], strict=True))
+    moved = mib(of[ALL][0].offloaded_nbytes)
+    disk = f"{moved} MiB a step; the disk alone: {written:.2f} s to write, {read:.2f} s to read."
+    yield from (f"## {model}", "", disk, "", *_HEADER)
+    for name, runs in of.items():
+        predictions = [run.predicted_ratio for run in runs if run.predicted_ratio is not None]
+        cells = [
+            f"{median(run.step_seconds for run in runs):.2f}",
+            f"{ratio_of(of, name, NONE):.2f}",
+            f"{median(predictions):.2f}" if predictions else "–",
+            f"{median(run.blocked_seconds for run in runs):.3f}",
+            f"{median(run.cpu_seconds for run in runs):.2f}",
+            *(str(mib(median(getattr(run, field) for run in runs)))
+              for field in ("memory_nbytes", "offloaded_nbytes", "written_nbytes")),
+        ]  # fmt: skip
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield from ("", *judge(of, found["sparse"], written), "")
+
+
+def mib(nbytes: float) -> int:
+    return round(nbytes / (1 << 20))
+
+
+def ratio_of(of: Mapping[str, list[Run]], name: str, other: str, field: str = "step_seconds") -> float:
+    """The median ratio of two contenders, round by round."""
+    pairs = zip(of[name], of[other], strict=True)
+    return median(getattr(a, field) / max(getattr(b, field), 1e-9) for a, b in pairs)
+
+
+def judge(of: Mapping[str, list[Run]], sparse: tuple[int, int], disk_writes: float) -> Iterator[str]:
     """What was promised, and what came of it."""
-    rounds = range(len(of[NONE]))
-    same = len({run.gradients for name, found in of.items() if name != DROPPED for run in found}) == 1
+    same = len({run.gradients for name, runs in of.items() if name != DROPPED for run in runs}) == 1
     yield f"- gradients of all contenders (but for {DROPPED}) are {'equal' if same else '**differ**'}"
+    no_more = ratio_of(of, ALL, DROPPED, "blocked_seconds")
     for peer in (PT, NPY):
-        ratio = median(of[peer][at].blocked_seconds / of[ALL][at].blocked_seconds for at in rounds)
-        no_more = median(of[ALL][at].blocked_seconds / of[DROPPED][at].blocked_seconds for at in rounds)
+        ratio = ratio_of(of, peer, ALL, "blocked_seconds")
         times = _bold(ratio, ratio >= LEAST_SAVED_BLOCKING or no_more <= 1)
         yield f"- {peer} is blocked {times} × as long as {ALL}, {ALL} {no_more:.2f} × as {DROPPED} (promised: 8, or 1)"
-    ratio = median(of[AUTO][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
-    yield f"- {AUTO}: a step takes {_bold(ratio, ratio <= MOST_OF_STEP_THAT_FITS)} of one without (promised: 1.03)"
-    ratio = median(of[ALL][at].step_seconds / of[NONE][at].step_seconds for at in rounds)
-    yield f"- {ALL}: a step takes {_bold(ratio, ratio <= MOST_OF_STEP)} of one without (promised: 1.08)"
-    ratio = median(of[HALF][at].step_seconds / of[ALL][at].step_seconds for at in rounds)
-    yield f"- {HALF}: a step takes {_bold(ratio, ratio <= MOST_OF_ALL)} of one by {ALL} (promised: 1.03)"
+    best = min((ALL, ORACLE), key=lambda name: ratio_of(of, name, NONE))
+    for name, other, most in (
+        (AUTO, NONE, MOST_OF_STEP_THAT_FITS), (ALL, NONE, MOST_OF_STEP), (HALF, ALL, MOST_OF_ALL),
+        (HALF, best, MOST_OF_ORACLE),
+    ):  # fmt: skip
+        ratio = ratio_of(of, name, other)
+        yield f"- {name}: a step takes {_bold(ratio, ratio <= most)} of one by {other} (promised: {most})"
     for name in (HALF, ALL):
         yield _judge_prediction(name, of)
-    ratio = median(of[ALL][at].step_seconds / of[CHECKPOINTING][at].step_seconds for at in rounds)
-    memory = median(of[ALL][at].memory_nbytes / of[CHECKPOINTING][at].memory_nbytes for at in rounds)
-    yield f"- {ALL}: a step takes {ratio:.2f} of one by {CHECKPOINTING}, and memory {memory:.2f}"
+    for name in (EQUAL, ALL):
+        ratio, memory = ratio_of(of, name, CHECKPOINTING), ratio_of(of, name, CHECKPOINTING, "memory_nbytes")
+        share = disk_writes / median(run.step_seconds for run in of[NONE])
+        yield (
+            f"- {name}: a step takes {ratio:.2f} of one by {CHECKPOINTING}, and memory {memory:.2f} (the disk alone "
+            f"takes {share:.2f} of a step to write all of it)"
+        )
     saved = median(
-        (of[NONE][at].memory_nbytes - of[ALL][at].memory_nbytes)
-        / max(of[NONE][at].memory_nbytes - of[DROPPED][at].memory_nbytes, 1)
-        for at in rounds
+        (none.memory_nbytes - one.memory_nbytes) / max(none.memory_nbytes - dropped.memory_nbytes, 1)
+        for none, one, dropped in zip(of[NONE], of[ALL], of[DROPPED], strict=True)
     )
-    share = _bold(saved, saved >= LEAST_MEMORY_SAVED)
-    yield f"- {ALL}: the activations' share of memory is less by {share} (promised: 0.80)"
+    share_saved = _bold(saved, saved >= LEAST_MEMORY_SAVED)
+    yield f"- {ALL}: the activations' share of memory is less by {share_saved} (promised: 0.80)"
+    by_csr, by_zeros = ratio_of(of, CSR, ALL, "written_nbytes"), sparse[0] / sparse[1]
+    yield f"- {CSR}: writes {by_csr:.2f} of the bytes of {ALL}; by the zeros in them it would be {by_zeros:.2f}"
 
 
-def _judge_prediction(name: str, of: dict[str, list[Run]]) -> str:
-    measured = median(a.step_seconds / b.step_seconds for a, b in zip(of[name], of[NONE], strict=True))
+def _judge_prediction(name: str, of: Mapping[str, list[Run]]) -> str:
+    measured = ratio_of(of, name, NONE)
     predicted = median(run.predicted_ratio or 1.0 for run in of[name])
     allowed = max(PREDICTED_WITHIN_OVERHEAD * abs(measured - 1), PREDICTED_WITHIN_STEP)
     off = abs(predicted - measured)
@@ -336,33 +377,55 @@ def _bold(value: float, kept: bool) -> str:
     return f"{value:.2f}" if kept else f"**{value:.2f}**"
 
 
+def report(results: Mapping[str, Any]) -> str:
+    lines = ["# Activation offload", ""]
+    for title, found in results.items():
+        part = found["part"]
+        if part == "steps":
+            lines += report_steps(title, found)
+        elif part == "largest":
+            lines += ["## Largest batch", "", *offload_largest.report(found), ""]
+        else:
+            lines += ["## A job beside the training", "", *offload_beside.report(found), ""]
+        lines += [f"{', '.join(f'{name}: {value}' for name, value in found['machine'].items())}", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "tiny"])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--min-bytes", type=int, default=OffloadConfig().min_bytes)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--directory", default=None, help="on the disk to measure; default: the system's temporary one")
     parser.add_argument("--output", default="benchmarks/results/offload", help="without .md and .json")
+    offload_largest.add_options(parser)
+    offload_beside.add_options(parser)
     options = parser.parse_args()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # in the processes to come
-    runs: list[Run] = []
-    disks: dict[str, list[tuple[float, float]]] = {model: [] for model in options.models}
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    data = output.with_suffix(".json")
+    results: dict[str, Any] = json.loads(data.read_text()) if data.exists() else {}
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        machine = describe_machine(Path(folder), "cpu")
-        for number, model in itertools.product(range(options.rounds), options.models):
-            for contender in random.Random(number).sample(CONTENDERS, len(CONTENDERS)):
-                settle()
-                runs.append(in_fresh_process(train, model, contender, options.steps, folder, options.min_bytes))
-                print(runs[-1], flush=True)
-            settle()
-            disks[model].append(disk_seconds(max(run.offloaded_nbytes for run in runs if run.model == model), folder))
-    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-    data = {"machine": machine, "runs": [asdict(run) for run in runs], "disk": disks}
-    Path(f"{options.output}.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = report(machine, runs, disks)
-    Path(f"{options.output}.md").write_text(text + "\n")
-    print(text)
+        parts: dict[str, Callable[[], dict[str, Any]]] = {}
+        if "steps" in options.parts:
+            for model in options.models:
+                task = Task(model, options.steps, folder, options.min_bytes, options.device)
+                parts[model] = partial(measure_steps, task, options.rounds)
+        if "largest" in options.parts:
+            parts["largest"] = partial(offload_largest.measure, options, folder)
+        if "beside" in options.parts:
+            parts["beside"] = partial(offload_beside.measure, options, folder)
+        for title, measure in parts.items():
+            part = title if title in PARTS else "steps"
+            machine = describe_machine(Path(folder), options.device)
+            results[title] = {"part": part, "machine": machine, **measure()}
+            data.write_text(json.dumps(results, indent=1) + "\n")
+            output.with_suffix(".md").write_text(report(results) + "\n")
+    print(report({title: results[title] for title in parts}))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistic
 
 MIB = 1 << 20
 STEPS = 2
-OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|could not create a primitive", re.IGNORECASE)
+"""What torch says, and oneDNN."""
 
 
 class Block(nn.Module):

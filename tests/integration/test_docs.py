@@ -219,19 +219,25 @@ def test_the_benchmark_of_distributed_checkpoints_measures_every_way(tmp_path: P
 @pytest.mark.torture
 def test_the_benchmark_of_offloading_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "offload.py")
-    tiny = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--min-bytes", "4096"]
-    out = run(benchmark, *tiny, "--directory", str(tmp_path), "--output", str(tmp_path / "out"), cwd=tmp_path)
-    for word in (
-        "| none |",
-        "| dropped |",
-        "| pt |",
-        "| npy |",
-        "| fastensor |",
-        "(but for dropped) are equal",
-        "promised: 8",
-    ):
-        assert word in out
+    tiny = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--min-bytes", "4096", "--device", "cpu"]
+    to = ["--directory", str(tmp_path), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *to, "--parts", "steps", cwd=tmp_path)
+    contenders = (
+        "none", "dropped", "pt", "npy", "checkpointing", "auto", "half", "oracle", "all", "csr", "equal"
+    )  # fmt: skip
+    for name in contenders:
+        assert f"| {name} |" in out
+    assert "(but for dropped) are equal" in out
+    beside = ["--beside-model", "tiny", "--array-bytes", str(1 << 20)]
+    small = ["--room", "48", "--blocks", "4", "--width", "64"]
+    out = run(benchmark, *tiny, *to, "--parts", "largest", "beside", *beside, *small, cwd=tmp_path)
+    assert "## Largest batch" in out
+    for target in ("none", "SSD", "memory"):
+        assert f"| {target} |" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]
+    kept = (tmp_path / "out.md").read_text()
+    assert "## tiny" in kept, "what was measured before stays"
+    assert "## A job beside the training" in kept
 
 
 @pytest.mark.torture

@@ -100,7 +100,8 @@ def test_gradients_are_the_same_by_every_schedule(make: Any, free: Any, schedule
         assert same(train(net, offload), expected)
 
 
-def test_the_tensors_that_are_saved_first_leave(make: Any) -> None:
+def test_as_few_tensors_leave_as_have_to(make: Any) -> None:
+    """Which ones depends on the times that were measured."""
     offload = make(schedule=2 * EACH)
     net = Net()
     train(net, offload)
@@ -108,7 +109,7 @@ def test_the_tensors_that_are_saved_first_leave(make: Any) -> None:
     for _ in range(4):
         train(net, offload)
     found = offload.plan()
-    assert [one.leaves for one in found.tensors] == [True] * (SAVED - 2) + [False, False]
+    assert sum(one.leaves for one in found.tensors) == SAVED - 2
     assert (found.kept_bytes, found.offloaded_bytes) == (2 * EACH, (SAVED - 2) * EACH)
     assert found.limit_bytes == 2 * EACH
     assert found.fits
