@@ -1,7 +1,7 @@
 #!/bin/sh
-# Everything that needs a GPU: the tests, the doctor, then the benchmark, whose table comes last. From the checkout, with
-# what is installed (torch and NumPy at least) and a folder of wheels for the rest, which `make wheels` fills on another
-# machine. Takes GPU_SECONDS (540), and at most 40 more. If OUT is a folder, the results and a log go there.
+# Everything that needs a GPU: the tests, the doctor, the benchmark of offloading, then that of checkpoints, whose table
+# comes last. From the checkout, with what is installed (torch and NumPy at least) and a folder of wheels for the rest,
+# which `make wheels` fills on another machine. Takes GPU_SECONDS (540), and at most 40 more. If OUT is a folder, the results and a log go there.
 #     gpu.sh PYTHON FOLDER-OF-WHEELS
 set -eu
 cd "$(dirname "$0")/.."
@@ -35,6 +35,8 @@ everything() {
     timeout --foreground --kill-after 10 200 "$python" -m pytest tests/gpu -m gpu -rs -p no:cacheprovider \
         --basetemp="$PWD/.bench/pytest" -o tmp_path_retention_policy=none || failed=$?
     timeout --foreground --kill-after 10 60 "$python" -m fastensor doctor --quick || failed=$?
+    timeout --foreground --kill-after 10 150 "$python" benchmarks/offload.py --device cuda --parts steps --rounds 1 \
+        --models "transformer encoder" ResNet-18 --directory .bench --output "$output/offload-gpu" || failed=$?
     rest=$((end - $(date +%s)))
     rest=$((rest > 0 ? rest : 0))
     timeout --foreground --kill-after 20 $((rest + 20)) "$python" benchmarks/gpu.py --seconds "$rest" \

@@ -49,15 +49,15 @@ def resnet(blocks: int) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "transformer encoder": lambda: (encoder(6, 512, 8, 2048), torch.randn(16, 256, 512)),
-    "BERT-base": lambda: (encoder(12, 768, 12, 3072), torch.randn(8, 128, 768)),
-    "ResNet-18": lambda: (resnet(2), torch.randn(64, 3, 128, 128)),
-    "ViT-S, 197 tokens": lambda: (encoder(12, 384, 6, 1536), torch.randn(16, 197, 384)),
+    "transformer encoder": lambda: (encoder(6, 512, 8, 2048), torch.randn(8, 256, 512)),
+    "BERT-base": lambda: (encoder(12, 768, 12, 3072), torch.randn(4, 128, 768)),
+    "ResNet-18": lambda: (resnet(2), torch.randn(32, 3, 128, 128)),
+    "ViT-S, 197 tokens": lambda: (encoder(12, 384, 6, 1536), torch.randn(8, 197, 384)),
     **{
         f"48 blocks, batch of {batch}": partial(
             lambda batch: (encoder(48, 256, 4, 1024), torch.randn(batch, 128, 256)), batch
         )
-        for batch in (4, 12, 32)
+        for batch in (4, 8, 16)
     },
     "tiny": lambda: (encoder(2, 64, 4, 128), torch.randn(8, 32, 64)),
 }
