@@ -237,7 +237,7 @@ class StepHooks:
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)
             return KeptTensor.of(tensor)
-        mark = forward.mark(len(span), tensor.dtype)
+        mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] += len(span)
             forward.note_nothing(self._clock)
@@ -270,12 +270,13 @@ class StepHooks:
         return OffloadedTensor.of(tensor, handle, forward, saved.position)
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
-        """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
+        """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned. If
+        all leave anyway, nobody needs to know that of a tensor that was not written yet."""
         codecs = self._engine.config.codecs
-        if not codecs or not self._engine.planner.keeps:
+        if not codecs:
             return 1.0
         ratio = swapper.ratio_of(mark)
-        if ratio > 1:
+        if ratio > 1 or not self._engine.planner.keeps:
             return ratio
         if (known := self._engine.planner.ratio_of(mark)) is not None:
             return known
