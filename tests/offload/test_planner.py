@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastensor.errors import OffloadError
-from fastensor.offload import ActivationOffload, OffloadConfig, planner
+from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.schedule import PrefetchSchedule
@@ -230,6 +230,24 @@ def test_less_memory_than_before(make: Any, free: Any) -> None:
     assert kept == [None, SAVED, 3, 3, 3, SAVED, SAVED, SAVED]
 
 
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 30 + 20 - 5), (0.4, 40 - 5)])
+def test_the_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, fraction: float, free: int) -> None:
+    """A GPU of 100 bytes: torch has reserved 20, and uses 5 of these; other processes have 50."""
+    told = {"mem_get_info": (30, 100), "memory_reserved": 20, "memory_allocated": 5}
+    for name, value in (told | {"get_per_process_memory_fraction": fraction}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert planner._free_memory(torch.device("cuda")) == free
+
+
+def test_a_sample_for_which_there_is_no_memory(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(hooks, "sampled_ratio", full)
+    net = Net()
+    assert same(train(net, make(schedule=2 * EACH, codecs=("csr",))), train(net, None))
+
+
 def test_gradients_that_do_not_exist_yet_are_counted(make: Any, free: Any) -> None:
     offload = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH)
     net = Net()
@@ -433,7 +451,8 @@ def test_options_of_kinds_that_will_do() -> None:
     assert (config.min_bytes, config.codecs, config.trace) == (5, ("csr",), "t.json")
 
 
-def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("limits", "steps"), [({}, 3), ({"max_steps": 2}, 2), ({"min_steps": 5}, 6)], ids=str)
+def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str], limits: dict[str, int], steps: int) -> None:
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -442,14 +461,14 @@ def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30), dry_run=True)
     trainer = Trainer(
         callbacks=[callback], max_epochs=5, logger=False, accelerator="cpu", enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, limit_train_batches=6, **limits,
     )  # fmt: skip
     trainer.fit(BoringModel())
-    assert trainer.global_step == 3
+    assert trainer.global_step == steps
     assert callback.estimate is not None
     assert not callback.estimate.plan.offloaded_bytes
     assert callback.estimate.write_bandwidth > 0
-    assert "dry run of activation offload on rank 0" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("dry run of activation offload on rank 0") == 1
 
 
 def test_a_trainer_is_told_that_everything_fits(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,9 +41,9 @@ class OffloadConfig:
 
     ``"auto"``: as few as have to, so that the rest fits into what is free of the device's memory when a forward pass
     begins (limits of cgroups and the process count), and those that cost the least time. ``"all"``: all of them. An
-    integer: as few as have to, so that at most so many bytes stay. A float from 0 to 1: the same for a share of the
-    bytes that a forward pass saves, from the second pass of a kind on; the first one goes by ``"auto"``, because nobody
-    knows yet how many bytes there will be.
+    integer: as few as have to, so that at most so many bytes stay on each device. A float from 0 to 1: the same for a
+    share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes by ``"auto"``,
+    because nobody knows yet how many bytes there will be.
 
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""

@@ -282,7 +282,10 @@ class StepHooks:
             return known
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
-        return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+        try:
+            return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+        except torch.OutOfMemoryError:  # a full GPU has no memory for the sample, but may have enough for the step
+            return 1.0
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""

@@ -283,6 +283,8 @@ def _plan(
 def _free_memory(device: torch.device) -> int:
     """Bytes that this process may still take on a device."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+        return min(int(free), allowed) + reserved - torch.cuda.memory_allocated(device)
     return available_memory() // local_processes() + free_heap_bytes()
