@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
 from fastensor.offload.codecs import LOSSY, Codec
@@ -132,7 +132,7 @@ class OffloadConfig:
             )
 
 
-def _check_kind(name: str, kind: str, value: object) -> None:
+def _check_kind(name: str, kind: str, value: Any) -> None:
     """Raise an error for a number or a truth value that is none, or is too small.
 
     Args:
