@@ -270,13 +270,12 @@ class StepHooks:
         return OffloadedTensor.of(tensor, handle, forward, saved.position)
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
-        """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned. If
-        all leave anyway, nobody needs to know that of a tensor that was not written yet."""
+        """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
         codecs = self._engine.config.codecs
         if not codecs:
             return 1.0
         ratio = swapper.ratio_of(mark)
-        if ratio > 1 or not self._engine.planner.keeps:
+        if ratio > 1:
             return ratio
         if (known := self._engine.planner.ratio_of(mark)) is not None:
             return known
