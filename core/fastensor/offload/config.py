@@ -150,7 +150,7 @@ def _check_kind(name: str, kind: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, number):
         raise TypeError(f"{name} is {words}, found {value!r}")
     least = _LEAST.get(name, 0)
-    if not value >= least:  # also NaN
+    if not float(value) >= least:  # also NaN
         raise ValueError(f"{name} is at least {least}, found {value}")
 
 
