@@ -208,7 +208,7 @@ def best_plan(
         kept = profile.nbytes - sum(profile.tensors[index].nbytes for index in out)
         if kept > limit:
             continue
-        other = scheduler.OffloadPlan(out, scheduler.predict(profile, out, rates), kept, True)
+        other = scheduler.OffloadPlan(out, scheduler.predict(profile, out, rates))
         worse = other.prediction.step_seconds - current.prediction.step_seconds
         if worse <= 0 or chance.random() < math.exp(-worse / (scale * left)):
             current = other

@@ -20,6 +20,8 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -200,21 +202,24 @@ def attempt(task: Task) -> Outcome | None:
 
 
 def in_its_own_process(task: Task) -> Outcome | None:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(attempt, [task])
+    """None also if the process has died: libraries end it where they cannot start a thread, say."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(attempt, task).result()
+        except BrokenProcessPool:
+            print(f"  the process with a batch of {task.batch} rows has died", flush=True)
+            return None
 
 
 def largest(task: Task, step: float) -> int:
     """The largest batch that trains, to within a factor of ``step``."""
     good, bad = 0, 0
     batch = task.batch
-    while not bad or bad > good * step:
+    while not bad or bad > max(good * step, good + 1):
         trained = in_its_own_process(dataclasses.replace(task, batch=batch))
         print(f"  {'with' if task.offloads else 'without'} offloading, a batch of {batch} rows "
               f"{'trains' if trained else 'is too large'}", flush=True)  # fmt: skip
         good, bad = (batch, bad) if trained else (good, batch)
-        if not good and batch == 1:
-            return 0
         batch = (good + bad) // 2 if bad else 2 * batch
     return good
 

@@ -97,7 +97,7 @@ class FastensorConfig:
         "--fastensor_offload_directories",
         "folders on SSDs for activations, separated by commas; default: the project's folder, or a temporary one",
     )
-    offload_schedule: str = _option(
+    offload_schedule: str | int | float = _option(
         "auto",
         "--fastensor_offload_schedule",
         "which activations leave memory: auto (as few as what is free demands; default), all, a number of bytes that "
@@ -247,7 +247,8 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
         texts = value.split(",") if isinstance(value, str) else value
         return tuple(text.strip() if isinstance(text, str) else text for text in texts if text != "")
     if not isinstance(value, str):
-        return float(value) if type(value) is int and "float" in str(option.type) else value
+        is_whole = type(value) is int and "int" not in str(option.type)
+        return float(value) if is_whole and "float" in str(option.type) else value
     kind = str(option.type)
     if kind == "bool":
         return _as_bool(option.name, value)
@@ -260,12 +261,12 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"{option.name} is a number ({kind}), found {value!r}") from None
 
 
-def _schedule(text: str) -> Schedule:
-    """The schedule that a text names: a word, bytes, or a share. OffloadConfig refuses others."""
-    for number in (int, float):
+def _schedule(value: str | float) -> Schedule:
+    """The schedule that a number or a text names: a word, bytes, or a share. OffloadConfig refuses others."""
+    for number in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
-            return number(text)
-    return cast(Schedule, text)
+            return number(value)
+    return cast(Schedule, value)
 
 
 def _is_tuple(option: dataclasses.Field[Any]) -> bool:

@@ -41,8 +41,9 @@ class SSDActivationOffload(Callback):
             budgets of its own.
         log: whether loggers get ``offload/written_bytes``, ``offload/read_bytes``, ``offload/stall_seconds`` and
             ``offload/prefetch_hit_rate`` of each training batch.
-        dry_run: train for a few batches only, offloading everything to measure it, and print whether a step fits, how
-            much longer it takes by ``config``, and how long the drives last. :attr:`estimate` has the same.
+        dry_run: train for three batches only (more, if the Trainer's ``min_steps`` or ``min_epochs`` ask for them; or
+            fewer, if there are no more), offloading everything to measure it, and print what stays in memory by
+            ``config``, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
 
     Raises:
         UnsupportedContentError: in ``fit``, with ``FSDPStrategy``, which is FSDP version 1, and DeepSpeed's ZeRO stage
@@ -78,6 +79,7 @@ class SSDActivationOffload(Callback):
         self._stop()
         _refuse(trainer.strategy)
         config = with_default_folder(self.config, trainer.default_root_dir)
+        self.estimate = None
         if self._is_dry_run:
             config = dataclasses.replace(config, schedule="all", trace=None)
         self._offload = offload = ActivationOffload(config)
@@ -101,14 +103,15 @@ class SSDActivationOffload(Callback):
             self._checked = True
             self._check(trainer, self.statistics)
         if self._is_dry_run and self.statistics.steps >= _DRY_RUN_STEPS:
-            self.estimate = self._offload.estimate(self.config)
-            trainer.print(f"dry run of activation offload on rank {trainer.global_rank}:\n{self.estimate}")
+            self._print_estimate(trainer)
             trainer.should_stop = True
         if self._logs_each_batch and before is not None:
             metrics = self.statistics.metrics_since(before)
             pl_module.log_dict({f"offload/{name}": value for name, value in metrics.items()})
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._is_dry_run:
+            self._print_estimate(trainer)
         offload = self._offload
         self._stop()
         if offload is None or self.statistics is None:
@@ -139,6 +142,16 @@ class SSDActivationOffload(Callback):
         if offload is not None:
             self.statistics = offload.statistics()
             offload.close()
+
+    def _print_estimate(self, trainer: Trainer) -> None:
+        """End the dry run. Calling it again does nothing.
+
+        Raises:
+            OffloadError: nothing was measured.
+        """
+        if self._offload is not None and self.estimate is None:
+            self.estimate = self._offload.estimate(self.config)
+            trainer.print(f"dry run of activation offload on rank {trainer.global_rank}:\n{self.estimate}")
 
     def _check(self, trainer: Trainer, found: OffloadStatistics) -> None:
         """After the first batch, warn if training steps do not run in the context, or nothing was offloaded."""

@@ -158,6 +158,23 @@ def test_offload_options_are_those_of_the_core() -> None:
     assert read.offload_config() == OffloadConfig(codecs=("csr", "bf16"), trace="t.json")
 
 
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [("all", "all"), (0.5, 0.5), ("0.5", 0.5), (8 << 30, 8 << 30), (str(8 << 30), 8 << 30), ("0", 0), (1.0, 1.0)],
+    ids=str,
+)
+def test_schedules_are_words_or_numbers(value: Any, wanted: Any) -> None:
+    """YAML gives numbers; flags and the environment give texts."""
+    config = FastensorConfig.from_mapping({"offload_schedule": value})
+    with mock.patch.dict(os.environ, config.to_environment()):
+        launched = FastensorConfig.from_environment()
+    for one in (config, launched):
+        found = one.offload_config().schedule
+        assert (type(found), found) == (type(wanted), wanted)
+    with pytest.raises(ConfigError, match="offload_schedule is"):
+        FastensorConfig(offload_schedule=True)
+
+
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("1", True), ("False", False), ("off", False)])
 def test_the_environment_switches_on_and_off(value: str, wanted: bool) -> None:
     assert is_wanted_by_environment() is None

@@ -112,6 +112,23 @@ def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:
     assert re.search(r"[1-9][0-9.]* [MG]iB written", out)
 
 
+@pytest.mark.parametrize("most", [0, 1, 5, 255, 256, 1000])
+def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import larger_batch
+
+    tried: list[int] = []
+
+    def trains(task: larger_batch.Task) -> larger_batch.Outcome | None:
+        tried.append(task.batch)
+        return ([], None) if task.batch <= most else None
+
+    monkeypatch.setattr(larger_batch, "in_its_own_process", trains)
+    found = larger_batch.largest(larger_batch.Task("plain", 256, False, 1, 1, 1, "cpu", "."), 1.1)
+    assert most / 1.1 <= found <= most
+    assert len(tried) == len(set(tried))
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("by", ["plain", "lightning", "accelerate"])
 def test_larger_batches_train_alike_in_the_same_memory(tmp_path: Path, by: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -178,10 +179,26 @@ def test_a_folder_that_is_missing_raises_at_once(tmp_path: Path) -> None:
         ActivationOffload(OffloadConfig(trace=str(tmp_path / "no" / "t.json")))
 
 
+def test_a_folder_in_the_place_of_the_file_raises_at_once(tmp_path: Path) -> None:
+    with pytest.raises(
+        OffloadError, match=r"the trace cannot be written to '.*', which is a folder. Name a file in it"
+    ):
+        ActivationOffload(OffloadConfig(trace=f"{tmp_path}/"))
+
+
+def test_a_copy_that_is_not_used_leaves_the_file_alone(make: Any, tmp_path: Path) -> None:
+    offload = make(trace=str(tmp_path / "t.json"))
+    copied = copy.deepcopy(offload)
+    gradients(TRANSFORMER, offload)
+    offload.close()
+    copied.close()
+    assert total(events_of(tmp_path / "t.json"), "write") > 0
+
+
 def test_a_file_that_cannot_be_written_raises_when_the_offload_is_closed(make: Any, tmp_path: Path) -> None:
-    (tmp_path / "t.json").mkdir()
     offload = make(trace=str(tmp_path / "t.json"))
     gradients(TRANSFORMER, offload)
+    (tmp_path / "t.json").mkdir()
     with pytest.raises(OffloadError, match=r"the trace cannot be written to .*/t.json: Is a directory"):
         offload.close()
     assert [one.name for one in tmp_path.iterdir()] == ["t.json"], "nothing is left of the file"
@@ -203,7 +220,9 @@ def test_a_child_writes_no_trace(make: Any, tmp_path: Path) -> None:
 def test_ranks_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    Trace(str(tmp_path / "t.json")).write()
+    recorded = Trace(str(tmp_path / "t.json"))
+    recorded.sample_memory()
+    recorded.write()
     assert [one.name for one in tmp_path.iterdir()] == ["t-rank3.json"]
 
 

@@ -63,13 +63,32 @@ V1 = {**MEMINFO, "proc/self/cgroup": "12:cpu:/x\n5:memory,hugetlb:/jobs/7\n"}
                 **V1,
                 "sys/fs/cgroup/memory/jobs/7/memory.limit_in_bytes": f"{8 * GIB}",
                 "sys/fs/cgroup/memory/jobs/7/memory.usage_in_bytes": f"{2 * GIB}",
-                "sys/fs/cgroup/memory/jobs/7/memory.stat": f"total_inactive_file {GIB}\n",
+                "sys/fs/cgroup/memory/jobs/7/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
             },
             7 * GIB,
         ),
+        (
+            {
+                **V2,
+                "sys/fs/cgroup/jobs/7/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/jobs/7/memory.high": f"{6 * GIB}\n",
+                "sys/fs/cgroup/jobs/7/memory.current": f"{GIB}\n",
+            },
+            5 * GIB,
+        ),
         ({**V2, "sys/fs/cgroup/jobs/7/memory.max": "5", "sys/fs/cgroup/jobs/7/memory.current": "9"}, 1),
     ],
-    ids=["no cgroup", "nothing known", "no limit", "limit", "limit above", "limit of the container", "v1", "used up"],
+    ids=[
+        "no cgroup",
+        "nothing known",
+        "no limit",
+        "limit",
+        "limit above",
+        "limit of the container",
+        "v1",
+        "high",
+        "used up",
+    ],
 )
 def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     assert available_memory(write(tmp_path, files)) == expected

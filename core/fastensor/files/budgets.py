@@ -6,8 +6,13 @@ import os
 import re
 from pathlib import Path
 
-_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""The files of a limit and of what is in use, for both versions of cgroups."""
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.high", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""The files of a limit and of what is in use, for both versions of cgroups. Above ``memory.high`` the kernel makes
+processes wait."""
 _LAUNCHERS = (
     "LOCAL_WORLD_SIZE",
     "SLURM_STEP_TASKS_PER_NODE",
@@ -61,12 +66,14 @@ def available_memory(root: Path = Path("/")) -> int:
 
 def _free(cgroup: Path) -> int | None:
     """Bytes that a cgroup may still take, its page cache included, which it would give up; None without a limit."""
+    found = []
     for limit_file, usage_file in _CGROUP_FILES:
         limit, usage = _text(cgroup / limit_file).strip(), _text(cgroup / usage_file).strip()
         if limit.isdigit() and usage.isdigit():
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(cgroup / "memory.stat"), re.M)
-            return max(int(limit) - int(usage) + (int(cached[1]) if cached else 0), 1)
-    return None
+            # Version 1 also has what the group holds without the groups inside, which the usage counts.
+            cached = re.findall(r"^(?:total_)?inactive_file (\d+)", _text(cgroup / "memory.stat"), re.M)
+            found.append(max(int(limit) - int(usage) + max(map(int, cached), default=0), 1))
+    return min(found, default=None)
 
 
 def _text(path: Path) -> str:

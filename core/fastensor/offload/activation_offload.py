@@ -50,7 +50,7 @@ class ActivationOffload:
         config: how many bytes go where.
 
     Raises:
-        OffloadError: the folder of a trace is missing.
+        OffloadError: the folder of a trace is missing, or the trace names a folder.
 
     >>> import torch
     >>> from fastensor.offload import ActivationOffload, OffloadConfig
@@ -127,18 +127,20 @@ class ActivationOffload:
         return None if form is None else report_of(form)
 
     def dry_run(self, train: Callable[[], object], passes: int = 3) -> OffloadEstimate:
-        """Estimate, before training, whether a step fits, how much longer it takes, and how long the drives last.
+        """Estimate, before training, what stays in memory, how much longer a step takes, and how long the drives last.
 
-        All that ``train`` saves is offloaded to measure it, with files, threads and counters of its own. Then the
-        schedule of the configuration is planned on what was measured.
+        All that ``train`` saves is offloaded to measure it, with files, threads and counters of its own: a step that
+        does not even fit then runs out of memory here. Then the schedule of the configuration is planned on what was
+        measured.
 
         Args:
-            train: runs a forward pass and its backward pass, once, as training does. It should leave no gradients that
-                training does not expect (``zero_grad``), and may change what it likes.
+            train: runs a forward pass and its backward pass, once, as training does, but for :meth:`step`. It should
+                leave no gradients that training does not expect (``zero_grad``), and may change what it likes.
             passes: how often ``train`` is called. The last time counts: the first one is slower than those that follow.
 
         Raises:
-            OffloadError: ``train`` has saved nothing that could be offloaded, or has run no backward pass.
+            OffloadError: ``train`` has saved nothing that could be offloaded, has run no backward pass, or is in a
+                :meth:`step` of its own.
         """
         config = dataclasses.replace(self.config, schedule="all", trace=None)
         with ActivationOffload(config) as measuring:

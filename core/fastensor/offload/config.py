@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
 from fastensor.offload.codecs import LOSSY, Codec
@@ -15,6 +16,8 @@ from fastensor.offload.codecs import LOSSY, Codec
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
+_LEAST = {"min_bytes": 1, "staging_bytes": 1}
+"""The least values of numbers that may not be 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +41,9 @@ class OffloadConfig:
 
     ``"auto"``: as few as have to, so that the rest fits into what is free of the device's memory when a forward pass
     begins (limits of cgroups and the process count), and those that cost the least time. ``"all"``: all of them. An
-    integer: as few as have to, so that at most so many bytes stay. A float from 0 to 1: the same for a share of the
-    bytes that a forward pass saves, from the second pass of a kind on; the first one goes by ``"auto"``, because nobody
-    knows yet how many bytes there will be.
+    integer: as few as have to, so that at most so many bytes stay on each device. A float from 0 to 1: the same for a
+    share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes by ``"auto"``,
+    because nobody knows yet how many bytes there will be.
 
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""
@@ -105,15 +108,13 @@ class OffloadConfig:
         for name, choices in (("target", get_args(Tier)), ("when_full", get_args(WhenFull))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {choices}, found {getattr(self, name)!r}")
-        for name, least in (("min_bytes", 1), ("staging_bytes", 1), ("prefetch_bytes", 0), ("dram_bytes", 0),
-                            ("ssd_bytes", 0), ("drive_tbw", 0), ("drive_days", 0)):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is at least {least}, found {value}")
+        for option in dataclasses.fields(self):
+            _check_kind(option.name, str(option.type), getattr(self, option.name))
         _check_schedule(self.schedule)
         for name in ("directories", "include", "exclude", "codecs"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(one, str | os.PathLike) for one in value):
+            is_one = isinstance(value, str) or not isinstance(value, Collection)
+            if is_one or not all(isinstance(one, str | os.PathLike) for one in value):
                 raise TypeError(f"{name} is a tuple of strings, found {value!r}")
             object.__setattr__(self, name, tuple(os.fspath(one) for one in value))
         unknown = set(self.codecs).difference(get_args(Codec))
@@ -122,11 +123,35 @@ class OffloadConfig:
                 f"codecs are some of {get_args(Codec)}, and not fp16 and bf16 at once, found {self.codecs}"
             )
         if self.trace is not None:
+            if not isinstance(self.trace, str | os.PathLike):
+                raise TypeError(f"trace is the name of a file, found {self.trace!r}")
             object.__setattr__(self, "trace", os.fspath(self.trace))
         if self.backend != registry.AUTO and self.backend not in registry.names_with_slots():
             raise ValueError(
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"
             )
+
+
+def _check_kind(name: str, kind: str, value: Any) -> None:
+    """Raise an error for a number or a truth value that is none, or is too small.
+
+    Args:
+        name: the option.
+        kind: its annotation.
+        value: what was found.
+    """
+    if (value is None and "None" in kind) or not kind.startswith(("bool", "int", "float")):
+        return
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is True or False, found {value!r}")
+        return
+    number, words = (Integral, "a whole number of bytes") if kind.startswith("int") else (Real, "a number")
+    if isinstance(value, bool) or not isinstance(value, number):
+        raise TypeError(f"{name} is {words}, found {value!r}")
+    least = _LEAST.get(name, 0)
+    if not float(value) >= least:  # also NaN
+        raise ValueError(f"{name} is at least {least}, found {value}")
 
 
 def _check_schedule(schedule: object) -> None:
@@ -135,6 +160,8 @@ def _check_schedule(schedule: object) -> None:
     if isinstance(schedule, int | float) and not isinstance(schedule, bool):
         if isinstance(schedule, float) and not 0 <= schedule <= 1:
             raise ValueError(f"schedule is a share from 0 to 1 if it is a float, found {schedule}")
+        if schedule == 1 and isinstance(schedule, int):
+            raise ValueError("schedule is a number of bytes if it is an int, found 1; a share of 1 is written 1.0")
         if schedule >= 0:
             return
     raise ValueError(f"schedule is 'auto', 'all', a number of bytes, or a share from 0.0 to 1.0, found {schedule!r}")

@@ -85,8 +85,8 @@ class OffloadEngine:
 
     @contextmanager
     def guarded(self, swapper: Swapper) -> Iterator[None]:
-        """Close ``swapper``, whose records may be half changed, if the block raises an unexpected exception, such as
-        Ctrl-C. The next step begins with a new swapper."""
+        """Close ``swapper``, whose records may be half changed, as those of the planner may be, if the block raises an
+        unexpected exception, such as Ctrl-C. The next step begins with a new swapper and a new planner."""
         try:
             yield
         except _EXPECTED:
@@ -94,6 +94,7 @@ class OffloadEngine:
         except BaseException:
             if self._swapper is swapper and not self.closed:
                 self._swapper = None
+                self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
             swapper.close()
             raise
 
@@ -159,12 +160,12 @@ class OffloadEngine:
             OffloadError: no pass with a backward pass was measured.
         """
         planner = Planner(config, self._rates, self._unallocated_gradients)
-        self.planner.begin_pass()  # the last pass has ended
+        self.planner.plan_ended()
         measured = self.planner.latest()
         if measured is None:
             raise OffloadError(
-                f"nothing was measured: run a forward pass that saves tensors of at least {config.min_bytes} bytes, "
-                f"and its backward pass"
+                "nothing was measured: run a forward pass that saves tensors of at least "
+                f"{self.config.min_bytes} bytes, and its backward pass; in a dry run, without a step() of their own"
             )
         rates = self._rates()
         return estimate_of(

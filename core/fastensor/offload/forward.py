@@ -49,10 +49,10 @@ class ForwardPass:
     def next_position(self) -> int:
         return len(self._ranges)
 
-    def mark(self, nbytes: int, dtype: torch.dtype) -> int:
+    def mark(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
         """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so
         far."""
-        self._record.form = hash((self._record.form, nbytes, dtype))
+        self._record.form = hash((self._record.form, nbytes, dtype, device))
         return self._record.form
 
     def note(self, tensor: SavedTensor) -> None:

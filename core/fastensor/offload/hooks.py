@@ -237,7 +237,7 @@ class StepHooks:
         if len(span) < self._engine.config.min_bytes:
             kept["small"] += len(span)
             return KeptTensor.of(tensor)
-        mark = forward.mark(len(span), tensor.dtype)
+        mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] += len(span)
             forward.note_nothing(self._clock)
@@ -272,7 +272,7 @@ class StepHooks:
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
         """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
         codecs = self._engine.config.codecs
-        if not codecs or not self._engine.planner.keeps:
+        if not codecs:
             return 1.0
         ratio = swapper.ratio_of(mark)
         if ratio > 1:
@@ -281,7 +281,10 @@ class StepHooks:
             return known
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
-        return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+        try:
+            return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+        except torch.OutOfMemoryError:  # a full GPU has no memory for the sample, but may have enough for the step
+            return 1.0
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""

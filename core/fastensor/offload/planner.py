@@ -30,7 +30,7 @@ _MOST_FORMS = 16
 """Forms of forward passes that are planned: the latest."""
 _LOOK_AGAIN_SECONDS = 1.0
 """Time after which the planner finds out anew how much memory is free."""
-_UNKNOWN_BANDWIDTH = 1e9
+UNKNOWN_BANDWIDTH = 1e9
 """Bytes per second of transfers, until there were any."""
 _WORTH_PLANNING_AGAIN = 1.25
 """How much larger a limit has to be than the one of a plan before there is a new plan."""
@@ -130,7 +130,7 @@ class PlannedForm:
         for index, one in enumerate(self.record.tensors):
             kept[one.device] += one.nbytes if index not in self.plan.out else 0
         too_little = any(kept[device] > limit for device, limit in limits.items())
-        more = any(limit > _WORTH_PLANNING_AGAIN * self.limits[device] for device, limit in limits.items())
+        more = any(limit > _WORTH_PLANNING_AGAIN * self.limits.get(device, 0) for device, limit in limits.items())
         return too_little or (more and bool(self.plan.out))
 
 
@@ -169,6 +169,13 @@ class Planner:
     def begin_pass(self) -> PassRecord:
         """Plan the passes that have ended, and begin to record one."""
         record = PassRecord()
+        self.plan_ended()
+        with self._lock:
+            self._passes.append(record)
+        return record
+
+    def plan_ended(self) -> None:
+        """Plan the passes that have ended."""
         with self._lock:
             self._let_go_released()
             if time.monotonic() > self._looked_at + _LOOK_AGAIN_SECONDS:
@@ -178,8 +185,6 @@ class Planner:
                 if (profile := ended.profile()) is not None:
                     self._passes.remove(ended)
                     self._note(ended, profile)
-            self._passes.append(record)
-        return record
 
     def stay(self, mark: int, nbytes: int, device: torch.device) -> ResidentBytes | None:
         """The handle of bytes that stay in memory; None if they leave."""
@@ -244,19 +249,22 @@ class Planner:
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
         limits = self._limits_of(record)
         rates = self._rates() or TransferRates(
-            _UNKNOWN_BANDWIDTH, _UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
+            UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
         )
         return PlannedForm(record, profile, _plan(record, profile, limits, rates), limits, passes)
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
-        return {device: self._limit_of(record, device) for device in {one.device for one in record.tensors}}
+        return {
+            device: self._limit_of(record, device) for device in {one.device for one in record.tensors if one.nbytes}
+        }
 
     def _limit_of(self, record: PassRecord, device: torch.device) -> int:
         """The most bytes of a pass's tensors that may stay in the memory of a device."""
         if self._config.schedule == "all":
             return 0
         if isinstance(self._config.schedule, float):
-            return int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
+            share = int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
+            return min(share, self._limit(device))
         return self._limit(device)
 
 
@@ -269,13 +277,14 @@ def _plan(
         there = [index for index, one in enumerate(record.tensors) if one.device == device]
         part = dataclasses.replace(profile, tensors=tuple(profile.tensors[index] for index in there))
         out.update(there[index] for index in plan(part, limit, rates).out)
-    kept = sum(one.nbytes for index, one in enumerate(profile.tensors) if index not in out)
-    return OffloadPlan(frozenset(out), predict(profile, out, rates), kept, kept <= sum(limits.values()))
+    return OffloadPlan(frozenset(out), predict(profile, out, rates))
 
 
 def _free_memory(device: torch.device) -> int:
     """Bytes that this process may still take on a device."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+        return min(int(free), allowed) + reserved - torch.cuda.memory_allocated(device)
     return available_memory() // local_processes() + free_heap_bytes()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fastensor.files.words import human_seconds, human_size
-from fastensor.offload.planner import PlannedForm
+from fastensor.offload.planner import UNKNOWN_BANDWIDTH, PlannedForm
 from fastensor.offload.scheduler import Prediction
 from fastensor.offload.statistics import SECONDS_PER_DAY, drive_days
 
@@ -43,8 +43,6 @@ class PlanReport:
     tensors: tuple[PlannedTensor, ...]
     limit_bytes: int
     """The most bytes that may stay."""
-    fits: bool
-    """Whether what stays is within the limit."""
     forward_seconds: float
     backward_seconds: float
     """What the step takes without offloading, as it was measured: without the time in hooks."""
@@ -72,7 +70,7 @@ class PlanReport:
             f"{len(self.tensors)} tensors of {human_size(self.kept_bytes + self.offloaded_bytes)} are saved in a "
             f"forward pass of {human_seconds(self.forward_seconds)}, and needed in a backward pass of "
             f"{human_seconds(self.backward_seconds)}",
-            f"{human_size(self.kept_bytes)} stay: {self._why_kept()}",
+            self._what_stays(),
         ]
         if leaving:
             lines += [
@@ -84,12 +82,13 @@ class PlanReport:
             ]
         return "\n".join(lines)
 
-    def _why_kept(self) -> str:
-        if not any(one.leaves for one in self.tensors):
-            return f"all fit into the {human_size(self.limit_bytes)} that may stay"
-        if not self.fits:
-            return f"more than the {human_size(self.limit_bytes)} that may stay"
-        return f"what fits into the {human_size(self.limit_bytes)} that may stay, and would cost the most to move"
+    def _what_stays(self) -> str:
+        kept, limit = human_size(self.kept_bytes), human_size(self.limit_bytes)
+        if not self.offloaded_bytes:
+            return f"{kept} stay: all fit into the {limit} that may stay"
+        if not self.kept_bytes:
+            return f"Nothing stays: {limit} may stay"
+        return f"{kept} stay: what fits into the {limit} that may stay, and would cost the most to move"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class OffloadEstimate:
 
     plan: PlanReport
     write_bandwidth: float
-    """Bytes per second, as measured in the dry run; 0 if nothing was written."""
+    """Bytes per second, as measured; 0 if nothing was written, so that the plan is a guess."""
     read_bandwidth: float
     """Bytes per second."""
     drive_days: float
@@ -111,6 +110,8 @@ class OffloadEstimate:
                 f"measured here: {human_size(int(self.write_bandwidth))}/s written, "
                 f"{human_size(int(self.read_bandwidth))}/s read"
             )
+        elif self.plan.offloaded_bytes:
+            lines.append(f"nothing has moved so far: {human_size(int(UNKNOWN_BANDWIDTH))}/s are assumed")
         step = self.plan.prediction.step_seconds
         if step and (moved := self.plan.prediction.moved_bytes):
             a_day = int(moved / step * SECONDS_PER_DAY)
@@ -140,7 +141,6 @@ def report_of(form: PlannedForm) -> PlanReport:
     return PlanReport(
         tensors,
         sum(form.limits.values()),
-        form.plan.satisfactory,
         profile.forward_seconds,
         profile.backward_seconds,
         form.plan.prediction,

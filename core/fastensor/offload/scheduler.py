@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-_MOST_REPLAYED = 20_000
-"""The most tensors that improving a plan replays, all replays together."""
+_MOST_LOOKED_AT = 20_000
+"""The most tensors that are looked at to improve a plan, all exchanges together."""
 _SIZE_STEPS = (1, 2, 4, 8)
 """Phase 1 is tried among tensors of at least the average size, its half, its quarter and its eighth, too."""
 
@@ -50,7 +50,11 @@ class StepProfile:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(one.nbytes for one in self.tensors)
+        return self.kept_bytes(frozenset())
+
+    def kept_bytes(self, out: Set[int]) -> int:
+        """Bytes of the tensors that stay if those of these indices leave memory."""
+        return sum(one.nbytes for index, one in enumerate(self.tensors) if index not in out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,6 @@ class OffloadPlan:
     out: frozenset[int]
     """Indices of these tensors in the profile."""
     prediction: Prediction
-    kept_bytes: int
-    """Bytes of the tensors that stay."""
-    satisfactory: bool
-    """Whether the tensors that stay fit into the limit."""
 
 
 def predict(profile: StepProfile, out: Set[int], rates: TransferRates) -> Prediction:
@@ -249,27 +249,27 @@ def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
     """
 
     def plan_of(out: frozenset[int]) -> OffloadPlan:
-        kept = profile.nbytes - sum(profile.tensors[index].nbytes for index in out)
-        return OffloadPlan(out, predict(profile, out, rates), kept, kept <= limit)
+        return OffloadPlan(out, predict(profile, out, rates))
 
-    best = min(map(plan_of, _candidates(profile, limit, rates)), key=_badness)
-    replays = _MOST_REPLAYED // max(len(profile.tensors), 1)
+    fitting = (out for out in _candidates(profile, limit, rates) if profile.kept_bytes(out) <= limit)
+    best = min(map(plan_of, fitting), key=_badness)
+    exchanges = _MOST_LOOKED_AT // max(len(profile.tensors), 1)
     is_better = True
     while is_better:
         is_better = False
         for exchanged in _exchanges(profile, best.out):
-            if not replays:
+            if not exchanges:
                 return best
-            replays -= 1
-            other = plan_of(best.out ^ exchanged)
-            if _badness(other) < _badness(best):
+            exchanges -= 1
+            out = best.out ^ exchanged
+            if profile.kept_bytes(out) <= limit and _badness(other := plan_of(out)) < _badness(best):
                 best, is_better = other, True
                 break
     return best
 
 
-def _badness(one: OffloadPlan) -> tuple[bool, float, int]:
-    return not one.satisfactory, one.prediction.step_seconds, one.prediction.moved_bytes
+def _badness(one: OffloadPlan) -> tuple[float, int]:
+    return one.prediction.step_seconds, one.prediction.moved_bytes
 
 
 def _candidates(profile: StepProfile, limit: int, rates: TransferRates) -> Iterator[frozenset[int]]:

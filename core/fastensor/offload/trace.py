@@ -81,7 +81,7 @@ class Trace:
         path: the file. In a job of several processes, each adds its rank to the name.
 
     Raises:
-        OffloadError: the folder of the file is missing.
+        OffloadError: the folder of the file is missing, or the file is a folder.
     """
 
     def __init__(self, path: str) -> None:
@@ -89,6 +89,8 @@ class Trace:
         folder = os.path.dirname(self._path)
         if not os.path.isdir(folder):
             raise OffloadError(f"the trace cannot be written to {path}: {folder} is not a folder. Make it before")
+        if os.path.isdir(self._path):
+            raise OffloadError(f"the trace cannot be written to {path!r}, which is a folder. Name a file in it")
         self._process = os.getpid()
         self._origin = time.perf_counter()
         self._events: list[_Event] = []
@@ -134,7 +136,7 @@ class Trace:
 
     def write(self) -> None:
         """Write the file, whole or not at all. Only the first call does anything, and only in the process that has made
-        the trace.
+        the trace. Nothing is written if nothing was recorded: the copy of an offload that was used may go later.
 
         Raises:
             OffloadError: the file cannot be written.
@@ -142,6 +144,8 @@ class Trace:
         if self._is_written or os.getpid() != self._process:
             return
         self._is_written = self.is_full = True
+        if not self._events and not self._passes:
+            return
         path = _of_rank(self._path)
         try:
             with NewFile(path) as new:
