@@ -296,6 +296,7 @@ class StateSaver:
             self.wait()
         finally:
             self._processes.end()
+            self._shard_writers = None
             if self._sharing is not None:
                 self._sharing.end()
                 self._sharing = None

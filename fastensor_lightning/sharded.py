@@ -181,6 +181,7 @@ class ShardedCheckpoints:
         try:
             stock(strategy)
         finally:
+            self._storage = None  # a pending save keeps its own copies
             self._plugin.teardown()
 
     def _begin(

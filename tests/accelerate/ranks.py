@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
 from accelerators import Training, begin_anew, files_in, random_numbers, training
-from checkpoints import counted_calls
+from checkpoints import counted_calls, shard_writers
 from disks import FullDisk, Gate
 from states import assert_equal
 
@@ -378,6 +378,7 @@ def shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
                     own.accelerator.load_state(folder / kind / "checkpoints" / "checkpoint_2")
                 own.accelerator.save_state(folder / kind / "own")
             fastensor_accelerate.disable()
+            assert shard_writers() == [], "memory for copies is given back"
             seen[kind] = calls.since()
             own.accelerator.save_state(folder / kind / "stock")
             seen[f"{kind} stock"] = calls.since()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import counted_calls, load
+from checkpoints import counted_calls, load, shard_writers
 from disks import FullDisk, Gate, SlowDisk
 from integration.sharded_trainers import (
     Rank,
@@ -252,6 +252,7 @@ def asynchronously(pl: Any, rank: int, folder: Path) -> Any:
         )  # fmt: skip
         trainer, module = fit(pl, folder, plugin, callbacks=[saver, CheckpointMonitor()], logger=log)
         assert calls.since() == {OURS_WRITER: 6}
+        assert shard_writers() == [], "memory for copies is given back"
         expected = values_of(trainer, module)
         assert names_in(folder / "a") == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
         assert os.readlink(folder / "a" / "last.ckpt") == "step=6.ckpt"
