@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fastensor.checkpoint.files import remove
 from fastensor.files import new_directory, posix
 from fastensor.files.new_directory import NewDirectory, replace_link
 from fastensor.testing import failing_call
@@ -146,6 +147,26 @@ def test_what_killed_processes_have_left_long_ago_is_removed(tmp_path: Path, mon
     NewDirectory(str(tmp_path / "y")).create()
     assert not os.path.isdir(left.hidden)
     assert os.path.isdir(busy.hidden)
+
+
+def test_whichever_call_fails_a_removed_directory_is_whole_or_gone(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "x"
+        save(path)
+        with failing_call(number) as fault:
+            try:
+                remove(path)
+            except OSError:
+                assert is_new(path) or not path.exists()
+        if not fault.fired:
+            break
+        remove(path)
+        save(path)
+        assert os.listdir(folder) == ["x"]
+    assert os.listdir(folder) == []
+    assert number > 5
 
 
 def test_another_process_removes_what_is_old_at_any_instant(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Atomic replacement by directories, and of directories by links: at every instant a name leads to what was there, or
-to what is new, whole."""
+"""Atomic replacement by directories, and of directories by links or nothing: at every instant a name leads to what was
+there, or to what is new, whole."""
 
 from __future__ import annotations
 
@@ -169,6 +169,23 @@ def _remove_unless_locked(path: str) -> None:
             _remove(path)
     finally:
         posix.close_read_only(fd)
+
+
+def remove_directory(path: str) -> None:
+    """Remove a directory with all it holds; nothing if it is missing. Several processes may do this at a time.
+
+    A process that is killed has left the whole directory, or a hidden rest of it, which a later save removes.
+
+    Raises:
+        OSError: the filesystem refused, or another process saves to the same path.
+    """
+    path = os.path.abspath(path)
+    hidden = _hidden_name(path)
+    with contextlib.suppress(FileNotFoundError):
+        _remove_unless_locked(hidden)
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.rename(path, hidden)
+        _remove(hidden)
 
 
 def _remove(path: str) -> None:
