@@ -443,6 +443,21 @@ def fail_to_shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
     return said
 
 
+def fail_in_full(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """The main process fails to write a full state of FSDP. The other one, with which it gathers the rest, does not
+    wait for it."""
+    found = Sharded(config, folder, "FULL_STATE_DICT")
+    found.train()
+    with pytest.MonkeyPatch.context() as patches:
+        FullDisk(patches).full = rank == 0
+        with pytest.raises(fastensor.CheckpointWriteError) as caught:  # noqa: PT012  # an asynchronous one raises later
+            found.accelerator.save_state()
+            found.accelerator.load_state()
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    return str(caught.value), sorted(os.listdir(folder / "checkpoints"))
+
+
 def main() -> None:
     name, mode, folder = sys.argv[1:]
     rank = int(os.environ["RANK"])
