@@ -73,7 +73,7 @@ class _Saving:
     """What writes copies of shards, which all processes do together."""
     folders_of_shards: list[str] = field(default_factory=list)
     failure: Exception | None = None
-    """What Accelerate's own part has failed with."""
+    """What this process has failed with while Accelerate saved."""
     is_settled: bool = False
     """Whether all processes know that one has failed."""
 
@@ -257,7 +257,7 @@ class StateSaver:
             with self._writing(saving):
                 yield afterwards
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
-            saving.failure = error
+            saving.failure = saving.failure or error
         finally:
             self._saving_in_turn = False
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
@@ -296,6 +296,7 @@ class StateSaver:
             self.wait()
         finally:
             self._processes.end()
+            self._shard_writers = None
             if self._sharing is not None:
                 self._sharing.end()
                 self._sharing = None
@@ -332,9 +333,10 @@ class StateSaver:
         if directory.is_named_by_accelerate and directory.exists:
             number = self.accelerator.save_iteration
             path = named_state(self.accelerator.project_dir, number).path
-            raise ValueError(  # in Accelerate's words
+            raise ValueError(  # in Accelerate's words, and more
                 f"Checkpoint directory {path} ({number}) already exists. Please manually override "
-                "`self.save_iteration` with what iteration to start with."
+                "`self.save_iteration` with what iteration to start with: set "
+                "accelerator.project_configuration.iteration, which load_state leaves as it is."
             )
 
     def _prepare(self, directory: StateDirectory) -> None:
@@ -400,7 +402,7 @@ class StateSaver:
                 stock(saving.directory.staging, **options)
             self._check_shards(None if shards is None else shards.saves)
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
-            saving.failure = error
+            saving.failure = saving.failure or error
         except BaseException:
             saving.agreement.end()  # the others do not wait for this process, which leaves the save
             raise
@@ -419,6 +421,8 @@ class StateSaver:
         if saving is not None and self.config.asynchronous:
             write = partial(self._write_later, saving=saving)
         has_shards = self.accelerator.distributed_type == DistributedType.FSDP
+        if saving is not None and has_shards:
+            write = partial(_note_failure, saving, write)
         shards = partial(self._write_shards, saving=saving) if has_shards else None
         together = None
         if saving is not None and self._is_together(saving):
@@ -649,6 +653,15 @@ class StateSaver:
             metrics = self._to_log.popleft()
             for tracker in self.accelerator.trackers if self.accelerator.is_main_process else ():
                 tracker.log(metrics.as_metrics(), step=self.step)
+
+
+def _note_failure(saving: _Saving, write: Write, *args: Any, **options: Any) -> None:
+    """Write a file, and leave a failure to :func:`_check_begun`: the other processes of FSDP gather what is saved next
+    together with this one."""
+    try:
+        write(*args, **options)
+    except Exception as error:  # noqa: BLE001  # raised when the other processes know
+        saving.failure = saving.failure or error
 
 
 def _check_begun(saving: _Saving) -> None:

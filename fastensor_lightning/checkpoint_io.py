@@ -22,7 +22,8 @@ from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.cooperative.options import CooperativeOptions
 from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
-from fastensor.files.atomic import announce_writer, replace_link, wait_for_writers
+from fastensor.files.atomic import announce_writer, wait_for_writers
+from fastensor.files.new_directory import replace_link
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
 

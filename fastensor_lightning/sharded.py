@@ -26,7 +26,7 @@ from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 from fastensor.checkpoint.directories import nbytes_in_directory
-from fastensor.checkpoint.files import make_parent
+from fastensor.checkpoint.files import make_parent, remove_at_once
 from fastensor.checkpoint.location import as_in_fsspec, locate
 from fastensor.checkpoint.publish import KEPT
 from fastensor.errors import CheckpointReadError, FastensorError
@@ -130,6 +130,7 @@ class ShardedCheckpoints:
         plugin = self._plugin
         options = plugin._save_options(storage_options)
         if not _saves_shards(strategy):
+            self._make_way(strategy, as_in_fsspec(strategy.broadcast(filepath)))
             with plugin._saving_with(options):
                 stock(strategy, checkpoint, filepath)
             return
@@ -181,7 +182,17 @@ class ShardedCheckpoints:
         try:
             stock(strategy)
         finally:
+            self._storage = None  # a pending save keeps its own copies
             self._plugin.teardown()
+
+    def _make_way(self, strategy: Any, path: str) -> None:
+        """Remove a sharded checkpoint, or a link to one, which a file is to replace. Lightning would have all ranks
+        remove it at once, of which some fail, and would not remove a link."""
+        if strategy.broadcast(_holds_shards(path)):
+            remove = partial(remove_at_once, path) if strategy.local_rank == 0 else lambda: None
+            agreement = self._agree()
+            agreement.together(self._wait, f"{path} was not saved")
+            agreement.together(remove, f"{path} was not saved")
 
     def _begin(
         self, strategy: Any, given: str | os.PathLike[str], options: CheckpointOptions, checkpoint: dict[str, Any]
@@ -377,6 +388,11 @@ def _verify_others(path: str) -> None:
     file = os.path.join(path, _METADATA) if os.path.isdir(path) else path
     if os.path.isfile(file):
         fastensor.verify(file)
+
+
+def _holds_shards(path: str) -> bool:
+    """Whether Lightning takes what is at a path for a sharded checkpoint."""
+    return os.path.isfile(os.path.join(path, _METADATA))
 
 
 def _call_all(functions: list[Callable[[], object]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -185,3 +186,9 @@ class Calls:
 def counted_calls() -> Iterator[Calls]:
     with pytest.MonkeyPatch.context() as patches:
         yield Calls(patches)
+
+
+def shard_writers() -> list[FastensorStorageWriter]:
+    """The writers that are alive."""
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is FastensorStorageWriter]

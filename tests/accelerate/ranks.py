@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
 from accelerators import Training, begin_anew, files_in, random_numbers, training
-from checkpoints import counted_calls
+from checkpoints import counted_calls, shard_writers
 from disks import FullDisk, Gate
 from states import assert_equal
 
@@ -378,6 +378,7 @@ def shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
                     own.accelerator.load_state(folder / kind / "checkpoints" / "checkpoint_2")
                 own.accelerator.save_state(folder / kind / "own")
             fastensor_accelerate.disable()
+            assert shard_writers() == [], "memory for copies is given back"
             seen[kind] = calls.since()
             own.accelerator.save_state(folder / kind / "stock")
             seen[f"{kind} stock"] = calls.since()
@@ -440,6 +441,21 @@ def fail_to_shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
     with pytest.raises(fastensor.CorruptCheckpointError):
         found.accelerator.load_state()
     return said
+
+
+def fail_in_full(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """The main process fails to write a full state of FSDP. The other one, with which it gathers the rest, does not
+    wait for it."""
+    found = Sharded(config, folder, "FULL_STATE_DICT")
+    found.train()
+    with pytest.MonkeyPatch.context() as patches:
+        FullDisk(patches).full = rank == 0
+        with pytest.raises(fastensor.CheckpointWriteError) as caught:  # noqa: PT012  # an asynchronous one raises later
+            found.accelerator.save_state()
+            found.accelerator.load_state()
+    found.accelerator.save_state()
+    found.accelerator.load_state()
+    return str(caught.value), sorted(os.listdir(folder / "checkpoints"))
 
 
 def main() -> None:

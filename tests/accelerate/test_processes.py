@@ -217,3 +217,10 @@ def test_a_process_that_fails_to_write_its_shards_fails_all(tmp_path: Path, conf
     assert "in a way that is not known" in said[2][1]
     assert said[3][0] == "CheckpointWriteError"
     assert others[3] == ["ZeroDivisionError", "the hook's"]
+
+
+@modes
+def test_a_main_process_that_fails_to_write_a_full_state_fails_all(tmp_path: Path, config: FastensorConfig) -> None:
+    for said, states in (one for one, _ in run("fail_in_full", config, tmp_path)):
+        assert "No space left" in said
+        assert len(states) == 1

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fastensor.checkpoint.files import remove
 from fastensor.files import new_directory, posix
-from fastensor.files.new_directory import NewDirectory
+from fastensor.files.new_directory import NewDirectory, replace_link
 from fastensor.testing import failing_call
+from fastensor.testing.calls import Call, intercepted
 
 KINDS = ["directory", "file", "link", "nothing"]
 
@@ -31,7 +34,7 @@ def is_old(path: Path, kind: str) -> bool:
         return os.listdir(path) == ["old"]
     if kind == "file":
         return path.is_file() and path.read_text() == "old"
-    return path.is_symlink() if kind == "link" else not os.path.lexists(path)
+    return path.is_symlink() and os.readlink(path) == "target" if kind == "link" else not os.path.lexists(path)
 
 
 def is_new(path: Path) -> bool:
@@ -84,10 +87,20 @@ def test_a_process_that_is_killed_between_two_renames(tmp_path: Path, monkeypatc
     assert os.listdir(tmp_path) == ["x"]
 
 
+def link(path: Path) -> None:
+    (path.parent / "saved").mkdir(exist_ok=True)
+    replace_link(str(path.parent / "saved"), str(path))
+
+
+def is_link(path: Path) -> bool:
+    return path.is_symlink() and os.readlink(path) == "saved"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize(("save", "is_new"), [(save, is_new), (link, is_link)], ids=["directory", "link"])
 def test_whichever_call_fails_the_old_or_the_new_is_there(
-    kind: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Any, is_new: Any, kind: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchanges:  # as on some network filesystems
         monkeypatch.setattr(posix, "exchange", lambda one, two: False)
@@ -106,7 +119,7 @@ def test_whichever_call_fails_the_old_or_the_new_is_there(
             break
         save(folder / "x")
         assert is_new(folder / "x")
-        assert set(os.listdir(folder)) - {"target"} == {"x"}, "nothing is left over"
+        assert set(os.listdir(folder)) - {"target", "saved"} == {"x"}, "nothing is left over"
     assert True in outcomes
     assert is_new(folder / "x")
 
@@ -134,3 +147,51 @@ def test_what_killed_processes_have_left_long_ago_is_removed(tmp_path: Path, mon
     NewDirectory(str(tmp_path / "y")).create()
     assert not os.path.isdir(left.hidden)
     assert os.path.isdir(busy.hidden)
+
+
+def test_whichever_call_fails_a_removed_directory_is_whole_or_gone(tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "x"
+        save(path)
+        with failing_call(number) as fault:
+            try:
+                remove(path)
+            except OSError:
+                assert is_new(path) or not path.exists()
+        if not fault.fired:
+            break
+        remove(path)
+        save(path)
+        assert os.listdir(folder) == ["x"]
+    assert os.listdir(folder) == []
+    assert number > 5
+
+
+def test_another_process_removes_what_is_old_at_any_instant(tmp_path: Path) -> None:
+    """A process that saves something else in the same folder meanwhile."""
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        calls = itertools.count(1)
+        left = NewDirectory(str(folder / "left"))
+        put(folder / "x", "directory")
+        put(Path(left.hidden), "directory")
+        for path in (folder / "x", left.hidden):
+            os.utime(path, (0, 0))
+
+        def call_later(call: Call, folder: Path = folder, calls: Any = calls, number: int = number) -> Any:
+            if next(calls) == number:
+                other = NewDirectory(str(folder / "other"))
+                other.create()
+                other.discard()
+            return call.perform()
+
+        with intercepted(call_later):
+            save(folder / "x")
+        assert is_new(folder / "x")
+        assert os.listdir(folder) == ["x"]
+        if next(calls) <= number:
+            break
+    assert number > 20

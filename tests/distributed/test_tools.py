@@ -70,6 +70,17 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"{path.name}: item 'w'" in out
 
 
+def test_directories_where_files_are_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "state" / "model"
+    save({"a": torch.ones(3)}, FastensorStorageWriter(path))
+    with pytest.raises(fastensor.CheckpointReadError, match="distributed checkpoint; load it by torch"):
+        fastensor.load(path)
+    for command in ("verify", "inspect"):
+        code, out, err = command_line(capsys, command, path.parent)
+        assert code == 1
+        assert "it has no .metadata); name what is in it" in out + err
+
+
 def test_diff_across_kinds(tmp_path: Path) -> None:
     state = {"w": torch.randn(30, 40), "b": torch.tensor([1.0, float("nan")]), "i": torch.arange(5)}
     save(state, FastensorStorageWriter(tmp_path / "dcp"))

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import counted_calls, load
+from checkpoints import counted_calls, load, shard_writers
 from disks import FullDisk, Gate, SlowDisk
 from integration.sharded_trainers import (
     Rank,
@@ -100,9 +101,15 @@ def full_and_damaged(pl: Any, rank: int, folder: Path) -> Any:
         trainer, module = fit(pl, folder, plugin, folder / "one", full=True, enable_checkpointing=False)
         expected = values_of(trainer, module)
         assert calls.since() == {OURS_READER: 2}
+        if rank == 0:
+            path.symlink_to("one")
+            shutil.copytree(folder / "one", folder / "full")
+        trainer.strategy.barrier()
         trainer.save_checkpoint(path)
-        assert path.is_file()
         trainer.save_checkpoint(folder / "full")
+        trainer.strategy.barrier()
+        assert path.is_file(), "it has replaced the link"
+        assert (folder / "full").is_file(), "it has replaced the shards"
         assert (plugin.last_save is not None) == (rank == 0)
         found = fit(pl, folder, FastensorCheckpointIO(), path, full=True, enable_checkpointing=False)
         assert values_of(*found) == expected
@@ -252,6 +259,7 @@ def asynchronously(pl: Any, rank: int, folder: Path) -> Any:
         )  # fmt: skip
         trainer, module = fit(pl, folder, plugin, callbacks=[saver, CheckpointMonitor()], logger=log)
         assert calls.since() == {OURS_WRITER: 6}
+        assert shard_writers() == [], "memory for copies is given back"
         expected = values_of(trainer, module)
         assert names_in(folder / "a") == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
         assert os.readlink(folder / "a" / "last.ckpt") == "step=6.ckpt"

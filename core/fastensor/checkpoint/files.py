@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import posixpath
-import shutil
 from typing import TYPE_CHECKING
 
 from fastensor.checkpoint.freeing import freeing_afterwards
@@ -14,6 +13,7 @@ from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.ordering import wait_to_remove
 from fastensor.checkpoint.remote import refusals_as_os_errors
 from fastensor.files import posix
+from fastensor.files.new_directory import remove_directory
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -45,7 +45,7 @@ def remove_at_once(path: str | os.PathLike[str]) -> None:
             _remove_remote(target)
     elif isinstance(target, str):
         if is_directory(target):
-            shutil.rmtree(target)
+            remove_directory(target)
         elif os.path.lexists(target):
             with contextlib.suppress(FileNotFoundError), freeing_afterwards(target):  # another one was faster
                 os.unlink(target)

@@ -18,6 +18,7 @@ from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.backends.memory import map_file
+from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
@@ -211,12 +212,23 @@ def opened(location: Location) -> Iterator[OpenedFile]:
 
 
 def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        kind = errno.EISDIR if os.path.isdir(path) else errno.EINVAL
-        raise CheckpointReadError(kind, "cannot load: expected a checkpoint file, found something else", where)
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise CheckpointReadError(errno.EISDIR, f"cannot load: expected a file, found {_what_is(path)}", where)
+    if not stat.S_ISREG(mode):
+        raise CheckpointReadError(errno.EINVAL, "cannot load: expected a checkpoint file, found something else", where)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(posix.close_read_only, fd)
     return LocalFile(fd, where)
+
+
+def _what_is(directory: str) -> str:
+    if metadata_names(directory):
+        return (
+            "the directory of a distributed checkpoint; load it by torch.distributed.checkpoint with "
+            "FastensorStorageReader, or make a file of it by fastensor.convert"
+        )
+    return f"a directory that is no distributed checkpoint (it has no {METADATA_NAME}); name what is in it"
 
 
 def open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:

@@ -19,7 +19,6 @@ import hashlib
 import itertools
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -183,22 +182,6 @@ def replace_contents(path: str, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             new.close()
-
-
-def replace_link(target: str, link: str) -> None:
-    """Make ``link`` a symlink to ``target``, relative to its own directory, in place of whatever file it is.
-
-    Durable, and at every instant there is the old link or the new one.
-    """
-    directory = os.path.dirname(os.path.abspath(link))
-    temporary = os.path.join(directory, f".{secrets.token_hex(8)}{posix.TEMPORARY_SUFFIX}")
-    os.symlink(os.path.relpath(os.path.abspath(target), directory), temporary)
-    try:
-        os.rename(temporary, link)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    posix.sync_directory(directory)
 
 
 def announce_writer(path: str) -> NewFile:

@@ -1,4 +1,5 @@
-"""Atomic replacement of directories: at every instant a name leads to the old directory or to the new one, whole."""
+"""Atomic replacement by directories, and of directories by links or nothing: at every instant a name leads to what was
+there, or to what is new, whole."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class NewDirectory:
         self.path = path
         self.hidden = _hidden_name(path)
         """The path while the directory is filled."""
-        self._aside = self.hidden.removesuffix(SUFFIX) + _ASIDE_SUFFIX
+        self._aside = _aside_name(self.hidden)
         """The path of what was replaced, where two renames are needed."""
         self._lock: int | None = None
 
@@ -50,8 +51,9 @@ class NewDirectory:
         _remove(self._aside)
         parent = os.path.dirname(self.path)
         for left in glob.glob(f"{glob.escape(parent)}/.*{SUFFIX}"):
-            if left == self.hidden or os.lstat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
-                _remove_unless_locked(left)
+            with contextlib.suppress(FileNotFoundError):  # its own process was faster
+                if left == self.hidden or os.lstat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
+                    _remove_unless_locked(left)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.hidden)
         self._lock = os.open(self.hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -73,15 +75,10 @@ class NewDirectory:
         """
         if durable:
             posix.sync_tree(self.hidden)
-        if not os.path.lexists(self.path):
+        if os.path.lexists(self.path):
+            _exchange(self.hidden, self.path)
+        else:
             os.rename(self.hidden, self.path)
-        elif not posix.exchange(self.hidden, self.path):
-            os.rename(self.path, self._aside)
-            try:
-                os.rename(self.hidden, self.path)
-            except BaseException:
-                os.rename(self._aside, self.path)
-                raise
         if durable:
             posix.sync_directory(os.path.dirname(self.path))
         self._unlock()
@@ -91,14 +88,55 @@ class NewDirectory:
     def discard(self) -> None:
         """Remove the directory, if it was created here and not published. Calling this again does nothing."""
         if self._lock is not None:
-            self._unlock()
-            _remove(self.hidden)
+            try:
+                _remove(self.hidden)
+            finally:
+                self._unlock()
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             posix.unlock(lock)
             posix.close_read_only(lock)
+
+
+def replace_link(target: str, link: str) -> None:
+    """Make ``link`` a symlink to ``target``, relative to its own directory, in place of whatever is there.
+
+    Durable. At every instant there is what was there, or the new link, except where a directory is replaced and the
+    filesystem cannot exchange two names.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    link = os.path.abspath(link)
+    parent, hidden = os.path.dirname(link), _hidden_name(link)
+    _remove(hidden)
+    os.symlink(os.path.relpath(os.path.abspath(target), parent), hidden)
+    try:
+        try:
+            os.rename(hidden, link)
+        except IsADirectoryError:
+            _exchange(hidden, link)
+    except BaseException:
+        os.unlink(hidden)
+        raise
+    posix.sync_directory(parent)
+    _remove(hidden)
+    _remove(_aside_name(hidden))
+
+
+def _exchange(hidden: str, path: str) -> None:
+    """Give a path what is at a hidden name. What was at the path is at that name then, or aside."""
+    if posix.exchange(hidden, path):
+        return
+    aside = _aside_name(hidden)
+    os.rename(path, aside)
+    try:
+        os.rename(hidden, path)
+    except BaseException:
+        os.rename(aside, path)
+        raise
 
 
 def _hidden_name(path: str) -> str:
@@ -110,12 +148,19 @@ def _hidden_name(path: str) -> str:
     return os.path.join(parent, f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:_DIGITS]}{SUFFIX}")
 
 
+def _aside_name(hidden: str) -> str:
+    """Where that is which was replaced, if two renames are needed."""
+    return hidden.removesuffix(SUFFIX) + _ASIDE_SUFFIX
+
+
 def _remove_unless_locked(path: str) -> None:
-    """Remove a directory unless a process fills it; or a file or link, which a directory has replaced."""
+    """Remove a directory unless a process fills it; or a file or link, which a directory has replaced.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
     except NotADirectoryError:
         _remove(path)
         return
@@ -126,10 +171,29 @@ def _remove_unless_locked(path: str) -> None:
         posix.close_read_only(fd)
 
 
+def remove_directory(path: str) -> None:
+    """Remove a directory with all it holds; nothing if it is missing. Several processes may do this at a time.
+
+    A process that is killed has left the whole directory, or a hidden rest of it, which a later save removes.
+
+    Raises:
+        OSError: the filesystem refused, or another process saves to the same path.
+    """
+    path = os.path.abspath(path)
+    hidden = _hidden_name(path)
+    with contextlib.suppress(FileNotFoundError):
+        _remove_unless_locked(hidden)
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.rename(path, hidden)
+        _remove(hidden)
+
+
 def _remove(path: str) -> None:
-    """Remove a file, a link, or a directory with all it holds; nothing if it is missing."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
+    """Remove a file, a link, or a directory with all it holds; nothing if it is missing. Several processes may do this
+    at a time."""
+    while os.path.lexists(path):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
