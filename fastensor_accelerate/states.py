@@ -566,11 +566,16 @@ class StateSaver:
         Raises:
             Exception: a process has failed.
         """
-        if self.accelerator.distributed_type == DistributedType.FSDP:
-            saving.together(partial(_check_begun, saving))  # then all have the same shards to write together
-        if saving.is_settled:
-            _check_written(saving)
-        saving.together(partial(_check_written, saving))
+        try:
+            if self.accelerator.distributed_type == DistributedType.FSDP:
+                saving.together(partial(_check_begun, saving))  # then all have the same shards to write together
+            if saving.is_settled:
+                _check_written(saving)
+            saving.together(partial(_check_written, saving))
+        except Exception:
+            for handle in saving.handles:
+                handle.exception()  # is raised here, and by no later call
+            raise
         if self.accelerator.is_main_process:  # it publishes, perhaps before another process comes here
             saving.metrics.nbytes += sum(map(nbytes_in_directory, saving.folders_of_shards))
 
