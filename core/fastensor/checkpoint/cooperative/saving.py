@@ -107,8 +107,6 @@ def save(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         transaction, planner = settings.prepare(obj, path)
         return transaction.run(planner)
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group; only ranks of the group save together")
     ranks = Ranks(group, f"saving {os.fspath(path)}", timeout)
     if ranks.rank:
         return _follow(
@@ -152,19 +150,18 @@ class _Leader:
         try:
             transaction, planner = settings.prepare(obj, path, write_shared=self._write)
             transaction.before_publishing = ranks.decide_to_publish
-            report = transaction.run(lambda fallbacks: self._compared(planner(fallbacks)))
+            report = self._amended(transaction.run(lambda fallbacks: self._compared(planner(fallbacks))))
+            self._report(report)
         except BaseException as error:
-            try:
-                ranks.reply_failure(error)
-            except CheckpointWriteError as silence:
-                error.add_note(f"other ranks could not be told: {silence}")
+            ranks.fail(error)
             raise
-        report = self._amended(report)
+        return report
+
+    def _report(self, report: SaveReport) -> None:
         try:
-            ranks.reply([replace(report, freeing=Freeing())] * (ranks.size - 1))
+            self._ranks.reply([replace(report, freeing=Freeing())] * (self._ranks.size - 1))
         except CheckpointWriteError as error:
             raise CheckpointWriteError(f"{report.path} is saved, but other ranks could not be told: {error}") from error
-        return report
 
     def _amended(self, report: SaveReport) -> SaveReport:
         if self._shared:
@@ -313,20 +310,20 @@ def _follow(ranks: Ranks, hold: Callable[[], Plan | None], settings: SaveSetting
     """All ranks but rank 0. ``hold`` returns what this rank holds as all others do."""
     held: Plan | None = None
     reply: object = None
-    while not isinstance(reply, SaveReport):
-        answer: Replica | dict[str, str] | Sequence[int] | None
-        try:
+    answer: Replica | dict[str, str] | Sequence[int] | None
+    try:
+        while not isinstance(reply, SaveReport):
             if reply is None:
                 held = hold()
                 answer = None if held is None else replica_of(held, check)
             else:
                 assert held is not None
                 answer = _do(reply, held, settings) if isinstance(reply, _Work) else describe(held)
-        except BaseException as error:
-            ranks.send_failure(error)
-            raise
-        ranks.send(answer)
-        reply = ranks.receive()
+            ranks.send(answer)
+            reply = ranks.receive()
+    except BaseException as error:
+        ranks.fail(error)
+        raise
     return reply
 
 
