@@ -256,9 +256,11 @@ def _interrupt_rank_1(rank: int, folder: Path) -> None:
             cooperative.save(small, path)
         dist.barrier(both)
     else:
-        with at_call("fsync", interrupt) if rank == 0 else nullcontext():
-            with pytest.raises(fastensor.CheckpointWriteError, match="rank 1: KeyboardInterrupt$"):
-                cooperative.save(small, path)
+        with (
+            at_call("fsync", interrupt) if rank == 0 else nullcontext(),
+            pytest.raises(fastensor.CheckpointWriteError, match=r"rank 1: KeyboardInterrupt$"),
+        ):
+            cooperative.save(small, path)
     dist.barrier()
     assert not os.listdir(path.parent)
     cooperative.save(small, path)
@@ -460,7 +462,7 @@ def _begin_again(rank: int, folder: Path, port: int) -> None:
         for _ in range(life + 1):
             cooperative.save(state(life), folder / "x.ckpt")
         if rank == life:  # the other one does not come
-            with pytest.raises(fastensor.CheckpointWriteError, match="rank . (did not come|has not answered)"):
+            with pytest.raises(fastensor.CheckpointWriteError, match=r"rank . (did not come|has not answered)"):
                 cooperative.save(state(7), folder / "x.ckpt", timeout=0.1)
         dist.barrier()
         assert step_in(folder / "x.ckpt") == life

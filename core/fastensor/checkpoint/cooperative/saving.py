@@ -70,7 +70,7 @@ def save(
 
     Args:
         obj: as for :func:`fastensor.save`. The tensors of a rank are borrowed until the call returns on that rank.
-        path: a path on a filesystem that all ranks share; it may be on one machine. Where the file would not be
+        path: a path on a filesystem that all ranks share; it may be on one machine. That of rank 0 counts. Where the file would not be
             replaced but written in place, and for URLs, rank 0 saves alone; the report's ``fallbacks`` say that.
         group: the ranks that take part, in a process group of any backend; None for all. Other ranks do not call it.
             Ranks talk through the store of ``torch.distributed``.
