@@ -81,7 +81,6 @@ class Ranks:
         self._error = error
         self._gathered = itertools.count()
         self._replies = itertools.count()
-        self._publishes = False
         with self._reaching():
             channel = _channels.get(group) or self._open_channel(group)
             self._store: Any = PrefixStore(f"{next(channel.numbers) if name is None else name}/", channel.store)
@@ -99,18 +98,18 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """Have all other ranks raise what this rank has failed with, unless they know of a failure."""
-        text = str(error) if isinstance(error, FastensorError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        if self._publishes and not isinstance(error, FastensorError):
-            text += "; perhaps the new file is in place"
+        is_ours = isinstance(error, FastensorError)
         is_mismatch = isinstance(error, ReplicaMismatchError)
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}".rstrip(": ")
         if not (is_mismatch or text.startswith(self._what)):  # else it names the rank
             text = f"{self._what} failed: rank {self.names[self.rank]}: {text}"
         outcome = f"{_DIFFERENT if is_mismatch else _FAILED}{text}"
         try:
-            if self._publishes:
+            decided = self._decide(outcome)
+            if decided == _PUBLISH and self.rank == 0:
                 with self._reaching():
-                    self._store.set(_OUTCOME, outcome)
-            elif (decided := self._decide(outcome)) not in (outcome, _PUBLISH):
+                    self._store.set(_OUTCOME, outcome if is_ours else f"{outcome}; perhaps the new file is in place")
+            elif decided not in (outcome, _PUBLISH):
                 error.add_note(f"before that: {decided}")
         except self._error as silence:
             error.add_note(f"other ranks could not be told: {silence}")
@@ -162,13 +161,13 @@ class Ranks:
             self._put(f"to-{rank}-{number}", value)
 
     def decide_to_publish(self) -> None:
-        """Return if no other rank has failed or given up waiting. From now on, none does before it has asked what was
-        decided.
+        """Return if no other rank has failed or given up waiting. From now on, the failure of another rank changes
+        nothing.
 
         Raises:
             FastensorError: one has, and takes the file for not saved.
         """
-        self._publishes = self._decide(_PUBLISH) == _PUBLISH
+        self._decide(_PUBLISH)
         self._check_outcome()
 
     # --- inside

@@ -70,12 +70,14 @@ def save(
 
     Args:
         obj: as for :func:`fastensor.save`. The tensors of a rank are borrowed until the call returns on that rank.
-        path: a path on a filesystem that all ranks share; it may be on one machine. That of rank 0 counts. Where the file would not be
-            replaced but written in place, and for URLs, rank 0 saves alone; the report's ``fallbacks`` say that.
+        path: a path on a filesystem that all ranks share; it may be on one machine. If ranks give different ones, that
+            of rank 0 counts. Where the file would not be replaced but written in place, and for URLs, rank 0 saves
+            alone; the report's ``fallbacks`` say that.
         group: the ranks that take part, in a process group of any backend; None for all. Other ranks do not call it.
             Ranks talk through the store of ``torch.distributed``.
         timeout: how many seconds rank 0 waits for the slowest rank: until it has called, and until it has written its
-            part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner.
+            part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner,
+            unless the store was in its process.
         check_replicas: before anything is written, the CRC32s of the tensors are compared: of up to 4096 bytes from the
             middle of each storage (``"sample"``), or of all bytes (``"all"``), which every rank reads once more.
         replicated: the tensors of this rank that all ranks hold alike, in the same order on all of them; for data
@@ -94,7 +96,8 @@ def save(
             see the file that rank 0 has made. The message names the rank.
         Exception: as :func:`fastensor.save`, on the rank that has failed.
 
-    Without other ranks, this is :func:`fastensor.save`. Use it in one thread at a time, and not in signal handlers.
+    Without other ranks, this is :func:`fastensor.save`. Use it in one thread at a time, and not in signal handlers. A
+    rank that leaves out a call is one behind from then on: later saves of the group fail, and name it.
     """
     if is_nested():
         raise CheckpointWriteError(
