@@ -3,7 +3,7 @@
 Arguments: the folder of the checkpoint, and how many processes there are. For each line of its input, ``FIRST RANK CALL
 WAY``, as many children join a group and save the states of the steps from FIRST on, in the way ``save``, ``async`` or
 ``cooperative``. The child RANK kills itself before its CALL-th system call that changes something, and the others are
-killed then. Their store is in this process, as it is in torchrun's.
+killed then. Their store is in a process of its own, as it is with torchrun.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ CALLS = ("open", "pwrite", "fsync", "link", "rename", "renameat2", "mkdir", "unl
 
 def main() -> None:
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    for line in sys.stdin:
+    port = serve()
+    for number, line in enumerate(sys.stdin):
         first, rank, call, way = line.split()
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         children = []
         for one in range(world):
             pid = os.fork()
             if pid == 0:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # those that live will complain
                 fatal = int(call) if one == int(rank) else NEVER
-                run(server.port, folder, one, world, int(first), fatal, way)
+                store = dist.PrefixStore(f"{number}", dist.TCPStore("127.0.0.1", port))
+                run(store, folder, one, world, int(first), fatal, way)
                 os._exit(0)
             children.append(pid)
         pid, status = os.waitpid(children[int(rank)], 0)
@@ -55,8 +56,22 @@ def main() -> None:
         print("dead", os.waitstatus_to_exitcode(status), flush=True)
 
 
-def run(port: int, folder: Path, rank: int, world: int, first: int, fatal: int, way: str) -> None:
-    mesh = join(folder, rank, world, dist.TCPStore("127.0.0.1", port))
+def serve() -> int:
+    """Start a store in a process that lives as long as this one. Returns its port."""
+    lines, theirs = os.pipe()
+    lives, ours = os.pipe()
+    if os.fork() == 0:
+        os.close(ours)
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, f"{server.port}".encode())
+        os.read(lives, 1)
+        os._exit(0)
+    os.close(theirs)
+    return int(os.read(lines, 100))
+
+
+def run(store: dist.Store, folder: Path, rank: int, world: int, first: int, fatal: int, way: str) -> None:
+    mesh = join(folder, rank, world, store)
     writer = FastensorStorageWriter(folder)
     with intercepted(Killer(fatal, CALLS)):
         for step in range(first, first + STEPS):
