@@ -20,7 +20,7 @@ def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], N
     all of them. Lightning's own calls the plugin on rank 0 alone. There is no hook between.
 
     Raises:
-        TypeError: the ranks do not hold the same state.
+        TypeError: the ranks do not hold the same state, or the plugin is inside of another one.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1:
@@ -29,6 +29,11 @@ def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], N
         raise TypeError(
             f"FastensorCheckpointIO(cooperative=True) is for DDP, whose ranks hold the same state; found "
             f"{type(strategy).__name__}: leave cooperative out"
+        )
+    if strategy.checkpoint_io is not plugin:
+        raise TypeError(
+            f"FastensorCheckpointIO(cooperative=True) is inside of {type(strategy.checkpoint_io).__name__}, which only "
+            f"rank 0 calls: pass the plugin itself to the Trainer, or leave cooperative out"
         )
     stock = strategy.save_checkpoint
 

@@ -122,13 +122,14 @@ def step_of(state: Any) -> int:
     return int(found)
 
 
-def join(folder: str | Path, rank: int, world: int) -> DeviceMesh:
-    """Join the group of a test's processes."""
+def join(folder: str | Path, rank: int, world: int, store: dist.Store | None = None) -> DeviceMesh:
+    """Join the group of a test's processes, which meet at a store, or at a file in the folder."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store-{world}",
+        init_method=None if store is not None else f"file://{folder}/store-{world}",
+        store=store,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),

@@ -1,8 +1,9 @@
-"""Two processes that save together until one of them kills itself. Run by ``test_kill.py``.
+"""Processes that save together until one of them kills itself. Run by ``test_kill.py``.
 
-Argument: the folder of the checkpoint. For each line of its input, ``ROUND FIRST RANK CALL WAY``, two children join a
-group and save the states of the steps from FIRST on, in the way ``save``, ``async`` or ``cooperative``. The child RANK
-kills itself before its CALL-th system call that changes something, and the other one is killed then.
+Arguments: the folder of the checkpoint, and how many processes there are. For each line of its input, ``FIRST RANK CALL
+WAY``, as many children join a group and save the states of the steps from FIRST on, in the way ``save``, ``async`` or
+``cooperative``. The child RANK kills itself before its CALL-th system call that changes something, and the others are
+killed then. Their store is in a process of its own, as it is with torchrun.
 """
 
 from __future__ import annotations
@@ -27,25 +28,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints import join, save, stamped
 from killer import Killer
 
-WORLD = 2
 NEVER = -1
 STEPS = 3
 CALLS = ("open", "pwrite", "fsync", "link", "rename", "renameat2", "mkdir", "unlink", "close")
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    for line in sys.stdin:
-        number, first, rank, call, way = line.split()
-        store = folder.with_name(f"group-{number}")
-        store.mkdir()
+    folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    port = serve()
+    for number, line in enumerate(sys.stdin):
+        first, rank, call, way = line.split()
         children = []
-        for one in range(WORLD):
+        for one in range(world):
             pid = os.fork()
             if pid == 0:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the one that lives will complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # those that live will complain
                 fatal = int(call) if one == int(rank) else NEVER
-                run(store, folder, one, int(first), fatal, way)
+                store = dist.PrefixStore(f"{number}", dist.TCPStore("127.0.0.1", port))
+                run(store, folder, one, world, int(first), fatal, way)
                 os._exit(0)
             children.append(pid)
         pid, status = os.waitpid(children[int(rank)], 0)
@@ -56,8 +56,22 @@ def main() -> None:
         print("dead", os.waitstatus_to_exitcode(status), flush=True)
 
 
-def run(store: Path, folder: Path, rank: int, first: int, fatal: int, way: str) -> None:
-    mesh = join(store, rank, WORLD)
+def serve() -> int:
+    """Start a store in a process that lives as long as this one. Returns its port."""
+    lines, theirs = os.pipe()
+    lives, ours = os.pipe()
+    if os.fork() == 0:
+        os.close(ours)
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, f"{server.port}".encode())
+        os.read(lives, 1)
+        os._exit(0)
+    os.close(theirs)
+    return int(os.read(lines, 100))
+
+
+def run(store: dist.Store, folder: Path, rank: int, world: int, first: int, fatal: int, way: str) -> None:
+    mesh = join(folder, rank, world, store)
     writer = FastensorStorageWriter(folder)
     with intercepted(Killer(fatal, CALLS)):
         for step in range(first, first + STEPS):
@@ -83,7 +97,7 @@ def sharded(mesh: DeviceMesh, step: int) -> dict[str, Any]:
 
 def large_stamped(step: int) -> dict[str, Any]:
     """A part of it for each rank."""
-    return {**stamped(step), "largest": torch.full((300_000,), step)}
+    return {**stamped(step), "largest": torch.full((600_000,), step)}
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,66 @@ def _save_alone(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+# --- interrupted ranks
+
+
+def test_a_rank_is_interrupted_while_it_waits(tmp_path: Path) -> None:
+    run_ranks(_interrupt_rank_1, 3, tmp_path)
+
+
+def _interrupt_rank_1(rank: int, folder: Path) -> None:
+    join(folder, rank, 3)
+    path = folder / "files" / "x.ckpt"
+    path.parent.mkdir(exist_ok=True)
+    small = {"x": torch.zeros(7)}  # which rank 0 writes alone
+    pids = everyones(os.getpid())
+    both = dist.new_group([0, 1])
+
+    def interrupt() -> None:
+        os.kill(pids[1], signal.SIGINT)
+        dist.barrier(both)
+
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            cooperative.save(small, path)
+        dist.barrier(both)
+    else:
+        with (
+            at_call("fsync", interrupt) if rank == 0 else nullcontext(),
+            pytest.raises(fastensor.CheckpointWriteError, match=r"rank 1: KeyboardInterrupt$"),
+        ):
+            cooperative.save(small, path)
+    dist.barrier()
+    assert not os.listdir(path.parent)
+    cooperative.save(small, path)
+    dist.destroy_process_group()
+
+
+def test_rank_0_is_interrupted_when_it_has_published(tmp_path: Path) -> None:
+    run_ranks(_interrupt_rank_0, 2, tmp_path)
+
+
+def _interrupt_rank_0(rank: int, folder: Path) -> None:
+    join(folder, rank, 2)
+
+    def interrupt(call: Call) -> Any:
+        result = call.perform()
+        if call.name == "rename":
+            raise KeyboardInterrupt
+        return result
+
+    if rank == 0:
+        with intercepted(interrupt), pytest.raises(KeyboardInterrupt):
+            cooperative.save(state(1), folder / "x.ckpt")
+    else:
+        with pytest.raises(
+            fastensor.CheckpointWriteError, match="rank 0: KeyboardInterrupt; perhaps the new file is in place"
+        ):
+            cooperative.save(state(1), folder / "x.ckpt")
+        assert step_in(folder / "x.ckpt") == 1
+    dist.destroy_process_group()
+
+
 # --- dead and stopped ranks
 
 
@@ -362,6 +424,9 @@ def _save_wrongly(rank: int, folder: Path) -> None:
     join(folder, rank, 2)
     with pytest.raises(ValueError, match="this rank is not in the group"):
         cooperative.save(7, folder / "x", group=[dist.new_group([0]), dist.new_group([1])][1 - rank])
+    for timeout in (timedelta(seconds=5), None, 0, math.nan):
+        with pytest.raises(ValueError, match="timeout is a positive number of seconds, found"):
+            cooperative.save(7, folder / "x", timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(fastensor.CheckpointWriteError, match="its directory is missing"):
         cooperative.save(7, folder / "missing" / "x")
     with pytest.raises((fastensor.UnsupportedContentError, fastensor.CheckpointWriteError), match="cannot hold 'x'"):
@@ -382,6 +447,26 @@ def _save_nested(folder: Path) -> None:
             raise AssertionError
 
     fastensor.save(Saves(), folder / "x")
+
+
+def test_a_group_that_begins_again_on_the_same_store(tmp_path: Path) -> None:
+    """As a program can that torchrun has started, and that has caught a failure."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(_begin_again, 2, tmp_path, server.port)
+
+
+def _begin_again(rank: int, folder: Path, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port)
+    for life in range(3):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        for _ in range(life + 1):
+            cooperative.save(state(life), folder / "x.ckpt")
+        if rank == life:  # the other one does not come
+            with pytest.raises(fastensor.CheckpointWriteError, match=r"rank . (did not come|has not answered)"):
+                cooperative.save(state(7), folder / "x.ckpt", timeout=0.1)
+        dist.barrier()
+        assert step_in(folder / "x.ckpt") == life
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_does_something_else(tmp_path: Path) -> None:

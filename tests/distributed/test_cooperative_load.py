@@ -42,9 +42,16 @@ def _load(rank: int, folder: Path) -> None:
         if rank in world:
             _, report = cooperative.load_with_report(folder / "x", group=group)
             assert (report.backend == "numpy") or rank == 2
-    if rank == 0:
-        with pytest.raises(fastensor.CheckpointReadError, match=r"ranks 1, 2 did not come within 0\.2 s"):
-            cooperative.load(folder / "x", timeout=0.2)
+    for members in ([0, 1, 2], [1, 2]):
+        group = dist.new_group(members)
+        if rank == 0:
+            error = fastensor.CheckpointReadError if rank in members else ValueError
+            with pytest.raises(error, match=r"ranks 1, 2 did not come within 0\.2 s|this rank is not in the group"):
+                cooperative.load(folder / "x", group=group, timeout=0.2)
+            cooperative.load(folder / "x")  # alone: all have been there before
+        with (folder / "x").open("rb") as file:
+            assert_same(cooperative.load(file, group=None if rank else dist.group.WORLD), found)
+    cooperative.save(7, folder / "seven")  # does not mind that others have loaded less often
     dist.barrier()
     dist.destroy_process_group()
 

@@ -19,55 +19,63 @@ MOST_CALLS = 50
 """About as many as a rank makes in three saves."""
 
 
-@pytest.mark.parametrize("way", ["save", "async"])
-def test_some(tmp_path: Path, way: str, tally: Counter[str]) -> None:
-    kill_ranks(tmp_path / "x", way, 6, tally)
+RANKS = pytest.mark.parametrize("world", [2, 3, 4])
+
+
+@pytest.mark.parametrize(("way", "world"), [("save", 3), ("async", 4)])
+def test_some(tmp_path: Path, way: str, world: int, tally: Counter[str]) -> None:
+    kill_ranks(tmp_path / "x", way, world, 4, tally)
 
 
 @pytest.mark.torture
+@RANKS
 @pytest.mark.parametrize("way", ["save", "async"])
-def test_many(tmp_path: Path, way: str, tally: Counter[str]) -> None:
-    kill_ranks(tmp_path / "x", way, 90, tally)
+def test_many(tmp_path: Path, way: str, world: int, tally: Counter[str]) -> None:
+    kill_ranks(tmp_path / "x", way, world, 60, tally)
 
 
-def test_some_that_save_one_file_together(tmp_path: Path, tally: Counter[str]) -> None:
-    kill_cooperating_ranks(tmp_path, 12, tally)
+@pytest.mark.parametrize("world", [2, 4])
+def test_some_that_save_one_file_together(tmp_path: Path, world: int, tally: Counter[str]) -> None:
+    kill_cooperating_ranks(tmp_path, world, 6, tally)
 
 
 @pytest.mark.torture
-def test_many_that_save_one_file_together(tmp_path: Path, tally: Counter[str]) -> None:
-    kill_cooperating_ranks(tmp_path, 150, tally)
+@RANKS
+def test_many_that_save_one_file_together(tmp_path: Path, world: int, tally: Counter[str]) -> None:
+    kill_cooperating_ranks(tmp_path, world, 90, tally)
 
 
-def kill_ranks(folder: Path, way: str, times: int, tally: Counter[str]) -> None:
+def kill_ranks(folder: Path, way: str, world: int, times: int, tally: Counter[str]) -> None:
     save(stamped(0), FastensorStorageWriter(folder))
-    step = kill_while_saving(folder, way, times, loaded, tally)
+    step = kill_while_saving(folder, way, world, times, loaded, tally)
     save(stamped(step), FastensorStorageWriter(folder))
 
 
-def kill_cooperating_ranks(tmp_path: Path, times: int, tally: Counter[str]) -> None:
+def kill_cooperating_ranks(tmp_path: Path, world: int, times: int, tally: Counter[str]) -> None:
     folder = tmp_path / "x"
     folder.mkdir()
     path = folder / "x.ckpt"
     fastensor.save(stamped(0), path)
-    kill_while_saving(folder, "cooperative", times, lambda _: step_of(fastensor.load(path, verify=True)), tally)
+    kill_while_saving(folder, "cooperative", world, times, lambda _: step_of(fastensor.load(path, verify=True)), tally)
     fastensor.save(stamped(0), path)
     assert [one.name for one in folder.iterdir()] == ["x.ckpt"]
 
 
-def kill_while_saving(folder: Path, way: str, times: int, step_in: Callable[[Path], int], tally: Counter[str]) -> int:
-    """Kill one of two ranks at random moments of three saves. Returns the step of the checkpoint that is there then."""
-    moments = random.Random(f"{way}{times}")
+def kill_while_saving(
+    folder: Path, way: str, world: int, times: int, step_in: Callable[[Path], int], tally: Counter[str]
+) -> int:
+    """Kill one of the ranks at random moments of three saves. Returns the step of the checkpoint that is there then."""
+    moments = random.Random(f"{way}{world}{times}")
     step = 0
     steps_gained = Counter[int]()
-    with Program(Path(__file__).with_name("saver.py"), folder) as saver:
-        for number in range(times):
+    with Program(Path(__file__).with_name("saver.py"), folder, world) as saver:
+        for _ in range(times):
             call = moments.randrange(1, MOST_CALLS)
-            print(number, step + 1, moments.randrange(2), call, way, file=saver.stdin, flush=True)
+            print(step + 1, moments.randrange(world), call, way, file=saver.stdin, flush=True)
             word, code = saver.stdout.readline().split()
             assert word == "dead"
             assert int(code) in (0, -9)
-            tally["ranks killed"] += code == "-9"
+            tally[f"one of {world} ranks killed ({way})"] += code == "-9"
             found = step_in(folder)
             assert step <= found <= step + 3
             steps_gained[found - step] += 1

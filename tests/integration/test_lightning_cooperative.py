@@ -188,6 +188,16 @@ def test_sharded_strategies_are_refused(brand: str, name: str) -> None:
         cooperation.save_together(FastensorCheckpointIO(cooperative=True), trainer)
 
 
+@pytest.mark.parametrize("brand", BRANDS)
+def test_wrappers_are_refused(brand: str) -> None:
+    """All ranks would save past them."""
+    wrapper = pytest.importorskip(f"{brand}.plugins").AsyncCheckpointIO(FastensorCheckpointIO(cooperative=True))
+    strategy = pytest.importorskip(f"{brand}.strategies").DDPStrategy(checkpoint_io=wrapper)
+    trainer = SimpleNamespace(strategy=strategy, world_size=2)
+    with pytest.raises(TypeError, match=r"cooperative=True\) is inside of AsyncCheckpointIO, .* leave cooperative out"):
+        cooperation.save_together(wrapper.checkpoint_io, trainer)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="cooperative and asynchronous contradict"):
         FastensorCheckpointIO(cooperative=True, asynchronous=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
 from fastensor.checkpoint.cooperative.ranks import Ranks
 from fastensor.checkpoint.load import load_with_report as load_alone
-from fastensor.checkpoint.location import locate
+from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.placement import MapLocation
 from fastensor.checkpoint.report import LoadReport
 from fastensor.errors import CheckpointReadError
@@ -28,7 +28,7 @@ _THROUGH_THE_PAGE_CACHE = "numpy"
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Location,
     map_location: MapLocation = None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -39,13 +39,14 @@ def load(
 ) -> Any:
     """Load a checkpoint on all ranks of a group, as :func:`fastensor.load` does, reading it once per machine.
 
-    All ranks call it, with the same path, at the same point. Each one gets an object of its own.
+    All ranks call it, with the same path. Each one gets an object of its own. The first load of a group waits until all
+    ranks have come; later ones do not wait, so each machine reads the file once if its ranks come at the same time.
 
     Args:
         path: as for :func:`fastensor.load`. What is no file of a local path, every rank reads by itself.
         map_location: as for :func:`fastensor.load`.
         group: the ranks that take part; None for all.
-        timeout: how many seconds rank 0 waits for the slowest rank to call. Others wait twice as long for rank 0.
+        timeout: how many seconds the first load of the group waits for the slowest rank to call.
         keys, weights_only, verify: as for :func:`fastensor.load`.
 
     Raises:
@@ -59,7 +60,7 @@ def load(
 
 
 def load_with_report(
-    path: str | os.PathLike[str],
+    path: Location,
     map_location: MapLocation = None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -69,32 +70,25 @@ def load_with_report(
     verify: bool | None = None,
 ) -> tuple[Any, LoadReport]:
     """:func:`load`, and what it did on this rank."""
-    number, count = 0, 1
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        number, count = _place_on_machine(Ranks(group, f"loading {os.fspath(path)}", timeout, CheckpointReadError))
-    if count == 1 or not isinstance(locate(path), str):
-        return load_alone(path, map_location, keys=keys, weights_only=weights_only, verify=verify)
-    with suppress(OSError):  # the load meets the error, too, and says more
-        _begin_to_read(path, number, count)
-    return load_alone(
-        path, map_location, keys=keys, weights_only=weights_only, verify=verify, backend=_THROUGH_THE_PAGE_CACHE
-    )
+    found = locate(path)
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) != 1
+    if has_others and isinstance(found, str):
+        ranks = Ranks(group, f"loading {found}", timeout, CheckpointReadError, name="machines")
+        number, count = _place_on_machine(ranks)
+        if count > 1:
+            with suppress(OSError):  # the load meets the error, too, and says more
+                _begin_to_read(found, number, count)
+            return load_alone(
+                path, map_location, keys=keys, weights_only=weights_only, verify=verify, backend=_THROUGH_THE_PAGE_CACHE
+            )
+    return load_alone(path, map_location, keys=keys, weights_only=weights_only, verify=verify)
 
 
 def _place_on_machine(ranks: Ranks) -> tuple[int, int]:
     """The number of this rank among those of its machine, and how many they are."""
-    if ranks.rank:
-        ranks.send(_machine())
-        place: tuple[int, int] = ranks.receive()
-        return place
-    try:
-        machines = [_machine(), *ranks.gather()]
-    except BaseException as error:
-        ranks.reply_failure(error)
-        raise
-    places = [(machines[:rank].count(one), machines.count(one)) for rank, one in enumerate(machines)]
-    ranks.reply(places[1:])
-    return places[0]
+    machines = ranks.exchange(_machine())
+    own = machines[ranks.rank]
+    return machines[: ranks.rank].count(own), machines.count(own)
 
 
 def _machine() -> str:
@@ -106,7 +100,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _begin_to_read(path: str | os.PathLike[str], number: int, count: int) -> None:
+def _begin_to_read(path: str, number: int, count: int) -> None:
     """Have the kernel read a part of a file into the page cache, if it is not there."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -3,6 +3,9 @@
 Rank 0 leads. Others send it values, and it replies to each of them. The store is that of the default process group. So
 it does not matter by which backend the group communicates, no other group has to be made, and a rank that does not come
 leaves no group behind that nobody can use any more.
+
+How the work ends is one value of the store: the first rank that fails says so there, or rank 0 that it publishes the
+file. Whoever waits looks at it.
 """
 
 from __future__ import annotations
@@ -13,8 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -25,15 +27,20 @@ from fastensor.errors import CheckpointWriteError, FastensorError, ReplicaMismat
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.0005, 0.05
 _CHUNK_NBYTES = 4 << 20
 """``TCPStore`` takes values of up to 8 MiB."""
-_PUBLISH = "publish"
-_conversations: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
-"""By group, the numbers of its conversations, alike on all ranks."""
+_OUTCOME = "outcome"
+_PUBLISH, _FAILED, _DIFFERENT = "publish", "failed: ", "different replicas: "
+"""Outcomes, of which the latter two begin a text."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    text: str
-    replicas_differ: bool = False
+class _Channel(NamedTuple):
+    """What a group's conversations have in common in one process."""
+
+    store: Any
+    numbers: itertools.count[int]
+    """The numbers of the conversations, alike on all ranks."""
+
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -45,8 +52,10 @@ class Ranks:
         timeout: for how many seconds rank 0 waits for others. Others wait for rank 0 twice as long, because it may be
             waiting.
         error: what is raised if a rank fails, does not come, or cannot be reached.
+        name: by which the ranks find each other; None for the next number.
 
     Raises:
+        ValueError: the timeout is not a positive number, or this rank is not in the group.
         FastensorError: the store cannot be reached.
     """
 
@@ -56,7 +65,12 @@ class Ranks:
         what: str,
         timeout: float,
         error: type[FastensorError] = CheckpointWriteError,
+        name: str | None = None,
     ) -> None:
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise ValueError(f"timeout is a positive number of seconds, found {timeout!r}")
+        if dist.get_rank(group) < 0:
+            raise ValueError(f"{what} failed: this rank is not in the group; only ranks of the group take part")
         group = group or dist.group.WORLD
         assert group is not None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -65,14 +79,40 @@ class Ranks:
         self._what = what
         self._timeout = timeout
         self._error = error
-        number = next(_conversations.setdefault(group, itertools.count()))
         self._gathered = itertools.count()
         self._replies = itertools.count()
         with self._reaching():
-            store: Any = _get_default_store()
-            # a connection of its own, where torch can make one: calls of one connection wait for each other
-            own = store.clone() if hasattr(store, "clone") else store
-            self._store: Any = PrefixStore(f"fastensor/{group.group_name}/{number}/", own)
+            channel = _channels.get(group) or self._open_channel(group)
+            self._store: Any = PrefixStore(f"{next(channel.numbers) if name is None else name}/", channel.store)
+
+    # --- on all ranks
+
+    def exchange(self, value: str) -> list[str]:
+        """The values of all ranks, in their order. The values stay: only the first exchange of a name waits."""
+        keys = [f"of-{rank}" for rank in range(self.size)]
+        with self._reaching():
+            self._store.set(keys[self.rank], value)
+        self._wait_for_all(dict(enumerate(keys)))
+        with self._reaching():
+            return [self._store.get(key).decode() for key in keys]
+
+    def fail(self, error: BaseException) -> None:
+        """Have all other ranks raise what this rank has failed with, unless they know of a failure."""
+        is_ours = isinstance(error, FastensorError)
+        is_mismatch = isinstance(error, ReplicaMismatchError)
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}".rstrip(": ")
+        if not (is_mismatch or text.startswith(self._what)):  # else it names the rank
+            text = f"{self._what} failed: rank {self.names[self.rank]}: {text}"
+        outcome = f"{_DIFFERENT if is_mismatch else _FAILED}{text}"
+        try:
+            decided = self._decide(outcome)
+            if decided == _PUBLISH and self.rank == 0:
+                with self._reaching():
+                    self._store.set(_OUTCOME, outcome if is_ours else f"{outcome}; perhaps the new file is in place")
+            elif decided not in (outcome, _PUBLISH):
+                error.add_note(f"before that: {decided}")
+        except self._error as silence:
+            error.add_note(f"other ranks could not be told: {silence}")
 
     # --- on all ranks but rank 0
 
@@ -80,41 +120,26 @@ class Ranks:
         """Send a value to rank 0, which has to call :meth:`gather`."""
         self._put(f"from-{self.rank}-{next(self._gathered)}", value)
 
-    def send_failure(self, error: BaseException) -> None:
-        """Have :meth:`gather` raise on rank 0."""
-        self.send(_Failure(_in_words(error)))
-
     def receive(self) -> Any:
         """Wait for the next reply of rank 0.
 
         Raises:
             ReplicaMismatchError: this is how rank 0 has failed.
-            FastensorError: rank 0 has failed in another way, or does not answer.
+            FastensorError: another rank has failed, or rank 0 does not answer.
         """
         key = f"to-{self.rank}-{next(self._replies)}"
         if not self._wait([key], 2 * self._timeout):
-            self._give_up(key)
-        value = self._take(key)
-        if isinstance(value, _Failure):
-            raise (ReplicaMismatchError if value.replicas_differ else self._error)(value.text)
-        return value
-
-    def _give_up(self, key: str) -> None:
-        """Keep rank 0 from publishing. If it has begun to, wait for its reply once more.
-
-        Raises:
-            FastensorError: unless there is a reply now.
-        """
-        silent = f"rank {self.names[0]} has not answered rank {self.names[self.rank]} for {2 * self._timeout:g} s"
-        with self._reaching():
-            decided = self._store.compare_set("decision", "", silent)
-        if decided != _PUBLISH.encode():
-            raise self._error(f"{self._what} failed: {silent}")
-        if not self._wait([key], 2 * self._timeout):
-            raise self._error(
-                f"{self._what}: {silent}, after all ranks have written their parts: perhaps the file is in place, "
-                f"perhaps what was there before is kept"
-            )
+            silent = f"rank {self.names[0]} has not answered rank {self.names[self.rank]} for {2 * self._timeout:g} s"
+            # keeps rank 0 from publishing, unless it has begun to
+            if self._decide(f"{_FAILED}{self._what} failed: {silent}") == _PUBLISH and not self._wait(
+                [key], 2 * self._timeout
+            ):
+                raise self._error(
+                    f"{self._what}: {silent}, after all ranks have written their parts: perhaps the file is in place, "
+                    f"perhaps what was there before is kept"
+                )
+            self._check_outcome()
+        return self._take(key)
 
     # --- on rank 0
 
@@ -125,23 +150,9 @@ class Ranks:
             FastensorError: others have failed, or do not come; the message names them.
         """
         number = next(self._gathered)
-        keys = [f"from-{rank}-{number}" for rank in range(1, self.size)]
-        if not self._wait(keys, self._timeout):
-            with self._reaching():
-                silent = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
-                given_up = self._store.get("decision").decode() if self._store.check(["decision"]) else ""
-            if silent:
-                reason = given_up or (
-                    f"{self._named(silent)} did not come within {self._timeout:g} s: dead, stopped, slow, or doing "
-                    f"something else"
-                )
-                raise self._error(f"{self._what} failed: {reason}")
-        values = [self._take(key) for key in keys]
-        failed = {rank: value for rank, value in enumerate(values, 1) if isinstance(value, _Failure)}
-        if failed:
-            texts = [f"{self._named([rank])}: {failure.text}" for rank, failure in failed.items()]
-            raise self._error(f"{self._what} failed: {'; '.join(texts)}")
-        return values
+        keys = {rank: f"from-{rank}-{number}" for rank in range(1, self.size)}
+        self._wait_for_all(keys)
+        return [self._take(key) for key in keys.values()]
 
     def reply(self, values: Sequence[Any]) -> None:
         """Reply to each of the others, in the order of the ranks."""
@@ -149,43 +160,80 @@ class Ranks:
         for rank, value in enumerate(values, 1):
             self._put(f"to-{rank}-{number}", value)
 
-    def reply_failure(self, error: BaseException) -> None:
-        """Have :meth:`receive` raise on all others."""
-        text = _in_words(error)
-        if not (text.startswith(self._what) or isinstance(error, ReplicaMismatchError)):  # else it names the rank
-            text = f"{self._what} failed: rank {self.names[0]}: {text}"
-        self.reply([_Failure(text, isinstance(error, ReplicaMismatchError))] * (self.size - 1))
-
     def decide_to_publish(self) -> None:
-        """Return if no other rank has given up waiting. From now on, none does before it has asked what was decided.
+        """Return if no other rank has failed or given up waiting. From now on, the failure of another rank changes
+        nothing.
 
         Raises:
-            FastensorError: one has given up, and takes the file for not saved.
+            FastensorError: one has, and takes the file for not saved.
         """
-        with self._reaching():
-            decided = self._store.compare_set("decision", "", _PUBLISH)
-        if decided != _PUBLISH.encode():
-            raise self._error(f"{self._what} failed: {decided.decode()}")
+        self._decide(_PUBLISH)
+        self._check_outcome()
 
     # --- inside
 
-    def _named(self, ranks: Sequence[int]) -> str:
-        names = ", ".join(str(self.names[rank]) for rank in ranks)
-        return f"rank{'s' * (len(ranks) > 1)} {names}"
+    def _open_channel(self, group: dist.ProcessGroup) -> _Channel:
+        default: Any = _get_default_store()
+        # a connection of its own, where torch can make one: calls of one connection wait for each other
+        store = default.clone() if hasattr(default, "clone") else default
+        store = PrefixStore(f"fastensor/{group.group_name}/", store)
+        # a store may outlive its group, as torchrun's does, and then holds what was left of groups of the same name
+        life = store.add(f"lives-{self.rank}", 1)
+        channel = _channels[group] = _Channel(PrefixStore(f"{life}/", store), itertools.count())
+        return channel
 
-    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
+    def _decide(self, outcome: str) -> str:
+        """Set the outcome, unless there is one. Returns what it is now."""
+        with self._reaching():
+            decided: str = self._store.compare_set(_OUTCOME, "", outcome).decode()
+        return decided
+
+    def _check_outcome(self) -> None:
+        """
+        Raises:
+            FastensorError: a rank has failed.
+        """
+        with self._reaching():
+            outcome = self._store.get(_OUTCOME).decode() if self._store.check([_OUTCOME]) else ""
+        if outcome.startswith(_DIFFERENT):
+            raise ReplicaMismatchError(outcome.removeprefix(_DIFFERENT))
+        if outcome.startswith(_FAILED):
+            raise self._error(outcome.removeprefix(_FAILED))
+
+    def _wait_for_all(self, keys: dict[int, str]) -> None:
+        """Wait until the store has the key of each of these ranks.
+
+        Raises:
+            FastensorError: it does not get them in time; or a rank has failed.
+        """
+        if self._wait(list(keys.values()), self._timeout):
+            return
+        with self._reaching():
+            silent = [self.names[rank] for rank, key in keys.items() if not self._store.check([key])]
+        if silent:
+            raise self._error(
+                f"{self._what} failed: rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} did not come within "
+                f"{self._timeout:g} s: dead, stopped, slow, or doing something else"
+            )
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
         """Wait until the store has all keys; False if that takes longer.
 
         The store's own ``wait`` cannot be interrupted, and logs every timeout.
+
+        Raises:
+            FastensorError: a rank has failed.
         """
         started = time.monotonic()
-        with self._reaching():
-            while not self._store.check(list(keys)):
-                waited = time.monotonic() - started
-                if waited > seconds:
-                    return False
-                time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
-        return True
+        while True:
+            with self._reaching():
+                if self._store.check(keys):
+                    return True
+            self._check_outcome()
+            waited = time.monotonic() - started
+            if waited > seconds:
+                return False
+            time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
 
     def _put(self, key: str, value: Any) -> None:
         data = zlib.compress(pickle.dumps(value), 1)  # headers are padded with one and the same byte
@@ -214,7 +262,3 @@ class Ranks:
                 f"{self._what} failed: the store of torch.distributed, which is in the process of rank 0 or of the "
                 f"launcher, cannot be reached: {error}"
             ) from error
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, FastensorError) else f"{type(error).__name__}: {error}"

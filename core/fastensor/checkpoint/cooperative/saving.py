@@ -70,12 +70,14 @@ def save(
 
     Args:
         obj: as for :func:`fastensor.save`. The tensors of a rank are borrowed until the call returns on that rank.
-        path: a path on a filesystem that all ranks share; it may be on one machine. Where the file would not be
-            replaced but written in place, and for URLs, rank 0 saves alone; the report's ``fallbacks`` say that.
+        path: a path on a filesystem that all ranks share; it may be on one machine. If ranks give different ones, that
+            of rank 0 counts. Where the file would not be replaced but written in place, and for URLs, rank 0 saves
+            alone; the report's ``fallbacks`` say that.
         group: the ranks that take part, in a process group of any backend; None for all. Other ranks do not call it.
             Ranks talk through the store of ``torch.distributed``.
         timeout: how many seconds rank 0 waits for the slowest rank: until it has called, and until it has written its
-            part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner.
+            part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner,
+            unless the store was in its process.
         check_replicas: before anything is written, the CRC32s of the tensors are compared: of up to 4096 bytes from the
             middle of each storage (``"sample"``), or of all bytes (``"all"``), which every rank reads once more.
         replicated: the tensors of this rank that all ranks hold alike, in the same order on all of them; for data
@@ -94,7 +96,8 @@ def save(
             see the file that rank 0 has made. The message names the rank.
         Exception: as :func:`fastensor.save`, on the rank that has failed.
 
-    Without other ranks, this is :func:`fastensor.save`. Use it in one thread at a time, and not in signal handlers.
+    Without other ranks, this is :func:`fastensor.save`. Use it in one thread at a time, and not in signal handlers. A
+    rank that leaves out a call is one behind from then on: later saves of the group fail, and name it.
     """
     if is_nested():
         raise CheckpointWriteError(
@@ -107,8 +110,6 @@ def save(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         transaction, planner = settings.prepare(obj, path)
         return transaction.run(planner)
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group; only ranks of the group save together")
     ranks = Ranks(group, f"saving {os.fspath(path)}", timeout)
     if ranks.rank:
         return _follow(
@@ -152,19 +153,18 @@ class _Leader:
         try:
             transaction, planner = settings.prepare(obj, path, write_shared=self._write)
             transaction.before_publishing = ranks.decide_to_publish
-            report = transaction.run(lambda fallbacks: self._compared(planner(fallbacks)))
+            report = self._amended(transaction.run(lambda fallbacks: self._compared(planner(fallbacks))))
+            self._report(report)
         except BaseException as error:
-            try:
-                ranks.reply_failure(error)
-            except CheckpointWriteError as silence:
-                error.add_note(f"other ranks could not be told: {silence}")
+            ranks.fail(error)
             raise
-        report = self._amended(report)
+        return report
+
+    def _report(self, report: SaveReport) -> None:
         try:
-            ranks.reply([replace(report, freeing=Freeing())] * (ranks.size - 1))
+            self._ranks.reply([replace(report, freeing=Freeing())] * (self._ranks.size - 1))
         except CheckpointWriteError as error:
             raise CheckpointWriteError(f"{report.path} is saved, but other ranks could not be told: {error}") from error
-        return report
 
     def _amended(self, report: SaveReport) -> SaveReport:
         if self._shared:
@@ -313,20 +313,20 @@ def _follow(ranks: Ranks, hold: Callable[[], Plan | None], settings: SaveSetting
     """All ranks but rank 0. ``hold`` returns what this rank holds as all others do."""
     held: Plan | None = None
     reply: object = None
-    while not isinstance(reply, SaveReport):
-        answer: Replica | dict[str, str] | Sequence[int] | None
-        try:
+    answer: Replica | dict[str, str] | Sequence[int] | None
+    try:
+        while not isinstance(reply, SaveReport):
             if reply is None:
                 held = hold()
                 answer = None if held is None else replica_of(held, check)
             else:
                 assert held is not None
                 answer = _do(reply, held, settings) if isinstance(reply, _Work) else describe(held)
-        except BaseException as error:
-            ranks.send_failure(error)
-            raise
-        ranks.send(answer)
-        reply = ranks.receive()
+            ranks.send(answer)
+            reply = ranks.receive()
+    except BaseException as error:
+        ranks.fail(error)
+        raise
     return reply
 
 
