@@ -467,6 +467,18 @@ def _begin_again(rank: int, folder: Path, port: int) -> None:
         dist.barrier()
         assert step_in(folder / "x.ckpt") == life
         dist.destroy_process_group()
+        _forget_addresses(store, rank, life)
+
+
+def _forget_addresses(store: dist.Store, rank: int, life: int) -> None:
+    """Remove the keys of gloo, which connects to the addresses of the group before if it finds them."""
+    store.set(f"ended {life} {rank}", "")
+    if rank == 0:
+        store.wait([f"ended {life} 1"])
+        for key in [key for key in store.list_keys() if "//cpu//" in key]:
+            store.delete_key(key)
+        store.set(f"forgotten {life}", "")
+    store.wait([f"forgotten {life}"])
 
 
 def test_a_rank_that_does_something_else(tmp_path: Path) -> None:

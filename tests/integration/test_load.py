@@ -274,7 +274,7 @@ def test_a_lying_size_in_the_pickle_is_refused(path: Path, tmp_path: Path) -> No
 def test_nothing_is_there_or_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fastensor.load(tmp_path / "missing")
-    with pytest.raises(fastensor.CheckpointReadError, match="expected a checkpoint file"):
+    with pytest.raises(fastensor.CheckpointReadError, match="expected a file, found a directory"):
         fastensor.load(tmp_path)
 
 
