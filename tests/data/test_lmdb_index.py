@@ -19,9 +19,10 @@ def engine(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.mark.parametrize("writemap", [True, False])
 @pytest.mark.parametrize("subdir", [True, False])
-def test_records_are_those_of_lmdb(tmp_path: Path, engine: int, subdir: bool) -> None:
-    path = make(tmp_path / "data", some_records(3000).items(), engine=engine, subdir=subdir)
+def test_records_are_those_of_lmdb(tmp_path: Path, engine: int, subdir: bool, writemap: bool) -> None:
+    path = make(tmp_path / "data", some_records(3000).items(), engine=engine, subdir=subdir, writemap=writemap)
     index = LmdbIndex.open(path)
     assert by_index(index) == by_lmdb(path, engine=engine, subdir=subdir)
     assert index.path == str(path / "data.mdb" if subdir else path)
