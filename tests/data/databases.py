@@ -45,9 +45,14 @@ def by_lmdb(path: Path, *, engine: int = 0, subdir: bool = True) -> list[tuple[b
 
 def by_index(index: LmdbIndex) -> list[tuple[bytes, bytes]]:
     """The records of an index, in order."""
+    return list(zip(index.keys(), values_of(index), strict=True))
+
+
+def values_of(index: LmdbIndex) -> list[bytes]:
+    """The bytes that are where an index says that the values are."""
     data = Path(index.path).read_bytes()
-    places = zip(index.keys(), index.offsets.tolist(), index.lengths.tolist(), strict=True)
-    return [(key, data[offset : offset + nbytes]) for key, offset, nbytes in places]
+    places = zip(index.offsets.tolist(), index.lengths.tolist(), strict=True)
+    return [data[offset : offset + nbytes] for offset, nbytes in places]
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,16 @@ def random_environment(path: Path, seed: int, engine: int) -> Iterator[tuple[lmd
     if engine == 1:
         options["writemap"] = False  # mdb_freelist_save of LMDB 1.0.2 aborts the process ("x <= dl[0].mid")
     with lmdb.open(str(path), map_size=MAP_NBYTES, max_dbs=8, lib_version=engine, sync=False, **options) as env:
-        databases = [Database(None, {}), *(Database(name, chance.choice(FLAGS)) for name in NAMES[: chance.randint(0, 3)])]
+        databases = [
+            Database(None, {}),
+            *(Database(name, chance.choice(FLAGS)) for name in NAMES[: chance.randint(0, 3)]),
+        ]
         handles = [env.open_db(one.name, **one.flags) for one in databases]
         for _ in range(chance.randint(1, 6)):
             with env.begin(write=True) as txn:
                 for database, handle in zip(databases, handles, strict=True):
                     _change(txn, database, handle, chance, env.max_key_size())
+                txn.put(b"a main database", b"of names alone is refused", db=handles[0])
         yield env, databases
 
 
@@ -123,3 +132,12 @@ def _change(txn: lmdb.Transaction, database: Database, handle: Any, chance: rand
         for key in keys:
             if database.name is not None or key.rstrip(b"\0") not in NAMES:
                 txn.delete(key, db=handle)
+
+
+def overwrite(path: Path, times: int) -> None:
+    """Replace every value of the main database by others, in as many transactions: writers reuse pages by the third."""
+    with lmdb.open(str(path), map_size=MAP_NBYTES, sync=False) as env:
+        for turn in range(times):
+            with env.begin(write=True) as txn:
+                for key, value in list(txn.cursor()):
+                    txn.put(key, bytes([turn]) * len(value))

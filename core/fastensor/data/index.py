@@ -17,7 +17,7 @@ from fastensor.data import sidecar as sidecars
 from fastensor.data import snapshot as snapshots
 from fastensor.data.pages import INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
 from fastensor.data.sidecar import Columns
-from fastensor.data.snapshot import Snapshot
+from fastensor.data.snapshot import Pin, Snapshot
 from fastensor.data.walk import Progress, TreeReader
 from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
@@ -25,9 +25,9 @@ from fastensor.files.atomic import NewFile
 
 Sidecar: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str]
 
-_ATTEMPTS = 3
-"""How often a file that changes while it is read is read anew."""
 _MOST_NAMES = 10
+_MOST_DATABASES = 1000
+"""A main database of more records is taken for one of data without a look at them."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -60,6 +60,7 @@ class LmdbIndex:
         db: str | bytes | None = None,
         sidecar: Sidecar = "auto",
         progress: Progress | None = None,
+        pin: bool = False,
     ) -> Self:
         """Read the index of a database from its sidecar; or from the data, if there is no sidecar of its present state.
 
@@ -70,19 +71,25 @@ class LmdbIndex:
                 written to; in memory if neither can. True: beside the data, or it is an error. False: in memory. A
                 path: there, or it is an error.
             progress: is called while the index is built, with the pages that were read so far and those in all.
+            pin: keep the snapshot as it is while others write to the file, until :meth:`close`: writers do not reuse
+                its pages, so the file grows. Needs py-lmdb (``fastensor[lmdb]``). A pickled copy, and a forked child,
+                rely on the index that has pinned the snapshot.
 
         Raises:
             FileNotFoundError: there is no such file.
             CorruptDatasetError: the file is damaged, or no LMDB file.
             UnsupportedDatasetError: its version, byte order or encryption is not supported.
             UnknownKeyError: there is no database of that name.
-            DatasetChangedError: the file is being written to.
+            DatasetChangedError: the file is being written to. ``pin=True`` helps.
+            FastensorError: the snapshot cannot be pinned.
             OSError: the file cannot be read, or the sidecar cannot be written and has to be.
         """
         file = snapshots.data_file(path)
         name = db.encode() if isinstance(db, str) else db
         with snapshots.opened(file) as fd:
-            for _ in range(_ATTEMPTS):
+            if pin:
+                return cls._open_pinned(fd, file, name, sidecar, progress)
+            for _ in range(snapshots.ATTEMPTS):
                 snapshot = snapshots.take(fd, file)
                 try:
                     columns, kept = _columns(fd, snapshot, name, sidecar, progress)
@@ -92,15 +99,35 @@ class LmdbIndex:
                     continue
                 if snapshots.take(fd, file) == snapshot:
                     return cls(os.dup(fd), snapshot, columns, (db, sidecar) if kept else None)
-        raise DatasetChangedError(f"{file}: it is being written to: it has changed {_ATTEMPTS} times while it was read")
+        times = f"{snapshots.ATTEMPTS} times while it was read"
+        raise DatasetChangedError(f"{file}: it has changed {times}; wait for the writer, or open it with pin=True")
+
+    @classmethod
+    def _open_pinned(cls, fd: int, file: str, name: bytes | None, sidecar: Sidecar, progress: Progress | None) -> Self:
+        pin = Pin(file)
+        try:
+            snapshot = snapshots.take_pinned(fd, file, pin)
+            columns, _ = _columns(fd, snapshot, name, sidecar, progress)
+            return cls(os.dup(fd), snapshot, columns, pin=pin)
+        except BaseException:
+            pin.close()
+            raise
 
     def __init__(
-        self, fd: int, snapshot: Snapshot, columns: Columns, origin: tuple[str | bytes | None, Sidecar] | None
+        self,
+        fd: int,
+        snapshot: Snapshot,
+        columns: Columns,
+        origin: tuple[str | bytes | None, Sidecar] | None = None,
+        *,
+        pin: Pin | None = None,
+        pinned: bool = False,
     ) -> None:
         self._fd = fd
-        self.close = weakref.finalize(self, posix.close_read_only, fd)
-        """Close the file. The arrays stay as they are."""
+        self.close = weakref.finalize(self, _close, fd, pin)
+        """Close the file, and let writers reuse the pages of a pinned snapshot. The arrays stay as they are."""
         self._snapshot, self._columns, self._origin = snapshot, columns, origin
+        self._pinned = pinned or pin is not None
         self.path = snapshot.path
         self.offsets, self.lengths = columns.offsets, columns.lengths
         self.page_size = snapshot.meta.page_size
@@ -153,31 +180,50 @@ class LmdbIndex:
             raise UnknownKeyError(f"{self.path}: no record has the key {key!r}")
         return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
 
+    def check(self) -> None:
+        """Check that the data is still what the index is of, by a look at the file's status and its meta pages.
+
+        Of a pinned snapshot, only that no other file has taken the place of the data.
+
+        Raises:
+            DatasetChangedError: somebody has written to the file, or replaced it.
+            OSError: the file cannot be read.
+        """
+        with snapshots.opened(self.path) as fd:
+            if self._pinned:
+                same = os.fstat(fd).st_ino == self._snapshot.inode
+            else:
+                same = snapshots.take(fd, self.path) == self._snapshot
+        if not same:
+            raise DatasetChangedError(f"{self.path}: it has changed since it was indexed; open its index anew")
+
     def __reduce__(self) -> tuple[Any, ...]:
         if self._origin is not None:
             return _reopened, (type(self), self.path, *self._origin, self.fingerprint)
-        return _restored, (type(self), self._snapshot, self._columns)
+        return _restored, (type(self), self._snapshot, self._columns, self._pinned)
 
 
 def _reopened(cls: type[LmdbIndex], path: str, db: str | bytes | None, sidecar: Sidecar, fingerprint: str) -> LmdbIndex:
     index = cls.open(path, db, sidecar)
     if index.fingerprint != fingerprint:
         index.close()
-        raise _changed(path)
+        raise DatasetChangedError(f"{path}: it has changed since its index was pickled; open its index anew")
     return index
 
 
-def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns) -> LmdbIndex:
+def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns, pinned: bool) -> LmdbIndex:
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
-        if snapshots.take(fd, snapshot.path) != snapshot:
-            raise _changed(snapshot.path)
-        return cls(os.dup(fd), snapshot, columns, None)
+        index = cls(os.dup(fd), snapshot, columns, pinned=pinned)
+    index.check()
+    return index
 
 
-def _changed(path: str) -> DatasetChangedError:
-    return DatasetChangedError(f"{path}: it has changed since its index was pickled; open the index anew")
+def _close(fd: int, pin: Pin | None) -> None:
+    posix.close_read_only(fd)
+    if pin is not None:
+        pin.close()
 
 
 def _fingerprint(snapshot: Snapshot, tree: Tree) -> str:
@@ -255,7 +301,7 @@ def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progr
 
 def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
     """Read the trees of the data, and write the index into an empty file."""
-    tree = snapshot.meta.main if name is None else _named(fd, snapshot, name)
+    tree = _tree_of(fd, snapshot, name)
     if tree.entries > snapshot.nbytes:
         raise CorruptDatasetError(f"{snapshot.path}: {tree.entries} records are said to be in {snapshot.nbytes} bytes")
     records = TreeReader(fd, snapshot.geometry, progress).records(tree)
@@ -266,23 +312,30 @@ def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progres
     return columns
 
 
-def _named(fd: int, snapshot: Snapshot, name: bytes) -> Tree:
-    """The tree of a named database.
+def _tree_of(fd: int, snapshot: Snapshot, name: bytes | None) -> Tree:
+    """The tree of a database.
 
     Raises:
-        UnknownKeyError: there is no such database.
+        UnknownKeyError: there is no such database; or the main one has nothing but the names of others.
     """
-    names = []
-    terminator = b"\0" if snapshot.meta.format.has_txnid else b""
-    for found in TreeReader(fd, snapshot.geometry).records(snapshot.meta.main):
-        for position in found.databases:
-            offset, nbytes = unpack_key(int(found.keys[position]))
-            key = posix.read_exactly(fd, offset, nbytes).removesuffix(terminator)
-            if key == name:
-                return Tree.parse(posix.read_exactly(fd, int(found.offsets[position]), int(found.lengths[position])))
-            names.append(key)
-    known = ", ".join(repr(one) for one in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
-    raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; those in the file: {known or 'none'}")
+    main, named = snapshot.meta.main, TreeReader(fd, snapshot.geometry).named(snapshot.meta.main)
+    if name is not None:
+        known = []
+        for one, tree in named:
+            if one == name:
+                return tree
+            known.append(one)
+        raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; the file has {_listed(known)}")
+    if 0 < main.entries <= _MOST_DATABASES:
+        known = [one for one, _ in named]
+        if len(known) == main.entries:
+            raise UnknownKeyError(f"{snapshot.path}: its records are in named databases; name one of {_listed(known)}")
+    return main
+
+
+def _listed(names: list[bytes]) -> str:
+    shown = [*map(repr, names[:_MOST_NAMES]), *["…"][: len(names) > _MOST_NAMES]]
+    return ", ".join(shown) or "none"
 
 
 @cache

@@ -30,6 +30,7 @@ from fastensor.data.pages import (
     keys,
     leaves,
     pack_keys,
+    unpack_key,
 )
 from fastensor.errors import CorruptDatasetError
 from fastensor.files import posix
@@ -99,6 +100,20 @@ class TreeReader:
                     self._progress(done, len(pages))
         if count != tree.entries:
             raise self._damaged(f"the database is said to have {tree.entries} records, and has {count}")
+
+    def named(self, main: Tree) -> Iterator[tuple[bytes, Tree]]:
+        """The named databases of an environment, in the order of the main database that lists them.
+
+        Raises:
+            CorruptDatasetError: the main database is damaged.
+            OSError: the file cannot be read.
+        """
+        terminator = b"\0" if self._geometry.format.has_txnid else b""
+        for found in self.records(main):
+            for position in found.databases:
+                name = posix.read_exactly(self._fd, *unpack_key(int(found.keys[position])))
+                tree = posix.read_exactly(self._fd, int(found.offsets[position]), int(found.lengths[position]))
+                yield name.removesuffix(terminator), Tree.parse(tree)
 
     def _records_of(self, found: Leaves, pages: Pages) -> Records:
         packed = pack_keys(found.key_offsets, found.key_lengths)
