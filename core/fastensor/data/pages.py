@@ -235,7 +235,8 @@ def check_headers(pages: Pages, kind: int | tuple[int, ...], what: str) -> None:
     pages.require(numbers == pages.numbers.astype(np.uint64), "it holds the number of another page")
     flags = pages.flags
     kinds = (kind,) if isinstance(kind, int) else kind
-    pages.require(np.isin(flags & _KINDS, kinds), f"{what} is expected, and its flags say that it is none")
+    fits = np.logical_or.reduce([flags & _KINDS == one for one in kinds])
+    pages.require(fits, f"{what} is expected, and its flags say that it is none")
     if geometry.format.has_txnid:
         newest = np.uint64(geometry.txnid)
         pages.require(pages.block.u64(pages.starts + 8) <= newest, "a later transaction has written it")
