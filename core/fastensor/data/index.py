@@ -47,6 +47,8 @@ class LmdbIndex:
     """Where value i begins in the file, in bytes: int64, read-only, one for each record."""
     lengths: Ints
     """The bytes of value i: int64, read-only, one for each record."""
+    sidecar: str | None
+    """The file that keeps the index; None if it is in memory only."""
     page_size: int
     """The bytes of a page. A value on overflow pages begins 16 or 24 bytes after the start of a page."""
     fingerprint: str
@@ -89,26 +91,18 @@ class LmdbIndex:
         with snapshots.opened(file) as fd:
             if pin:
                 return cls._open_pinned(fd, file, name, sidecar, progress)
-            for _ in range(snapshots.ATTEMPTS):
-                snapshot = snapshots.take(fd, file)
-                try:
-                    columns, kept = _columns(fd, snapshot, name, sidecar, progress)
-                except CorruptDatasetError:
-                    if snapshots.take(fd, file) == snapshot:
-                        raise
-                    continue
-                if snapshots.take(fd, file) == snapshot:
-                    return cls(os.dup(fd), snapshot, columns, (db, sidecar) if kept else None)
-        times = f"{snapshots.ATTEMPTS} times while it was read"
-        raise DatasetChangedError(f"{file}: it has changed {times}; wait for the writer, or open it with pin=True")
+            snapshot, (columns, place) = snapshots.read_unchanged(
+                fd, file, lambda snapshot: _columns(fd, snapshot, name, sidecar, progress)
+            )
+            return cls(os.dup(fd), snapshot, columns, place, opened_by=(db, sidecar))
 
     @classmethod
     def _open_pinned(cls, fd: int, file: str, name: bytes | None, sidecar: Sidecar, progress: Progress | None) -> Self:
         pin = Pin(file)
         try:
             snapshot = snapshots.take_pinned(fd, file, pin)
-            columns, _ = _columns(fd, snapshot, name, sidecar, progress)
-            return cls(os.dup(fd), snapshot, columns, pin=pin)
+            columns, place = _columns(fd, snapshot, name, sidecar, progress)
+            return cls(os.dup(fd), snapshot, columns, place, pin=pin)
         except BaseException:
             pin.close()
             raise
@@ -118,17 +112,19 @@ class LmdbIndex:
         fd: int,
         snapshot: Snapshot,
         columns: Columns,
-        origin: tuple[str | bytes | None, Sidecar] | None = None,
+        place: str | None,
         *,
+        opened_by: tuple[str | bytes | None, Sidecar] | None = None,
         pin: Pin | None = None,
         pinned: bool = False,
     ) -> None:
         self._fd = fd
         self.close = weakref.finalize(self, _close, fd, pin)
         """Close the file, and let writers reuse the pages of a pinned snapshot. The arrays stay as they are."""
-        self._snapshot, self._columns, self._origin = snapshot, columns, origin
+        self._snapshot, self._columns, self._opened_by = snapshot, columns, opened_by
         self._pinned = pinned or pin is not None
         self.path = snapshot.path
+        self.sidecar = place
         self.offsets, self.lengths = columns.offsets, columns.lengths
         self.page_size = snapshot.meta.page_size
         self.fingerprint = _fingerprint(snapshot, columns.tree)
@@ -198,8 +194,8 @@ class LmdbIndex:
             raise DatasetChangedError(f"{self.path}: it has changed since it was indexed; open its index anew")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._origin is not None:
-            return _reopened, (type(self), self.path, *self._origin, self.fingerprint)
+        if self.sidecar is not None and self._opened_by is not None:
+            return _reopened, (type(self), self.path, *self._opened_by, self.fingerprint)
         return _restored, (type(self), self._snapshot, self._columns, self._pinned)
 
 
@@ -215,7 +211,7 @@ def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns, pinned
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
-        index = cls(os.dup(fd), snapshot, columns, pinned=pinned)
+        index = cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
     index.check()
     return index
 
@@ -243,13 +239,13 @@ def _order(tree: Tree) -> Any:
 
 def _columns(
     fd: int, snapshot: Snapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
-) -> tuple[Columns, bool]:
-    """The index, and whether a sidecar keeps it."""
+) -> tuple[Columns, str | None]:
+    """The index, and the sidecar that keeps it, if one does."""
     places = _places(snapshot.path, name, sidecar)
     for place in places:
         found = _kept(place, snapshot, name)
         if found is not None:
-            return found, True
+            return found, place
     failures = []
     for place in places:
         try:
@@ -261,12 +257,12 @@ def _columns(
             continue
         if failures:
             _say_once(f"{snapshot.path}: its index is kept as {place}, because it cannot be kept beside: {failures[0]}")
-        return found, True
+        return found, place
     if failures:
         _say_once(f"{snapshot.path}: its index is kept in memory, and built by each process: {failures[-1]}")
     memory = os.memfd_create("fastensor-index", os.MFD_CLOEXEC)
     try:
-        return _build(memory, fd, snapshot, name, progress), False
+        return _build(memory, fd, snapshot, name, progress), None
     finally:
         os.close(memory)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastensor.data.pages import HEAD_NBYTES, META_PAGES, Geometry, Meta, parse_meta
 from fastensor.errors import CorruptDatasetError, DatasetChangedError, FastensorError
 from fastensor.files import posix
 
-ATTEMPTS = 3
-"""How often a file that changes while it is read is read anew."""
+T = TypeVar("T")
+_ATTEMPTS = 3
+"""How often a file that changes while it is read is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,28 @@ def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:
     return Snapshot(path, status.st_ino, status.st_size, status.st_mtime_ns, meta)
 
 
+def read_unchanged(fd: int, path: str, read: Callable[[Snapshot], T]) -> tuple[Snapshot, T]:
+    """What a function finds in the newest snapshot of a file, and that snapshot. If the file is written to meanwhile,
+    the function is called again.
+
+    Raises:
+        DatasetChangedError: the file was written to each time.
+        CorruptDatasetError: ``read`` has raised it, and nobody has written to the file.
+    """
+    for _ in range(_ATTEMPTS):
+        snapshot = take(fd, path)
+        try:
+            found = read(snapshot)
+        except CorruptDatasetError:  # a writer has reused pages, or the file is damaged
+            if take(fd, path) == snapshot:
+                raise
+        else:
+            if take(fd, path) == snapshot:
+                return snapshot, found
+    what = f"it has changed {_ATTEMPTS} times while it was read; wait for the writer, or pin a snapshot (pin=True)"
+    raise DatasetChangedError(f"{path}: {what}")
+
+
 class Pin:
     """A read transaction of py-lmdb: while it is open, no writer reuses the pages of its snapshot.
 
@@ -134,7 +157,7 @@ def take_pinned(fd: int, path: str, pin: Pin) -> Snapshot:
     Raises:
         DatasetChangedError: writers commit faster than their meta pages can be read.
     """
-    for _ in range(ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         with contextlib.suppress(DatasetChangedError):
             snapshot = take(fd, path, pin.txnid)
             if take(fd, path, pin.txnid).meta == snapshot.meta:  # no writer has replaced the meta page meanwhile
