@@ -150,13 +150,15 @@ class LmdbIndex:
             IndexError: there is no such record.
         """
         offset, nbytes = unpack_key(int(self._columns.keys[position]))
-        return posix.read_exactly(self._fd, offset, nbytes)
+        with snapshots.naming(self.path):
+            return posix.read_exactly(self._fd, offset, nbytes)
 
     def keys(self) -> Iterator[bytes]:
         """The keys of all records, in order; a key with several values comes as often."""
         places = (unpack_key(int(packed)) for packed in self._columns.keys)
         for page, some in itertools.groupby(places, lambda place: place[0] // self.page_size):
-            data = posix.read_exactly(self._fd, page * self.page_size, self.page_size)
+            with snapshots.naming(self.path):
+                data = posix.read_exactly(self._fd, page * self.page_size, self.page_size)
             for offset, nbytes in some:
                 at = offset - page * self.page_size
                 yield data[at : at + nbytes]
@@ -289,7 +291,7 @@ def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
 
 def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
     os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
-    with NewFile(place) as new:
+    with snapshots.naming(place), NewFile(place) as new:
         columns = _build(new.fd, fd, snapshot, name, progress)
         new.publish()
     return columns

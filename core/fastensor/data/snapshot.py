@@ -49,19 +49,37 @@ def data_file(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A descriptor for reading the file.
+    """A descriptor for reading the file, in a block whose errors are those of this file.
 
     Raises:
-        CorruptDatasetError: the path leads to something else than a regular file.
-        OSError: the file cannot be opened.
+        CorruptDatasetError: the path leads to something else than a regular file; or the block has met the file's end.
+        OSError: the file cannot be opened, or read in the block; ``filename`` is the path.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CorruptDatasetError(f"{path}: expected the data file of an LMDB environment, found no regular file")
-        yield fd
+        with naming(path):
+            yield fd
     finally:
         posix.close_read_only(fd)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Have every ``OSError`` of the block that names no file name this one; that a file has ended is an error of ours.
+
+    Raises:
+        CorruptDatasetError: the file ended too early.
+    """
+    try:
+        yield
+    except posix.EndOfFile as error:
+        raise CorruptDatasetError(f"{path}: {error.strerror}: it was cut off") from error
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
 
 
 def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:

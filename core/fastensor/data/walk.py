@@ -33,6 +33,7 @@ from fastensor.data.pages import (
     pack_keys,
     unpack_key,
 )
+from fastensor.data.snapshot import naming
 from fastensor.errors import CorruptDatasetError
 from fastensor.files import posix
 
@@ -245,9 +246,10 @@ class TreeReader:
         """The pages of a chunk, in memory in the order of the file."""
         size, count = self._geometry.page_size, len(chunk.numbers)
         data = np.empty(count * size, np.uint8)
-        for offset, first, end in chunk.runs:
-            if posix.read_fully(self._fd, data.data[first:end], offset) < end - first:
-                raise self._damaged(f"it ends before byte {offset + end - first}: it was cut off")
+        with naming(self._geometry.path):
+            for offset, first, end in chunk.runs:
+                filled = posix.read_fully(self._fd, data.data[first:end], offset)
+                posix.check_end(filled, end - first, offset)
         starts = np.empty(count, np.int64)
         starts[chunk.order] = np.arange(count) * size
         return Pages(Block(data), starts, np.full(count, size), chunk.numbers, self._geometry)
