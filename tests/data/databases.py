@@ -140,4 +140,4 @@ def overwrite(path: Path, times: int) -> None:
         for turn in range(times):
             with env.begin(write=True) as txn:
                 for key, value in list(txn.cursor()):
-                    txn.put(key, bytes([turn]) * len(value))
+                    txn.put(key, bytes([turn % 256]) * len(value))

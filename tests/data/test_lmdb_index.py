@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -121,3 +122,36 @@ def test_named_databases(tmp_path: Path, engine: int) -> None:
         LmdbIndex.open(path, "masks")
     with pytest.raises(UnknownKeyError, match=r"in named databases; name one of b'images', b'labels'"):
         LmdbIndex.open(path)
+
+
+WRITER = (400, (500, 3000))
+"""Records of which a writer replaces all values in each of its transactions."""
+
+
+def is_one_version(values: list[bytes]) -> bool:
+    """Whether all values are of one transaction of :func:`overwrite`, which gives all bytes the same value."""
+    return len({byte for value in values for byte in value}) == 1
+
+
+@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "unpinned"])
+@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.torture)], ids=["sample", "many"])
+def test_a_file_that_is_being_written_to(
+    tmp_path: Path, tally: Counter[str], engine: int, pin: bool, times: int
+) -> None:
+    """What is read is one version of the data, or it is an error."""
+    path = make(tmp_path / "data", some_records(*WRITER).items(), engine=engine)
+    overwrite(path, 1)
+    writer = multiprocessing.get_context("forkserver").Process(target=overwrite, args=(path, times))
+    writer.start()
+    while writer.is_alive():
+        try:
+            with LmdbIndex.open(path, pin=pin) as index:
+                values = values_of(index)
+                index.check()
+        except DatasetChangedError:
+            assert not pin
+            tally["changes of databases noticed"] += 1
+        else:
+            assert is_one_version(values)
+            tally["snapshots read under a writer"] += 1
+    assert writer.exitcode == 0
