@@ -15,11 +15,11 @@ from typing import Any, Literal, Self, TypeAlias
 
 from fastensor.data import sidecar as sidecars
 from fastensor.data import snapshot as snapshots
-from fastensor.data.pages import INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
+from fastensor.data.pages import INTEGER_KEY, MOST_FILE_NBYTES, REVERSE_KEY, Ints, Tree, unpack_key
 from fastensor.data.sidecar import Columns
 from fastensor.data.snapshot import Pin, Snapshot
 from fastensor.data.walk import Progress, TreeReader
-from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
+from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError, UnsupportedDatasetError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 
@@ -119,8 +119,7 @@ class LmdbIndex:
         pinned: bool = False,
     ) -> None:
         self._fd = fd
-        self.close = weakref.finalize(self, _close, fd, pin)
-        """Close the file, and let writers reuse the pages of a pinned snapshot. The arrays stay as they are."""
+        self._closing = weakref.finalize(self, _close, fd, pin)
         self._snapshot, self._columns, self._opened_by = snapshot, columns, opened_by
         self._pinned = pinned or pin is not None
         self.path = snapshot.path
@@ -137,6 +136,10 @@ class LmdbIndex:
     ) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Close the file, and let writers reuse the pages of a pinned snapshot. The arrays stay as they are."""
+        self._closing()
+
     def __len__(self) -> int:
         return len(self.offsets)
 
@@ -148,17 +151,16 @@ class LmdbIndex:
 
         Raises:
             IndexError: there is no such record.
+            ValueError: the index is closed.
         """
         offset, nbytes = unpack_key(int(self._columns.keys[position]))
-        with snapshots.naming(self.path):
-            return posix.read_exactly(self._fd, offset, nbytes)
+        return self._read(offset, nbytes)
 
     def keys(self) -> Iterator[bytes]:
         """The keys of all records, in order; a key with several values comes as often."""
         places = (unpack_key(int(packed)) for packed in self._columns.keys)
         for page, some in itertools.groupby(places, lambda place: place[0] // self.page_size):
-            with snapshots.naming(self.path):
-                data = posix.read_exactly(self._fd, page * self.page_size, self.page_size)
+            data = self._read(page * self.page_size, self.page_size)
             for offset, nbytes in some:
                 at = offset - page * self.page_size
                 yield data[at : at + nbytes]
@@ -177,6 +179,12 @@ class LmdbIndex:
         if first == len(self) or self.key(first) != key:
             raise UnknownKeyError(f"{self.path}: no record has the key {key!r}")
         return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if not self._closing.alive:
+            raise ValueError(f"{self.path}: its index is closed")
+        with snapshots.naming(self.path):
+            return posix.read_exactly(self._fd, offset, nbytes)
 
     def check(self) -> None:
         """Check that the data is still what the index is of, by a look at the file's status and its meta pages.
@@ -276,7 +284,8 @@ def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
     if sidecar is True:
         return [sidecars.beside(path, name)]
     if sidecar == "auto":
-        return [sidecars.beside(path, name), sidecars.in_cache(path, name)]
+        cached = sidecars.in_cache(path, name)
+        return [sidecars.beside(path, name), *([] if cached is None else [cached])]
     return [os.path.abspath(sidecar)]
 
 
@@ -300,6 +309,8 @@ def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progr
 def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
     """Read the trees of the data, and write the index into an empty file."""
     tree = _tree_of(fd, snapshot, name)
+    if snapshot.nbytes > MOST_FILE_NBYTES:
+        raise UnsupportedDatasetError(f"{snapshot.path}: {snapshot.nbytes} bytes, expected at most {MOST_FILE_NBYTES}")
     if tree.entries > snapshot.nbytes:
         raise CorruptDatasetError(f"{snapshot.path}: {tree.entries} records are said to be in {snapshot.nbytes} bytes")
     records = TreeReader(fd, snapshot.geometry, progress).records(tree)
