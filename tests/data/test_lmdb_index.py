@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,22 @@ def test_a_pin_needs_that_nobody_else_in_the_process_has_the_file_open(tmp_path:
     path = make(tmp_path / "data", some_records(10).items())
     with lmdb.open(str(path)), pytest.raises(FastensorError, match="already open in this process"):
         LmdbIndex.open(path, pin=True)
+
+
+def test_a_pin_needs_py_lmdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path / "data", some_records(10).items())
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    assert len(LmdbIndex.open(path)) == 10
+    with pytest.raises(FastensorError, match=r"pip install fastensor\[lmdb\]"):
+        LmdbIndex.open(path, pin=True)
+
+
+def test_a_closed_index_reads_no_keys(tmp_path: Path) -> None:
+    with LmdbIndex.open(make(tmp_path / "data", some_records(10).items())) as index:
+        assert index.key(3) == b"00000003"
+    with pytest.raises(ValueError, match="its index is closed"):
+        index.key(3)
+    assert len(values_of(index)) == 10
 
 
 @pytest.mark.parametrize("sidecar", ["auto", False])
