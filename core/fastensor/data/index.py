@@ -136,6 +136,22 @@ class LmdbIndex:
     def __repr__(self) -> str:
         return f"<LmdbIndex of {len(self)} records in {self.path}>"
 
+    def fileno(self) -> int:
+        """The descriptor of the data file. It belongs to the index."""
+        return self._fd
+
+    def check_unchanged(self) -> None:
+        """Check that nobody has written to the open file since it was indexed: what was read until now is right.
+
+        Takes some microseconds, and no reads of the disk. Does nothing for a pinned snapshot.
+
+        Raises:
+            DatasetChangedError: somebody has written to the file.
+            OSError: the file cannot be read.
+        """
+        if not self._pinned and not self._snapshot.is_current(self._fd):
+            raise DatasetChangedError(f"{self.path}: it was written to since it was indexed; open it anew")
+
     def key(self, position: int) -> bytes:
         """The key of a record, read from the file.
 
@@ -176,23 +192,6 @@ class LmdbIndex:
         with snapshots.naming(self.path):
             return posix.read_exactly(self._fd, offset, nbytes)
 
-    def check(self) -> None:
-        """Check that the data is still what the index is of, by a look at the file's status and its meta pages.
-
-        Of a pinned snapshot, only that no other file has taken the place of the data.
-
-        Raises:
-            DatasetChangedError: somebody has written to the file, or replaced it.
-            OSError: the file cannot be read.
-        """
-        with snapshots.opened(self.path) as fd:
-            if self._pinned:
-                same = os.fstat(fd).st_ino == self._snapshot.inode
-            else:
-                same = snapshots.take(fd, self.path) == self._snapshot
-        if not same:
-            raise DatasetChangedError(f"{self.path}: it has changed since it was indexed; open its index anew")
-
     def __reduce__(self) -> tuple[Any, ...]:
         if self.sidecar is not None and self._opened_by is not None:
             return _reopened, (type(self), self.path, *self._opened_by, self.fingerprint)
@@ -203,7 +202,7 @@ def _reopened(cls: type[LmdbIndex], path: str, db: str | bytes | None, sidecar: 
     index = cls.open(path, db, sidecar)
     if index.fingerprint != fingerprint:
         index.close()
-        raise DatasetChangedError(f"{path}: it has changed since its index was pickled; open its index anew")
+        raise _changed(path)
     return index
 
 
@@ -211,9 +210,13 @@ def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns, pinned
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
-        index = cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
-    index.check()
-    return index
+        if not (snapshot.is_of(fd) if pinned else snapshot.is_current(fd)):
+            raise _changed(snapshot.path)
+        return cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
+
+
+def _changed(path: str) -> DatasetChangedError:
+    return DatasetChangedError(f"{path}: it was written to, or replaced, since its index was pickled; open it anew")
 
 
 def _close(fd: int, pin: Pin | None) -> None:

@@ -23,6 +23,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 HEAD_NBYTES = 24 + 136
 """The bytes of a meta page that say everything, in both versions."""
+TXNID_OFFSET = 128
+"""Where the number of the transaction is in a meta page, from the end of its header."""
 META_PAGES = 2
 NO_PAGE = 2**64 - 1
 MOST_LEVELS = 32
