@@ -141,7 +141,7 @@ def _format_of(head: bytes, path: str) -> Format:
     native, foreign = (_MAGIC.to_bytes(4, order) for order in (sys.byteorder, _other_order()))
     for header_nbytes in (16, 24):
         if head[header_nbytes : header_nbytes + 4] == native:
-            version = struct.unpack_from("=I", head, header_nbytes + 4)[0] & 0xFFFF
+            version = struct.unpack_from("=I", head, header_nbytes + 4)[0]
             found = _FORMATS.get(version)
             if found is None or found.header_nbytes != header_nbytes:
                 raise UnsupportedDatasetError(
