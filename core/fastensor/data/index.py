@@ -13,11 +13,11 @@ from typing import Any, Self
 
 from fastensor.data import snapshot as snapshots
 from fastensor.data.building import Sidecar, kept_or_built
-from fastensor.data.pages import INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
+from fastensor.data.pages import DUP_SORT, INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
 from fastensor.data.sidecar import Columns
 from fastensor.data.snapshot import Pin, Snapshot
 from fastensor.data.walk import Progress
-from fastensor.errors import DatasetChangedError, UnknownKeyError
+from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
 
 
@@ -157,6 +157,8 @@ class LmdbIndex:
 
         Raises:
             IndexError: there is no such record.
+            CorruptDatasetError: the file was cut off.
+            OSError: the file cannot be read.
             ValueError: the index is closed.
         """
         offset, nbytes = unpack_key(int(self._columns.keys[position]))
@@ -184,13 +186,21 @@ class LmdbIndex:
         first = bisect.bisect_left(positions, wanted, key=lambda position: order(self.key(position)))
         if first == len(self) or self.key(first) != key:
             raise UnknownKeyError(f"{self.path}: no record has the key {key!r}")
+        if not self._columns.tree.flags & DUP_SORT:
+            return range(first, first + 1)
         return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if not self._closing.alive:
             raise ValueError(f"{self.path}: its index is closed")
-        with snapshots.naming(self.path):
-            return posix.read_exactly(self._fd, offset, nbytes)
+        try:  # not by naming(), which takes longer than this call
+            data = os.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            error.filename = self.path
+            raise
+        if len(data) < nbytes:
+            raise CorruptDatasetError(f"{self.path}: it ends before byte {offset + nbytes}: it was cut off")
+        return data
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.sidecar is not None and self._opened_by is not None:
