@@ -199,11 +199,14 @@ class TreeReader:
         pages = self._checked(roots)
         tree_of = np.arange(len(roots))
         for _ in range(depth - 1):
-            parts = [children(chunk) for chunk in self._chunks(pages, BRANCH, "a branch page")]
-            sizes = np.cumsum([0, *(len(chunk) for chunk in self._split(pages))])
-            owner = np.concatenate([part.owner + first for part, first in zip(parts, sizes, strict=False)])
-            pages = self._checked(np.concatenate([part.pages for part in parts]).astype(np.uint64))
-            tree_of = tree_of[owner]
+            below, owners, done = [], [], 0
+            for chunk in self._chunks(pages, BRANCH, "a branch page"):
+                owner, numbers = children(chunk)
+                below.append(numbers)
+                owners.append(done + owner)
+                done += len(chunk.starts)
+            pages = self._checked(np.concatenate(below).astype(np.uint64))
+            tree_of = tree_of[np.concatenate(owners)]
         return pages, tree_of
 
     def _checked(self, numbers: npt.NDArray[np.uint64]) -> Ints:
