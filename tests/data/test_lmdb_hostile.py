@@ -142,7 +142,7 @@ LIES: dict[str, tuple[Callable[[File], None], str]] = {
     "two children are the same page": (_same_children, "are said to be on the same page"),
     "a branch page is its own child": (_cycle, "a leaf page is expected"),
     "a child is beyond the end": (lambda file: file.put("I", file.node(file.root, 1), 1 << 31), "refers to page 2147"),
-    "a child is a meta page": (lambda file: file.put("I", file.node(file.root, 1), 1), "refers to page 1 "),
+    "a child is a meta page": (lambda file: file.put("I", file.node(file.root, 1), 1), "refers to page 1;"),
     "a value is beyond the end": (_wild_value, "pages that the file does not have"),
     "a value is 4 GB": (lambda file: file.put("I", file.big(), 0xFFFFFFFF), "pages that the file does not have"),
     "more records than there are": (

@@ -214,7 +214,8 @@ class TreeReader:
         holds = (numbers >= META_PAGES) & (numbers < self._geometry.page_count)
         if not holds.all():
             wrong = int(numbers[np.argmin(holds)])
-            raise self._damaged(f"it refers to page {wrong} and has {self._geometry.page_count} pages; is it cut off?")
+            pages = f"the file has {self._geometry.page_count} pages, the first two of which are meta pages"
+            raise self._damaged(f"a tree refers to page {wrong}; {pages}; it is damaged or was cut off")
         if len(np.unique(numbers)) < len(numbers) or self._read + len(numbers) > self._geometry.page_count:
             raise self._damaged("several parts of its trees are said to be on the same page")
         self._read += len(numbers)
