@@ -66,7 +66,7 @@ class StateChangedError(FastensorError, RuntimeError):
 
 
 class UnknownKeyError(FastensorError, KeyError):
-    """A checkpoint has no entry of the given name, or none that matches the given pattern."""
+    """A checkpoint has no entry of the given name, or none that matches the given pattern; a dataset has no such key."""
 
     def __str__(self) -> str:  # KeyError would show the message as a literal
         return str(self.args[0]) if self.args else ""
@@ -105,3 +105,15 @@ class OffloadError(FastensorError, RuntimeError):
 
 class CorruptActivationError(OffloadError):
     """An offloaded activation was read with other bytes than were written."""
+
+
+class CorruptDatasetError(FastensorError, RuntimeError):
+    """A file of a dataset is not what it claims to be: it is truncated, damaged, or of another format."""
+
+
+class UnsupportedDatasetError(FastensorError, ValueError):
+    """A file of a dataset may be sound, but cannot be read here: its version, its byte order, or that it is encrypted."""
+
+
+class DatasetChangedError(FastensorError, RuntimeError):
+    """A file of a dataset was written to while it was read, or since it was indexed."""

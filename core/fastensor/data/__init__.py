@@ -1,1 +1,5 @@
-"""Training data: records of a file, read at the speed of the disk in any order that is known ahead."""
+"""Training data from LMDB, read at the speed of the disk, without mapping the file."""
+
+from fastensor.data.index import LmdbIndex
+
+__all__ = ["LmdbIndex"]

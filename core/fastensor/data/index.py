@@ -1,0 +1,290 @@
+"""Where each record of an LMDB database is in its file."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+from fastensor.data import sidecar as sidecars
+from fastensor.data import snapshot as snapshots
+from fastensor.data.pages import INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
+from fastensor.data.sidecar import Columns
+from fastensor.data.snapshot import Snapshot
+from fastensor.data.walk import Progress, TreeReader
+from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
+from fastensor.files import posix
+from fastensor.files.atomic import NewFile
+
+Sidecar: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str]
+
+_ATTEMPTS = 3
+"""How often a file that changes while it is read is read anew."""
+_MOST_NAMES = 10
+_logger = logging.getLogger("fastensor")
+
+
+class LmdbIndex:
+    """Where each record of an LMDB database is in its file, in the order of the database. Immutable.
+
+    The arrays are mapped, so processes share their memory. Any thread may use an index, and a forked child may. A
+    pickled index names its file: whoever unpickles it opens the same file, and gets an error if the data has changed.
+
+    Use :meth:`open` to make one. Values are read from :attr:`path` by whatever means; this class reads keys only. It
+    keeps the file open until :meth:`close`, the end of its ``with``, or until it is forgotten.
+    """
+
+    path: str
+    """The data file."""
+    offsets: Ints
+    """Where value i begins in the file, in bytes: int64, read-only, one for each record."""
+    lengths: Ints
+    """The bytes of value i: int64, read-only, one for each record."""
+    page_size: int
+    """The bytes of a page. A value on overflow pages begins 16 or 24 bytes after the start of a page."""
+    fingerprint: str
+    """Identifies the file and its contents: inode, size, time of change, number of the transaction, roots of the trees.
+    The device is left out: machines that share a filesystem number it differently."""
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        db: str | bytes | None = None,
+        sidecar: Sidecar = "auto",
+        progress: Progress | None = None,
+    ) -> Self:
+        """Read the index of a database from its sidecar; or from the data, if there is no sidecar of its present state.
+
+        Args:
+            path: the directory of the environment, or its data file.
+            db: the name of a database in the environment; None for the main one.
+            sidecar: where the index is kept. ``"auto"``: beside the data; in the user's cache if that folder cannot be
+                written to; in memory if neither can. True: beside the data, or it is an error. False: in memory. A
+                path: there, or it is an error.
+            progress: is called while the index is built, with the pages that were read so far and those in all.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CorruptDatasetError: the file is damaged, or no LMDB file.
+            UnsupportedDatasetError: its version, byte order or encryption is not supported.
+            UnknownKeyError: there is no database of that name.
+            DatasetChangedError: the file is being written to.
+            OSError: the file cannot be read, or the sidecar cannot be written and has to be.
+        """
+        file = snapshots.data_file(path)
+        name = db.encode() if isinstance(db, str) else db
+        with snapshots.opened(file) as fd:
+            for _ in range(_ATTEMPTS):
+                snapshot = snapshots.take(fd, file)
+                try:
+                    columns, kept = _columns(fd, snapshot, name, sidecar, progress)
+                except CorruptDatasetError:
+                    if snapshots.take(fd, file) == snapshot:
+                        raise
+                    continue
+                if snapshots.take(fd, file) == snapshot:
+                    return cls(os.dup(fd), snapshot, columns, (db, sidecar) if kept else None)
+        raise DatasetChangedError(f"{file}: it is being written to: it has changed {_ATTEMPTS} times while it was read")
+
+    def __init__(
+        self, fd: int, snapshot: Snapshot, columns: Columns, origin: tuple[str | bytes | None, Sidecar] | None
+    ) -> None:
+        self._fd = fd
+        self.close = weakref.finalize(self, posix.close_read_only, fd)
+        """Close the file. The arrays stay as they are."""
+        self._snapshot, self._columns, self._origin = snapshot, columns, origin
+        self.path = snapshot.path
+        self.offsets, self.lengths = columns.offsets, columns.lengths
+        self.page_size = snapshot.meta.page_size
+        self.fingerprint = _fingerprint(snapshot, columns.tree)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __repr__(self) -> str:
+        return f"<LmdbIndex of {len(self)} records in {self.path}>"
+
+    def key(self, position: int) -> bytes:
+        """The key of a record, read from the file.
+
+        Raises:
+            IndexError: there is no such record.
+        """
+        offset, nbytes = unpack_key(int(self._columns.keys[position]))
+        return posix.read_exactly(self._fd, offset, nbytes)
+
+    def keys(self) -> Iterator[bytes]:
+        """The keys of all records, in order; a key with several values comes as often."""
+        places = (unpack_key(int(packed)) for packed in self._columns.keys)
+        for page, some in itertools.groupby(places, lambda place: place[0] // self.page_size):
+            data = posix.read_exactly(self._fd, page * self.page_size, self.page_size)
+            for offset, nbytes in some:
+                at = offset - page * self.page_size
+                yield data[at : at + nbytes]
+
+    def find(self, key: bytes) -> range:
+        """The positions of the records of a key: one, or several in a database of duplicates.
+
+        Takes about log2(n) reads of a key.
+
+        Raises:
+            UnknownKeyError: there is no such key.
+        """
+        order = _order(self._columns.tree)
+        positions, wanted = range(len(self)), order(key)
+        first = bisect.bisect_left(positions, wanted, key=lambda position: order(self.key(position)))
+        if first == len(self) or self.key(first) != key:
+            raise UnknownKeyError(f"{self.path}: no record has the key {key!r}")
+        return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._origin is not None:
+            return _reopened, (type(self), self.path, *self._origin, self.fingerprint)
+        return _restored, (type(self), self._snapshot, self._columns)
+
+
+def _reopened(cls: type[LmdbIndex], path: str, db: str | bytes | None, sidecar: Sidecar, fingerprint: str) -> LmdbIndex:
+    index = cls.open(path, db, sidecar)
+    if index.fingerprint != fingerprint:
+        index.close()
+        raise _changed(path)
+    return index
+
+
+def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns) -> LmdbIndex:
+    for column in columns[1:]:
+        column.flags.writeable = False
+    with snapshots.opened(snapshot.path) as fd:
+        if snapshots.take(fd, snapshot.path) != snapshot:
+            raise _changed(snapshot.path)
+        return cls(os.dup(fd), snapshot, columns, None)
+
+
+def _changed(path: str) -> DatasetChangedError:
+    return DatasetChangedError(f"{path}: it has changed since its index was pickled; open the index anew")
+
+
+def _fingerprint(snapshot: Snapshot, tree: Tree) -> str:
+    meta = snapshot.meta
+    numbers = (snapshot.inode, snapshot.nbytes, snapshot.mtime_ns, meta.txnid, meta.main.root, tree.root)
+    return "lmdb:" + "-".join(f"{number:x}" for number in numbers)
+
+
+def _order(tree: Tree) -> Any:
+    """What keys of a database are sorted by."""
+    if tree.flags & REVERSE_KEY:
+        return lambda key: key[::-1]
+    if tree.flags & INTEGER_KEY:
+        return lambda key: int.from_bytes(key, sys.byteorder)
+    return bytes
+
+
+def _columns(
+    fd: int, snapshot: Snapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
+) -> tuple[Columns, bool]:
+    """The index, and whether a sidecar keeps it."""
+    places = _places(snapshot.path, name, sidecar)
+    for place in places:
+        found = _kept(place, snapshot, name)
+        if found is not None:
+            return found, True
+    failures = []
+    for place in places:
+        try:
+            found = _build_at(place, fd, snapshot, name, progress)
+        except OSError as error:
+            if sidecar != "auto":
+                raise
+            failures.append(error)
+            continue
+        if failures:
+            _say_once(f"{snapshot.path}: its index is kept as {place}, because it cannot be kept beside: {failures[0]}")
+        return found, True
+    if failures:
+        _say_once(f"{snapshot.path}: its index is kept in memory, and built by each process: {failures[-1]}")
+    memory = os.memfd_create("fastensor-index", os.MFD_CLOEXEC)
+    try:
+        return _build(memory, fd, snapshot, name, progress), False
+    finally:
+        os.close(memory)
+
+
+def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
+    """Where a sidecar may be, the best place first."""
+    if sidecar is False:
+        return []
+    if sidecar is True:
+        return [sidecars.beside(path, name)]
+    if sidecar == "auto":
+        return [sidecars.beside(path, name), sidecars.in_cache(path, name)]
+    return [os.path.abspath(sidecar)]
+
+
+def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
+    """The index that a sidecar keeps, if it can be read and is the index of this snapshot."""
+    try:
+        with snapshots.opened(place) as fd:
+            return sidecars.read(fd, snapshot, name)
+    except (OSError, CorruptDatasetError):  # a sidecar that cannot be read is built anew, and then says why
+        return None
+
+
+def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
+    os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
+    with NewFile(place) as new:
+        columns = _build(new.fd, fd, snapshot, name, progress)
+        new.publish()
+    return columns
+
+
+def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
+    """Read the trees of the data, and write the index into an empty file."""
+    tree = snapshot.meta.main if name is None else _named(fd, snapshot, name)
+    if tree.entries > snapshot.nbytes:
+        raise CorruptDatasetError(f"{snapshot.path}: {tree.entries} records are said to be in {snapshot.nbytes} bytes")
+    records = TreeReader(fd, snapshot.geometry, progress).records(tree)
+    sidecars.write(target, snapshot, name, tree, records)
+    columns = sidecars.read(target, snapshot, name, check=False)
+    if columns is None:
+        raise OSError(f"{snapshot.path}: the index that was written cannot be read")
+    return columns
+
+
+def _named(fd: int, snapshot: Snapshot, name: bytes) -> Tree:
+    """The tree of a named database.
+
+    Raises:
+        UnknownKeyError: there is no such database.
+    """
+    names = []
+    terminator = b"\0" if snapshot.meta.format.has_txnid else b""
+    for found in TreeReader(fd, snapshot.geometry).records(snapshot.meta.main):
+        for position in found.databases:
+            offset, nbytes = unpack_key(int(found.keys[position]))
+            key = posix.read_exactly(fd, offset, nbytes).removesuffix(terminator)
+            if key == name:
+                return Tree.parse(posix.read_exactly(fd, int(found.offsets[position]), int(found.lengths[position])))
+            names.append(key)
+    known = ", ".join(repr(one) for one in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+    raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; those in the file: {known or 'none'}")
+
+
+@cache
+def _say_once(message: str) -> None:
+    _logger.warning("%s", message)

@@ -1,0 +1,223 @@
+"""Reading the B+ trees of an LMDB file: branch pages level by level, then leaf pages in coalesced reads.
+
+Only ``pread`` is used, so a file that shrinks or fails gives an error, not a signal. Overflow pages are never read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fastensor.data.pages import (
+    BRANCH,
+    LEAF,
+    LEAF2,
+    META_PAGES,
+    MOST_LEVELS,
+    NO_PAGE,
+    Block,
+    Geometry,
+    Ints,
+    Leaves,
+    Pages,
+    Tree,
+    check_headers,
+    children,
+    keys,
+    leaves,
+    pack_keys,
+)
+from fastensor.errors import CorruptDatasetError
+from fastensor.files import posix
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the pages that were read so far and those in all."""
+
+CHUNK_NBYTES = 8 << 20
+"""Pages that are read and parsed at a time."""
+
+
+class Records(NamedTuple):
+    """Records in the order of the database."""
+
+    offsets: Ints
+    """Where each value begins in the file."""
+    lengths: Ints
+    """The bytes of each value."""
+    keys: npt.NDArray[np.uint64]
+    """Where each key is in the file, see :func:`fastensor.data.pages.pack_keys`."""
+    databases: Ints
+    """Positions of the records whose values are records of named databases."""
+
+
+class _Values(NamedTuple):
+    """Values of keys that have several, in order."""
+
+    owner: Ints
+    """The position of the key's node."""
+    offsets: Ints
+    lengths: Ints
+
+
+class TreeReader:
+    """Reads the trees of one snapshot of a file. Never reads more pages than the file has.
+
+    Args:
+        fd: the file, which the caller keeps open.
+        geometry: the limits of the snapshot.
+        progress: is called after each chunk of leaf pages.
+    """
+
+    def __init__(self, fd: int, geometry: Geometry, progress: Progress | None = None) -> None:
+        self._fd = fd
+        self._geometry = geometry
+        self._progress = progress
+        self._read = 0
+        """Pages that were read: a sound file is read at most once, whatever its trees look like."""
+
+    def records(self, tree: Tree) -> Iterator[Records]:
+        """The records of a database, a chunk of leaf pages at a time.
+
+        Raises:
+            CorruptDatasetError: the tree is damaged, or is not as large as its record says.
+            OSError: the file cannot be read.
+        """
+        count = 0
+        if self._has_pages(tree):
+            pages, _ = self._leaf_pages(np.array([tree.root], np.uint64), tree.depth)
+            done = 0
+            for chunk in self._chunks(pages, LEAF, "a leaf page"):
+                found = self._records_of(leaves(chunk), chunk)
+                count += len(found.offsets)
+                done += len(chunk.starts)
+                yield found
+                if self._progress is not None:
+                    self._progress(done, len(pages))
+        if count != tree.entries:
+            raise self._damaged(f"the database is said to have {tree.entries} records, and has {count}")
+
+    def _records_of(self, found: Leaves, pages: Pages) -> Records:
+        packed = pack_keys(found.key_offsets, found.key_lengths)
+        if not found.has_duplicates.any():
+            return Records(found.offsets, found.lengths, packed, np.flatnonzero(found.is_tree))
+        single = np.flatnonzero(~found.has_duplicates)
+        parts = [
+            _Values(single, found.offsets[single], found.lengths[single]),
+            self._in_sub_pages(found, pages),
+            *self._in_sub_trees(found, pages),
+        ]
+        owner, offsets, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(owner, kind="stable")
+        owner = owner[order]
+        named = found.is_tree & ~found.has_duplicates
+        return Records(offsets[order], lengths[order], packed[owner], np.flatnonzero(named[owner]))
+
+    def _in_sub_pages(self, found: Leaves, pages: Pages) -> _Values:
+        """The values of keys whose values are in a sub-page, which lies on the leaf page."""
+        nodes = np.flatnonzero(found.has_duplicates & ~found.is_tree)
+        owner = found.owner[nodes]
+        numbers = pages.numbers[owner]
+        shift = numbers * self._geometry.page_size - pages.starts[owner]
+        sub_pages = Pages(pages.block, found.offsets[nodes] - shift, found.lengths[nodes], numbers, self._geometry)
+        of, offsets, lengths = keys(sub_pages)
+        return _Values(nodes[of], offsets + shift[of], lengths)
+
+    def _in_sub_trees(self, found: Leaves, pages: Pages) -> Iterator[_Values]:
+        """The values of keys whose values are in a tree of their own. Trees of the same depth are read together."""
+        nodes = np.flatnonzero(found.has_duplicates & found.is_tree)
+        if not len(nodes):
+            return
+        owner = found.owner[nodes]
+        places = found.offsets[nodes] - (pages.numbers[owner] * self._geometry.page_size - pages.starts[owner])
+        trees = [pages.block.tree(int(place)) for place in places]
+        depths = np.array([tree.depth if self._has_pages(tree) else 0 for tree in trees])
+        for depth in np.unique(depths[depths > 0]):
+            some = np.flatnonzero(depths == depth)
+            values = self._values_of([trees[number] for number in some], int(depth))
+            yield _Values(nodes[some[values.owner]], values.offsets, values.lengths)
+
+    def _values_of(self, trees: list[Tree], depth: int) -> _Values:
+        numbers, tree_of = self._leaf_pages(np.array([tree.root for tree in trees], np.uint64), depth)
+        parts = []
+        done = 0
+        for chunk in self._chunks(numbers, (LEAF, LEAF | LEAF2), "a leaf page of values"):
+            owner, offsets, lengths = keys(chunk)
+            shift = (chunk.numbers * self._geometry.page_size - chunk.starts)[owner]
+            parts.append(_Values(tree_of[done + owner], offsets + shift, lengths))
+            done += len(chunk.starts)
+        values = _Values(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        claimed = np.array([tree.entries for tree in trees], np.uint64)
+        counts = np.bincount(values.owner, minlength=len(trees)).astype(np.uint64)
+        if (counts != claimed).any():
+            first = int(np.argmax(counts != claimed))
+            raise self._damaged(f"a key is said to have {claimed[first]} values, and has {counts[first]}")
+        return values
+
+    def _has_pages(self, tree: Tree) -> bool:
+        if tree.root == NO_PAGE:
+            return False
+        if not 1 <= tree.depth <= MOST_LEVELS:
+            raise self._damaged(f"a tree is said to have {tree.depth} levels, expected 1 to {MOST_LEVELS}")
+        return True
+
+    def _leaf_pages(self, roots: npt.NDArray[np.uint64], depth: int) -> tuple[Ints, Ints]:
+        """The leaf pages of trees of the same depth, in order, and the position of the tree of each."""
+        pages = self._checked(roots)
+        tree_of = np.arange(len(roots))
+        for _ in range(depth - 1):
+            parts = [children(chunk) for chunk in self._chunks(pages, BRANCH, "a branch page")]
+            sizes = np.cumsum([0, *(len(chunk) for chunk in self._split(pages))])
+            owner = np.concatenate([part.owner + first for part, first in zip(parts, sizes, strict=False)])
+            pages = self._checked(np.concatenate([part.pages for part in parts]).astype(np.uint64))
+            tree_of = tree_of[owner]
+        return pages, tree_of
+
+    def _checked(self, numbers: npt.NDArray[np.uint64]) -> Ints:
+        """The page numbers of one level of a tree: no page twice, none outside the file, no more than are left."""
+        holds = (numbers >= META_PAGES) & (numbers < self._geometry.page_count)
+        if not holds.all():
+            wrong = int(numbers[np.argmin(holds)])
+            raise self._damaged(f"it refers to page {wrong} and has {self._geometry.page_count} pages; is it cut off?")
+        if len(np.unique(numbers)) < len(numbers) or self._read + len(numbers) > self._geometry.page_count:
+            raise self._damaged("several parts of its trees are said to be on the same page")
+        self._read += len(numbers)
+        return numbers.astype(np.int64)
+
+    def _split(self, numbers: Ints) -> Iterable[Ints]:
+        most = CHUNK_NBYTES // self._geometry.page_size
+        return (numbers[at : at + most] for at in range(0, len(numbers), most))
+
+    def _chunks(self, numbers: Ints, kind: int | tuple[int, ...], what: str) -> Iterator[Pages]:
+        for chunk in self._split(numbers):
+            pages = self._load(chunk)
+            check_headers(pages, kind, what)
+            yield pages
+
+    def _load(self, numbers: Ints) -> Pages:
+        """Read pages, neighbours in the file by one call, in the order of the file."""
+        size = self._geometry.page_size
+        order = np.argsort(numbers, kind="stable")
+        inside = numbers[order]
+        bounds = np.flatnonzero(np.diff(inside) != 1) + 1
+        firsts = np.concatenate([[0], bounds])
+        lasts = np.concatenate([bounds, [len(inside)]])
+        data = np.empty(len(numbers) * size, np.uint8)
+        memory = data.data
+        places = inside[firsts] * size
+        runs = list(zip(places.tolist(), (firsts * size).tolist(), (lasts * size).tolist(), strict=True))
+        if len(runs) > 1:
+            for place, first, last in runs:
+                os.posix_fadvise(self._fd, place, last - first, os.POSIX_FADV_WILLNEED)
+        for place, first, last in runs:
+            if posix.read_fully(self._fd, memory[first:last], place) < last - first:
+                raise self._damaged(f"it ends before byte {place + last - first}: it was cut off")
+        starts = np.empty(len(numbers), np.int64)
+        starts[order] = np.arange(len(numbers)) * size
+        return Pages(Block(data), starts, np.full(len(numbers), size), numbers, self._geometry)
+
+    def _damaged(self, what: str) -> CorruptDatasetError:
+        return CorruptDatasetError(f"{self._geometry.path}: {what}")
