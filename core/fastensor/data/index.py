@@ -120,6 +120,20 @@ class LmdbIndex:
     def __repr__(self) -> str:
         return f"<LmdbIndex of {len(self)} records in {self.path}>"
 
+    def fileno(self) -> int:
+        """The descriptor of the data file. It belongs to the index."""
+        return self._fd
+
+    def check_unchanged(self) -> None:
+        """Check that nothing was written to the file since it was indexed: what was read until now are its records.
+
+        Raises:
+            DatasetChangedError: the file was written to.
+        """
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != (self._snapshot.nbytes, self._snapshot.mtime_ns):
+            raise DatasetChangedError(f"{self.path}: it was written to since it was indexed; open it anew")
+
     def key(self, position: int) -> bytes:
         """The key of a record, read from the file.
 

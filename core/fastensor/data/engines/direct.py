@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -10,7 +11,7 @@ import numpy as np
 
 from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
 from fastensor.backends.direct import open_direct
-from fastensor.backends.threads import open_pool, shut_down, submit
+from fastensor.backends.threads import Pool, open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents, Integers, Merging, coalesce
 from fastensor.data.engines.base import Fetch, ReadsFetch
 from fastensor.files import posix
@@ -44,7 +45,7 @@ class DirectEngine:
         except BaseException:
             posix.close_read_only(self._fd)
             raise
-        self._is_open = True
+        self.close = weakref.finalize(self, _close, self._pool, self._fd)
 
     def fetch(self, extents: Extents) -> Fetch:
         reads = coalesce(extents, self._merging, alignment=self._alignment)
@@ -66,12 +67,6 @@ class DirectEngine:
 
         return ReadsFetch(extents, reads, begin, finish)
 
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            shut_down(self._pool)
-            posix.close_read_only(self._fd)
-
     def _read_all(self, places: list[tuple[int, int]]) -> list[bytes]:
         with transfer_buffers.lending() as lent:
             buffer = transfer_buffers.take(lent)
@@ -83,6 +78,11 @@ class DirectEngine:
             piece = buffer[: min(BUFFER_NBYTES, nbytes - begin)]
             filled = posix.read_fully(self._fd, piece, offset + begin, alignment=self._alignment)
             yield bytes(piece[:filled])
+
+
+def _close(pool: Pool, fd: int) -> None:
+    shut_down(pool)
+    posix.close_read_only(fd)
 
 
 def _first_of_tasks(lengths: Integers) -> list[int]:

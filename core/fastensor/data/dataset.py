@@ -1,0 +1,203 @@
+"""A database as a map-style dataset of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from fastensor.data.coalescing import Extents, Merging
+from fastensor.data.engines.base import Value
+from fastensor.data.index import LmdbIndex
+from fastensor.data.plan import Positions
+from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
+from fastensor.data.samplers import AnnouncedBatch
+from fastensor.errors import CorruptDatasetError, UnknownKeyError
+from fastensor.files import posix
+
+T = TypeVar("T", covariant=True)
+
+_SAMPLES = 16
+_SAMPLE_NBYTES = 4096
+
+
+class LmdbDataset(Dataset[T], Generic[T]):
+    """The values of an LMDB database, decoded, in the order of their keys. The file is only read.
+
+    A dataset can be pickled, and used in forked and spawned processes: each opens what it needs when it first reads.
+    Any thread may use it. ``dataset[i]`` reads one sample. A ``DataLoader`` calls ``__getitems__``, which reads a whole
+    batch at once. Together with a :class:`~fastensor.data.ReadAheadSampler` or an :class:`~fastensor.data.LmdbLoader`,
+    which know the order of an epoch, it also reads ahead.
+
+    Args:
+        source: the directory of an environment, its data file, or an index.
+        db: the name of a database in the environment; None for the main one.
+        decode: makes a sample of the bytes of a value, a read-only memoryview. See :mod:`fastensor.data.decoders`. None:
+            samples are ``bytes``, or tensors of uint8 on a GPU with the engine ``"kvikio"``.
+        engine: how values are read. ``"auto"``: ``"mapped"`` while the page cache has the file, otherwise
+            ``"willneed"``. ``"mapped"``: by mapping the file. ``"pread"``: by explicit reads. ``"willneed"``: by explicit
+            reads that the kernel is told ahead. ``"direct"``: past the page cache, by threads. ``"kvikio"``: to the memory
+            of the current GPU.
+        read_ahead_nbytes: how many bytes each process reads ahead.
+        merging: what is read together.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptDatasetError: the file is damaged, or no LMDB file.
+        UnsupportedDatasetError: its version, byte order or encryption is not supported.
+        UnknownKeyError: there is no database of that name.
+        DatasetChangedError: the file is being written to.
+        BackendUnavailableError: raised by the first read: the engine cannot be used.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | LmdbIndex,
+        db: str | bytes | None = None,
+        *,
+        decode: Callable[[Any], T] | None = None,
+        engine: EngineOrAuto = "auto",
+        read_ahead_nbytes: int = READ_AHEAD_NBYTES,
+        merging: Merging | None = None,
+    ) -> None:
+        self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
+        """Where the records are."""
+        self.decode = decode
+        self.engine = engine
+        self.read_ahead_nbytes = read_ahead_nbytes
+        self.merging = merging or Merging()
+        self._positions: Positions | None = None
+        """The records of the index that are the samples, if not all are."""
+        self._reader: ValueReader | None = None
+        self._process = 0
+        """The process that has opened the reader."""
+
+    def __len__(self) -> int:
+        return len(self.index) if self._positions is None else len(self._positions)
+
+    def __getitem__(self, position: int) -> T:
+        """One sample. Negative positions count from the end.
+
+        Raises:
+            IndexError: there is no such sample.
+            CorruptDatasetError: the file was cut off.
+            DatasetChangedError: the file was written to since it was indexed.
+            OSError: the file cannot be read.
+        """
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int] | Positions) -> list[T]:
+        """The samples of a batch, in its order. See :meth:`__getitem__`."""
+        reader = self._opened()
+        if isinstance(positions, AnnouncedBatch) and positions.upcoming:
+            reader.expect([self._in_index(batch) for batch in positions.upcoming])
+        try:
+            values = reader.read(self._in_index(np.asarray(positions, np.int64)))
+        except posix.EndOfFile as error:
+            raise CorruptDatasetError(f"{self.index.path}: {error.strerror}; it was cut off") from error
+        self.index.check_unchanged()
+        decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
+        return [decode(value) for value in values]
+
+    def read_ahead(self, batches: Iterable[Sequence[int] | Positions]) -> None:
+        """Announce batches that this process will ask for next, by ``__getitems__`` and in this order.
+
+        A ``DataLoader`` with a :class:`~fastensor.data.ReadAheadSampler` does this in each worker.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        self._opened().expect([self._in_index(np.asarray(batch, np.int64)) for batch in batches])
+
+    def get(self, key: bytes) -> T:
+        """The sample of a key; the first one, if the key has several. Takes some reads of the file to find it.
+
+        Raises:
+            UnknownKeyError: there is no such key, or it is not one of the samples.
+        """
+        return self[int(self.positions_of([key])[0])]
+
+    def positions_of(self, keys: Iterable[bytes]) -> Positions:
+        """The positions of the samples that have these keys, in their order. A key may have several.
+
+        Raises:
+            UnknownKeyError: there is no such key, or it is not one of the samples.
+        """
+        return np.concatenate([np.zeros(0, np.int64), *map(self._positions_of, keys)])
+
+    def select(self, positions: Sequence[int] | Positions) -> Self:
+        """A dataset of some of the samples, in this order. Unlike ``torch.utils.data.Subset`` it still reads ahead.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        selected = copy.copy(self)
+        selected._positions = self._in_index(np.asarray(positions, np.int64))
+        return selected
+
+    @property
+    def reading_by(self) -> str:
+        """The name of the engine that reads in this process now."""
+        return self._opened().engine
+
+    def content_id(self) -> str:
+        """Identifies the samples: their number, and the lengths and first bytes of a few. Copies of a file have the same.
+
+        Reads some pages of the file.
+        """
+        places = np.linspace(0, len(self) - 1, min(_SAMPLES, len(self))).astype(np.int64)
+        positions = self._in_index(places)
+        digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
+        for offset, nbytes in zip(self.index.offsets[positions], self.index.lengths[positions], strict=True):
+            digest.update(f",{nbytes}:".encode())
+            digest.update(posix.read_exactly(self.index.fileno(), int(offset), min(int(nbytes), _SAMPLE_NBYTES)))
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def __copy__(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__getstate__())
+        return other
+
+    def _opened(self) -> ValueReader:
+        """The reader of this process."""
+        if self._reader is None or self._process != os.getpid():
+            self._reader = ValueReader(
+                self.index.fileno(),
+                Extents(self.index.offsets, self.index.lengths),
+                engine=self.engine,
+                read_ahead_nbytes=self.read_ahead_nbytes,
+                merging=self.merging,
+            )
+            self._process = os.getpid()
+        return self._reader
+
+    def _positions_of(self, key: bytes) -> Positions:
+        found = self.index.find(key)
+        if self._positions is None:
+            return np.arange(found.start, found.stop)
+        positions = np.flatnonzero((self._positions >= found.start) & (self._positions < found.stop))
+        if not len(positions):
+            raise UnknownKeyError(f"{self.index.path}: the record of the key {key!r} is not one of the samples")
+        return positions
+
+    def _in_index(self, positions: Positions) -> Positions:
+        """The positions in the index of samples."""
+        count = len(self)
+        wrong = (positions < -count) | (positions >= count)
+        if wrong.any():
+            raise IndexError(f"{self.index.path}: it has {count} samples, found position {positions[wrong][0]}")
+        positions = np.where(positions < 0, positions + count, positions)
+        return positions if self._positions is None else self._positions[positions]
+
+
+def _as_it_is(value: Value) -> bytes | torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else bytes(value)
