@@ -4,7 +4,8 @@ from fastensor.data import decoders
 from fastensor.data.coalescing import Merging
 from fastensor.data.dataset import LmdbDataset
 from fastensor.data.index import LmdbIndex
+from fastensor.data.loader import LmdbLoader
 from fastensor.data.plan import EpochPlan
 from fastensor.data.samplers import ReadAheadSampler
 
-__all__ = ["EpochPlan", "LmdbDataset", "LmdbIndex", "Merging", "ReadAheadSampler", "decoders"]
+__all__ = ["EpochPlan", "LmdbDataset", "LmdbIndex", "LmdbLoader", "Merging", "ReadAheadSampler", "decoders"]

@@ -1,6 +1,7 @@
 """Merging many small reads of a file into few large ones. Everything here is pure.
 
-The paper on LMDBIO calls this coalescing (section 4.5): what several iterations need is read together, sorted by offset.
+The paper on LMDBIO calls this coalescing (section 4.5): what several iterations need is sorted by
+offset, and read together.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from fastensor.files import posix
 
 T = TypeVar("T", covariant=True)
 
+_MEASURED = 4096
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
 
@@ -38,12 +39,19 @@ class LmdbDataset(Dataset[T], Generic[T]):
     Args:
         source: the directory of an environment, its data file, or an index.
         db: the name of a database in the environment; None for the main one.
-        decode: makes a sample of the bytes of a value, a read-only memoryview. See :mod:`fastensor.data.decoders`. None:
-            samples are ``bytes``, or tensors of uint8 on a GPU with the engine ``"kvikio"``.
-        engine: how values are read. ``"auto"``: ``"mapped"`` while the page cache has the file, otherwise
-            ``"willneed"``. ``"mapped"``: by mapping the file. ``"pread"``: by explicit reads. ``"willneed"``: by explicit
-            reads that the kernel is told ahead. ``"direct"``: past the page cache, by threads. ``"kvikio"``: to the memory
-            of the current GPU.
+        decode: makes a sample of a value, a read-only memoryview of its bytes; see :mod:`fastensor.data.decoders`. With
+            the engine ``"kvikio"``, the value is a tensor of uint8 on a GPU. By default, samples are ``bytes``, or that
+            tensor.
+        engine: how values are read:
+
+            - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if the file is larger than
+              memory and its values are large, or else ``"willneed"``
+            - ``"mapped"``: the file is mapped
+            - ``"pread"``: explicit reads
+            - ``"willneed"``: explicit reads that the kernel is told about ahead
+            - ``"direct"``: threads read past the page cache
+            - ``"kvikio"``: explicit reads to the memory of the current GPU
+
         read_ahead_nbytes: how many bytes each process reads ahead.
         merging: what is read together.
 
@@ -142,14 +150,21 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return selected
 
     @property
+    def mean_nbytes(self) -> float:
+        """The mean length of a sample's bytes, estimated from some; 0 if there is none."""
+        if not len(self):
+            return 0.0
+        places = np.linspace(0, len(self) - 1, min(_MEASURED, len(self))).astype(np.int64)
+        return float(self.index.lengths[self._in_index(places)].mean())
+
+    @property
     def reading_by(self) -> str:
         """The name of the engine that reads in this process now."""
         return self._opened().engine
 
     def content_id(self) -> str:
-        """Identifies the samples: their number, and the lengths and first bytes of a few. Copies of a file have the same.
-
-        Reads some pages of the file.
+        """Identifies the samples, by their number, and the lengths and first bytes of a few. The samples of a copied file
+        have the same. Reads some pages of the file.
         """
         places = np.linspace(0, len(self) - 1, min(_SAMPLES, len(self))).astype(np.int64)
         positions = self._in_index(places)

@@ -1,8 +1,8 @@
 """Functions that make a sample of the bytes of a value, for ``decode=`` of :class:`~fastensor.data.LmdbDataset`.
 
-They take any bytes-like object; datasets give them read-only memoryviews. What they return may be a view of those bytes,
-and is then read-only, too. They can be pickled, and go together with functions of the same kind, such as
-``torchvision.transforms.v2.Compose([decoders.Image(), ToImage(), Resize(64)])``, or :class:`Chain` without torchvision.
+They take any bytes-like object; datasets give them read-only memoryviews. What they return may be a view of those
+bytes, and is then read-only, too. They can be pickled, and can be chained with other functions, as in
+``torchvision.transforms.v2.Compose([decoders.Image(), ToImage(), Resize(64)])``, or by :class:`Chain`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def unpickle(value: BytesLike) -> Any:
 
 @lru_cache(maxsize=64)
 def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """The dtype, the shape, and whether the first index changes fastest. Most values of a database have the same header."""
+    """The dtype, the shape, and whether the first index changes fastest. Many values have the same header."""
     file = io.BytesIO(header)
     np.lib.format.read_magic(file)
     shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
@@ -148,4 +148,6 @@ def _imported(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is missing, which decodes these values (pip install 'fastensor[{extra}]')") from error
+        raise ImportError(
+            f"{module} is missing, which decodes these values (pip install 'fastensor[{extra}]')"
+        ) from error

@@ -1,8 +1,8 @@
 """In which order an epoch takes its samples, and which rank takes which. Everything here is pure.
 
-The order of an epoch is a function of the number of samples, the seed, the epoch and the kind of shuffling, but not of the
-number of ranks. A step takes the next samples of that order, ``batch_size`` for each rank, and the ranks divide them. So
-one number, how many samples the epoch has consumed, says where to go on, with any number of ranks and workers.
+The order of an epoch is a function of the number of samples, the seed, the epoch and the kind of shuffling, but not of
+the number of ranks. A step takes the next samples of that order, ``batch_size`` for each rank, and the ranks divide
+them. So one number, how many samples the epoch has consumed, says where to go on, with any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class EpochPlan:
         """How many different blocks the samples of a step come from, as a part of what full shuffling gives: 1 is as
         good. For an average step; borders of groups and a shorter last block are left out of account.
 
-        It matters if the dataset is sorted, for instance by class: then 0.5 means that a step sees half as many classes.
+        It matters if the dataset is sorted, such as by class: a step sees fewer classes the less is mixed.
         """
         blocks = max(self.n // self.block_size, 1)
         full = _distinct_blocks(blocks, self.block_size, self.step_size)

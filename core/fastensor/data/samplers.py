@@ -48,7 +48,9 @@ class ReadAheadSampler(Sampler[list[int]]):
         self._batches_ahead = batches_ahead
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = (np.asarray(batch if isinstance(batch, np.ndarray) else list(batch), np.int64) for batch in self._batches)
+        batches = (
+            np.asarray(batch if isinstance(batch, np.ndarray) else list(batch), np.int64) for batch in self._batches
+        )
         ahead = self._batches_ahead * self._workers
         waiting = deque(islice(batches, ahead))
         number = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from fastensor.data.coalescing import Extents, Merging, Reads, coalesce
+from fastensor.data.coalescing import Extents, Merging, coalesce
 from fastensor.data.engines.base import Fetch, ReadsFetch
 from fastensor.files import posix
 

@@ -1,4 +1,4 @@
-"""The engine ``kvikio``: values go to the memory of a GPU, without host memory where the system has GPUDirect Storage."""
+"""The engine ``kvikio``: values go to a GPU, past the memory of the host where the system has GPUDirect Storage."""
 
 from __future__ import annotations
 
