@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
+_MEASURED = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Extents:
@@ -54,6 +56,13 @@ class Reads:
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+
+def mean_of_some(lengths: Integers) -> float:
+    """The mean, estimated from evenly spaced ones; 0 if there are none."""
+    if not len(lengths):
+        return 0.0
+    return float(lengths[np.linspace(0, len(lengths) - 1, min(_MEASURED, len(lengths))).astype(np.int64)].mean())
 
 
 def coalesce(extents: Extents, merging: Merging, *, alignment: int = 1) -> Reads:

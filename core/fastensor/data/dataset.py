@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from fastensor.data.coalescing import Extents, Merging
+from fastensor.data.coalescing import Extents, Merging, mean_of_some
 from fastensor.data.engines.base import Value
 from fastensor.data.index import LmdbIndex
 from fastensor.data.plan import Positions
@@ -23,7 +23,6 @@ from fastensor.files import posix
 
 T = TypeVar("T", covariant=True)
 
-_MEASURED = 4096
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
 
@@ -44,8 +43,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
             tensor.
         engine: how values are read:
 
-            - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if the file is larger than
-              memory and its values are large, or else ``"willneed"``
+            - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if values are large and
+              the file larger than memory, or else ``"willneed"``
             - ``"mapped"``: the file is mapped
             - ``"pread"``: explicit reads
             - ``"willneed"``: explicit reads that the kernel is told about ahead
@@ -151,11 +150,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
     @property
     def mean_nbytes(self) -> float:
-        """The mean length of a sample's bytes, estimated from some; 0 if there is none."""
-        if not len(self):
-            return 0.0
-        places = np.linspace(0, len(self) - 1, min(_MEASURED, len(self))).astype(np.int64)
-        return float(self.index.lengths[self._in_index(places)].mean())
+        """The mean length of the bytes of a sample, estimated from some; 0 without samples."""
+        return mean_of_some(self.index.lengths if self._positions is None else self.index.lengths[self._positions])
 
     @property
     def reading_by(self) -> str:
@@ -163,8 +159,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return self._opened().engine
 
     def content_id(self) -> str:
-        """Identifies the samples, by their number, and the lengths and first bytes of a few. The samples of a copied file
-        have the same. Reads some pages of the file.
+        """Identifies the samples, by their number, and the lengths and first bytes of a few. A copy of the file has the
+        same. Reads some pages of the file.
         """
         places = np.linspace(0, len(self) - 1, min(_SAMPLES, len(self))).astype(np.int64)
         positions = self._in_index(places)

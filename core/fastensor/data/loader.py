@@ -43,8 +43,8 @@ class LmdbLoader:
     :meth:`load_state_dict` says. One iteration is used at a time.
 
     Every rank makes a loader with the same arguments. The ranks divide the samples, see :class:`EpochPlan`; no
-    ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks, another number of workers and
-    another batch size: each of its samples is still given out once.
+    ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks or workers, and another
+    batch size: each of its samples is still given out once.
 
     Lightning takes the loader as it is, and saves and loads its state. With Accelerate, pass it through
     ``accelerator.prepare``, which leaves it alone: batches stay on the CPU, and the ranks divide the samples as above;

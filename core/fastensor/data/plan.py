@@ -137,7 +137,10 @@ class EpochPlan:
         full = _distinct_blocks(blocks, self.block_size, self.step_size)
         if self.shuffle == "block":
             return _distinct_blocks(min(self.blocks_per_group, blocks), self.block_size, self.step_size) / full
-        return 1.0 if self.shuffle == "full" else min(1 + (self.step_size - 1) / self.block_size, blocks) / full
+        if self.shuffle == "none":
+            aligned = math.gcd(self.step_size, self.block_size)  # steps begin at these distances from blocks' beginnings
+            return min(1 + (self.step_size - aligned) / self.block_size, blocks) / full
+        return 1.0
 
     def _share(self, samples: Positions) -> Positions:
         """The part of a step's samples that the rank takes."""

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Integers, Merging
+from fastensor.data.coalescing import Extents, Integers, Merging, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
-from fastensor.data.engines.choice import EngineName, choose_engine, open_engine
+from fastensor.data.engines.choice import EngineName, choose_engine, open_chosen, open_engine
 from fastensor.data.plan import Positions
 
 EngineOrAuto: TypeAlias = EngineName | Literal["auto"]
@@ -56,8 +56,10 @@ class ValueReader:
         self._read_ahead_nbytes = read_ahead_nbytes
         self._chooses = engine == "auto"
         self._until_choice = self._values_per_choice
-        name = choose_engine(fd) if engine == "auto" else engine
-        self._engine: Engine = open_engine(name, fd, merging)
+        self._mean_nbytes = mean_of_some(extents.lengths)
+        self._engine: Engine = (
+            open_chosen(fd, self._mean_nbytes, merging) if engine == "auto" else open_engine(engine, fd, merging)
+        )
         self._expected: deque[Positions] = deque()
         self._begun: deque[_Begun] = deque()
         self._begun_nbytes = 0
@@ -145,12 +147,11 @@ class ValueReader:
         if not self._chooses or self._until_choice > 0:
             return
         self._until_choice = self._values_per_choice
-        name = choose_engine(self._fd)
-        if name != self._engine.name:
+        if choose_engine(self._fd, self._mean_nbytes) != self._engine.name:
             self._expected.extendleft(begun.positions for begun in reversed(self._begun))
             self._forget_begun()
             self._engine.close()
-            self._engine = open_engine(name, self._fd, self._merging)
+            self._engine = open_chosen(self._fd, self._mean_nbytes, self._merging)
 
     @property
     def _values_per_choice(self) -> int:

@@ -12,8 +12,8 @@ from fastensor.data.coalescing import Extents, Reads
 from fastensor.files import posix
 
 Value: TypeAlias = memoryview | torch.Tensor
-"""The bytes of a value: a read-only memoryview of unsigned bytes, or a tensor of uint8 on a GPU. It stays valid while it
-is kept. Meanwhile the whole read that has brought it stays in memory, or the file stays mapped."""
+"""The bytes of a value: a read-only memoryview of unsigned bytes, or a tensor of uint8 on a GPU. It stays valid while
+it is kept. Meanwhile the whole read that has brought it stays in memory, or the file stays mapped."""
 
 _READS_AHEAD = 128
 _NBYTES_AHEAD = 16 << 20
