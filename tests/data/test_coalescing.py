@@ -24,9 +24,7 @@ def merged(extents: Extents, **how: int) -> tuple[Reads, list[tuple[int, int]]]:
 @given(PLACES, st.integers(0, 200), st.integers(1, 3000), st.sampled_from([1, 512]))
 def test_reads_hold_all_values(places: list[tuple[int, int]], gap: int, limit: int, alignment: int) -> None:
     reads, bounds = merged(extents_of(places), gap_nbytes=gap, read_nbytes=limit, alignment=alignment)
-    for (offset, length), read, begin in zip(
-        places, reads.read_of.tolist(), reads.begin_in_read.tolist(), strict=True
-    ):
+    for (offset, length), read, begin in zip(places, reads.read_of.tolist(), reads.begin_in_read.tolist(), strict=True):
         assert bounds[read][0] + begin == offset
         assert 0 <= begin
         assert begin + length <= bounds[read][1]

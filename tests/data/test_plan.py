@@ -34,7 +34,9 @@ def test_each_sample_is_taken_once_over_resumptions_by_other_ranks(data: st.Data
     n, consumed, taken = arguments["n"], 0, []
     for is_last in (False, False, True):  # an epoch, resumed twice
         plans = plans_of(
-            data.draw(st.integers(1, 8), "world_size"), batch_size=data.draw(st.integers(1, 9), "batch_size"), **arguments
+            data.draw(st.integers(1, 8), "world_size"),
+            batch_size=data.draw(st.integers(1, 9), "batch_size"),
+            **arguments,
         )
         steps = steps_of(plans, 3, consumed)
         assert len(steps) == plans[0].steps(consumed)

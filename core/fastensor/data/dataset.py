@@ -110,7 +110,14 @@ class LmdbDataset(Dataset[T], Generic[T]):
             raise CorruptDatasetError(f"{self.index.path}: {error.strerror}; it was cut off") from error
         self.index.check_unchanged()
         decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
-        return [decode(value) for value in values]
+        samples: list[T] = []
+        try:
+            for value in values:
+                samples.append(decode(value))
+        except Exception as error:
+            error.add_note(f"This was sample {positions[len(samples)]} of {self.index.path}")
+            raise
+        return samples
 
     def read_ahead(self, batches: Iterable[Sequence[int] | Positions]) -> None:
         """Announce batches that this process will ask for next, by ``__getitems__`` and in this order.

@@ -39,16 +39,17 @@ class Progress:
 class LmdbLoader:
     """Iterates over the batches of one epoch after the other, like a ``DataLoader``, which it uses.
 
-    Each ``iter(loader)`` begins the next epoch, in another order; the first one begins epoch 0, or goes on where
-    :meth:`load_state_dict` says. One iteration is used at a time.
+    Each ``iter(loader)`` begins the next epoch, in another order, if the last one has given out any batch. The first one
+    begins epoch 0, or goes on where :meth:`load_state_dict` says. One iteration is used at a time.
 
     Every rank makes a loader with the same arguments. The ranks divide the samples, see :class:`EpochPlan`; no
     ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks or workers, and another
     batch size: each of its samples is still given out once.
 
-    Lightning takes the loader as it is, and saves and loads its state. With Accelerate, pass it through
-    ``accelerator.prepare``, which leaves it alone: batches stay on the CPU, and the ranks divide the samples as above;
-    ``accelerator.register_for_checkpointing(loader)`` saves and loads its state.
+    Lightning takes the loader as it is, and saves and loads its state. It asks only once how long epochs are: if you
+    resume with another number of ranks, set ``Trainer(reload_dataloaders_every_n_epochs=1)``. Accelerate leaves the loader
+    alone, too, so ``accelerator.prepare`` may be given it: batches stay on the CPU, and the ranks divide the samples as
+    above. ``accelerator.register_for_checkpointing(loader)`` has it save and load the state.
 
     Args:
         dataset: what is read.
@@ -119,7 +120,7 @@ class LmdbLoader:
         )
         self._progress = Progress()
         self._begins_here = True
-        """Whether the next iteration begins at the progress, and not with the epoch after it."""
+        """Whether the next iteration begins at the progress, because no batch of that epoch was given out since."""
 
     @property
     def plan(self) -> EpochPlan:
@@ -142,7 +143,7 @@ class LmdbLoader:
     def __iter__(self) -> Iterator[Any]:
         if not self._begins_here or not self.plan.steps(self._progress.consumed):
             self._progress = Progress(self._progress.epoch + 1)
-        self._begins_here = False
+            self._begins_here = True
         return self._batches(self.plan)
 
     def set_epoch(self, epoch: int) -> None:
@@ -175,6 +176,7 @@ class LmdbLoader:
     def _batches(self, plan: EpochPlan) -> Iterator[Any]:
         for batch in self._loader:
             done = self._progress
+            self._begins_here = False
             self._progress = Progress(done.epoch, plan.consumed_after(1, done.consumed), done.steps + 1)
             yield batch
 

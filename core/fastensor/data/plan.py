@@ -138,7 +138,9 @@ class EpochPlan:
         if self.shuffle == "block":
             return _distinct_blocks(min(self.blocks_per_group, blocks), self.block_size, self.step_size) / full
         if self.shuffle == "none":
-            aligned = math.gcd(self.step_size, self.block_size)  # steps begin at these distances from blocks' beginnings
+            aligned = math.gcd(
+                self.step_size, self.block_size
+            )  # steps begin at these distances from blocks' beginnings
             return min(1 + (self.step_size - aligned) / self.block_size, blocks) / full
         return 1.0
 
