@@ -26,7 +26,7 @@ def test_reads_hold_all_values(places: list[tuple[int, int]], gap: int, limit: i
     reads, bounds = merged(extents_of(places), gap_nbytes=gap, read_nbytes=limit, alignment=alignment)
     for (offset, length), read, begin in zip(places, reads.read_of.tolist(), reads.begin_in_read.tolist(), strict=True):
         assert bounds[read][0] + begin == offset
-        assert 0 <= begin
+        assert begin >= 0
         assert begin + length <= bounds[read][1]
     firsts = [reads.read_of.tolist().index(read) for read in range(len(reads))]
     assert firsts == sorted(firsts)  # in the order in which they are needed
@@ -37,7 +37,7 @@ def test_reads_are_as_large_and_as_few_as_they_may_be(
     places: list[tuple[int, int]], gap: int, limit: int, alignment: int
 ) -> None:
     extents = extents_of(places)
-    reads, bounds = merged(extents, gap_nbytes=gap, read_nbytes=limit, alignment=alignment)
+    _, bounds = merged(extents, gap_nbytes=gap, read_nbytes=limit, alignment=alignment)
     longest = max(length for _, length in places)
     for offset, length in bounds:
         assert offset % alignment == length % alignment == 0

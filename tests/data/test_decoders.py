@@ -56,7 +56,7 @@ def test_npy_runs_no_pickles() -> None:
         decoders.npy(npy_of(np.array([{}], dtype=object), allow_pickle=True))
     with pytest.raises(ValueError, match="magic"):
         decoders.npy(b"\x93NUMPX\x01\x00\x00\x00")
-    with pytest.raises(ValueError, match="reshape|buffer"):
+    with pytest.raises(ValueError, match=r"reshape|buffer"):
         decoders.npy(npy_of(SOME)[:-4])
     with pytest.raises(ValueError):  # noqa: PT011  # what numpy says is numpy's
         decoders.npy(b"")

@@ -159,7 +159,7 @@ def test_files_without_direct_io_are_read_by_willneed(fd: int, monkeypatch: pyte
 
 def test_an_unknown_engine(fd: int) -> None:
     unknown: Any = "mmap"
-    with pytest.raises(ValueError, match="engine is 'auto' or one of .*'mapped'.* found 'mmap'"):
+    with pytest.raises(ValueError, match=r"engine is 'auto' or one of .*'mapped'.* found 'mmap'"):
         open_engine(unknown, fd, Merging())
 
 

@@ -190,7 +190,7 @@ def test_subsets_and_other_wrappers(path: Path, values: list[bytes]) -> None:
     assert [selected[0], selected[-1]] == [values[-1], values[5]]
     assert len(selected) == 2
     subset = Subset(dataset, [8, 9])
-    assert [batch for batch in DataLoader(subset, batch_size=2, collate_fn=list)] == [values[8:10]]
+    assert list(DataLoader(subset, batch_size=2, collate_fn=list)) == [values[8:10]]
     assert ConcatDataset([selected, subset])[3] == values[9]
     with pytest.raises(IndexError, match=r"it has 2 samples, found position 2"):
         selected[2]

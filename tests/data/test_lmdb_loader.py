@@ -228,9 +228,8 @@ def test_lightning_resumes_within_an_epoch(dataset: LmdbDataset[torch.Tensor], t
 
 
 def test_accelerate_leaves_the_loader_alone(dataset: LmdbDataset[torch.Tensor], tmp_path: Path) -> None:
-    from accelerators import begin_anew
-
     from accelerate import Accelerator
+    from accelerators import begin_anew
 
     def resumable() -> tuple[Any, Any]:
         begin_anew()

@@ -44,7 +44,7 @@ def test_each_sample_is_taken_once_over_resumptions_by_other_ranks(data: st.Data
             steps = steps[: data.draw(st.integers(0, len(steps)), "steps")]
         for batches in steps:
             sizes = [len(batch) for batch in batches]
-            assert 1 <= min(sizes)
+            assert min(sizes) >= 1
             assert max(sizes) - min(sizes) <= 1
             samples = np.concatenate(batches).tolist()
             if len(set(samples)) < plans[0].world_size:  # too few are left for a sample of each rank

@@ -39,17 +39,17 @@ class Progress:
 class LmdbLoader:
     """Iterates over the batches of one epoch after the other, like a ``DataLoader``, which it uses.
 
-    Each ``iter(loader)`` begins the next epoch, in another order, if the last one has given out any batch. The first one
-    begins epoch 0, or goes on where :meth:`load_state_dict` says. One iteration is used at a time.
+    Each ``iter(loader)`` begins the next epoch, in another order, if the last one has given out any batch. The first
+    one begins epoch 0, or goes on where :meth:`load_state_dict` says. One iteration is used at a time.
 
     Every rank makes a loader with the same arguments. The ranks divide the samples, see :class:`EpochPlan`; no
     ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks or workers, and another
     batch size: each of its samples is still given out once.
 
     Lightning takes the loader as it is, and saves and loads its state. It asks only once how long epochs are: if you
-    resume with another number of ranks, set ``Trainer(reload_dataloaders_every_n_epochs=1)``. Accelerate leaves the loader
-    alone, too, so ``accelerator.prepare`` may be given it: batches stay on the CPU, and the ranks divide the samples as
-    above. ``accelerator.register_for_checkpointing(loader)`` has it save and load the state.
+    resume with another number of ranks, set ``Trainer(reload_dataloaders_every_n_epochs=1)``. Accelerate leaves the
+    loader alone, too, so ``accelerator.prepare`` may be given it: batches stay on the CPU, and the ranks divide the
+    samples as above. ``accelerator.register_for_checkpointing(loader)`` has it save and load the state.
 
     Args:
         dataset: what is read.
