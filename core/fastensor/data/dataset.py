@@ -45,13 +45,13 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
             - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if values are large and
               the file larger than memory, or else ``"willneed"``
-            - ``"mapped"``: the file is mapped
+            - ``"mapped"``: the file is mapped; if it is truncated meanwhile, the kernel ends the process
             - ``"pread"``: explicit reads
             - ``"willneed"``: explicit reads that the kernel is told about ahead
             - ``"direct"``: threads read past the page cache
             - ``"kvikio"``: explicit reads to the memory of the current GPU
 
-        read_ahead_nbytes: how many bytes each process reads ahead.
+        read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
         merging: what is read together.
 
     Raises:
@@ -108,15 +108,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
             values = reader.read(self._in_index(np.asarray(positions, np.int64)))
         except posix.EndOfFile as error:
             raise CorruptDatasetError(f"{self.index.path}: {error.strerror}; it was cut off") from error
+        samples = self._decoded(values, positions)
         self.index.check_unchanged()
-        decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
-        samples: list[T] = []
-        try:
-            for value in values:
-                samples.append(decode(value))
-        except Exception as error:
-            error.add_note(f"This was sample {positions[len(samples)]} of {self.index.path}")
-            raise
         return samples
 
     def read_ahead(self, batches: Iterable[Sequence[int] | Positions]) -> None:
@@ -184,6 +177,18 @@ class LmdbDataset(Dataset[T], Generic[T]):
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__getstate__())
         return other
+
+    def _decoded(self, values: Sequence[Value], positions: Sequence[int] | Positions) -> list[T]:
+        decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
+        samples: list[T] = []
+        try:
+            for value in values:
+                samples.append(decode(value))
+        except Exception as error:
+            self.index.check_unchanged()
+            error.add_note(f"This was sample {positions[len(samples)]} of {self.index.path}")
+            raise
+        return samples
 
     def _opened(self) -> ValueReader:
         """The reader of this process."""

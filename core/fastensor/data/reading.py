@@ -39,7 +39,7 @@ class ValueReader:
         extents: where each value is, by position.
         engine: the way to read. With ``"auto"`` the choice is made anew several times while all values are read once:
             an epoch that has brought the file into the page cache is followed by one that maps it.
-        read_ahead_nbytes: values of at most this many bytes are being brought, and not taken yet.
+        read_ahead_nbytes: values of at most this many bytes, or one batch, are being brought, and not taken yet.
         merging: what is read together.
 
     Raises:
@@ -128,7 +128,7 @@ class ValueReader:
         batches: list[tuple[Positions, int]] = []
         while self._expected:
             nbytes = int(self._extents.lengths[self._expected[0]].sum())
-            if nbytes > room:
+            if nbytes > room and (batches or self._begun):
                 break
             room -= nbytes
             batches.append((self._expected.popleft(), nbytes))

@@ -17,8 +17,8 @@ it is kept. Meanwhile the whole read that has brought it stays in memory, or the
 
 _READS_AHEAD = 128
 _NBYTES_AHEAD = 16 << 20
-"""At most this many reads, and bytes, are under way beyond those that are needed now. More make no disk faster, and
-beginning them would take longer than a batch may wait."""
+"""So many reads or bytes are under way beyond those that are needed now; twice what was just taken, if that is more.
+More would make no disk faster, and to begin them takes time."""
 
 
 class Fetch(Protocol):
@@ -85,17 +85,21 @@ class ReadsFetch:
         self._begun = 0
         self._held: dict[int, Value] = {}
         """Reads some of whose values have not been taken."""
-        self._begin_ahead(0)
+        self._begin_until(_READS_AHEAD, _NBYTES_AHEAD)
 
     def take(self, begin: int, end: int) -> list[Value]:
-        self._begin_ahead(max(self._read_of[begin:end]))
+        needed = max(self._read_of[begin:end]) + 1
+        ahead = max(_READS_AHEAD, 2 * (end - begin))
+        nbytes_ahead = max(_NBYTES_AHEAD, 2 * sum(self._lengths[begin:end]))
+        self._begin_until(needed, None)
+        self._begin_until(needed + ahead, int(self._nbytes_until[needed - 1]) + nbytes_ahead)
         return [self._take(number) for number in range(begin, end)]
 
-    def _begin_ahead(self, needed: int) -> None:
-        """Begin all reads up to number ``needed``, and some beyond."""
-        nbytes = self._nbytes_until[needed] + _NBYTES_AHEAD
-        until = int(np.searchsorted(self._nbytes_until, nbytes, side="right"))
-        for read in range(self._begun, max(min(until, needed + 1 + _READS_AHEAD), needed + 1)):
+    def _begin_until(self, end: int, nbytes: int | None) -> None:
+        """Begin all reads before number ``end``, or fewer, so that all together have at most ``nbytes``."""
+        if nbytes is not None:
+            end = min(end, int(np.searchsorted(self._nbytes_until, nbytes, side="right")))
+        for read in range(self._begun, min(end, len(self._missing))):
             self._begin(read)
             self._begun = read + 1
 
