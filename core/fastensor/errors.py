@@ -66,7 +66,7 @@ class StateChangedError(FastensorError, RuntimeError):
 
 
 class UnknownKeyError(FastensorError, KeyError):
-    """A checkpoint has no entry of the given name, or none that matches the given pattern; a dataset has no such key."""
+    """A checkpoint has no entry of the given name or pattern, or a dataset has no such key."""
 
     def __str__(self) -> str:  # KeyError would show the message as a literal
         return str(self.args[0]) if self.args else ""
@@ -112,7 +112,7 @@ class CorruptDatasetError(FastensorError, RuntimeError):
 
 
 class UnsupportedDatasetError(FastensorError, ValueError):
-    """A file of a dataset may be sound, but cannot be read here: its version, its byte order, or that it is encrypted."""
+    """A file of a dataset may be sound, but is of a version or byte order that is not read here, or encrypted."""
 
 
 class DatasetChangedError(FastensorError, RuntimeError):

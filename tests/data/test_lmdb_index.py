@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import lmdb
 import numpy as np
 import pytest
-from data.databases import ENGINES, by_index, by_lmdb, make, some_records
+from data.databases import ENGINES, by_index, by_lmdb, make, overwrite, some_records, values_of
 
 from fastensor.data import LmdbIndex
-from fastensor.errors import UnknownKeyError
+from fastensor.errors import DatasetChangedError, FastensorError, UnknownKeyError
 
 
 @pytest.fixture(params=ENGINES, ids=["0.9", "1.0"])
@@ -19,9 +23,10 @@ def engine(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.mark.parametrize("writemap", [True, False])
 @pytest.mark.parametrize("subdir", [True, False])
-def test_records_are_those_of_lmdb(tmp_path: Path, engine: int, subdir: bool) -> None:
-    path = make(tmp_path / "data", some_records(3000).items(), engine=engine, subdir=subdir)
+def test_records_are_those_of_lmdb(tmp_path: Path, engine: int, subdir: bool, writemap: bool) -> None:
+    path = make(tmp_path / "data", some_records(3000).items(), engine=engine, subdir=subdir, writemap=writemap)
     index = LmdbIndex.open(path)
     assert by_index(index) == by_lmdb(path, engine=engine, subdir=subdir)
     assert index.path == str(path / "data.mdb" if subdir else path)
@@ -48,3 +53,105 @@ def test_pickled_indexes_are_the_same(tmp_path: Path, sidecar: Literal["auto", F
     assert by_index(copy) == by_index(index)
     assert copy.fingerprint == index.fingerprint
     assert not copy.offsets.flags.writeable
+
+
+def in_another_process(function: Callable[..., object], *arguments: object) -> None:
+    """py-lmdb opens an environment once in a process."""
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_snapshot_is_pinned_under_a_writer(tmp_path: Path, engine: int) -> None:
+    path = make(tmp_path / "data", some_records(500).items(), engine=engine)
+    before = by_lmdb(path, engine=engine)
+    with LmdbIndex.open(path, pin=True) as index:
+        copy = pickle.dumps(index)
+        in_another_process(overwrite, path, 4)
+        index.check()
+        assert by_index(index) == by_index(pickle.loads(copy)) == before
+    overwrite(path, 4)
+    assert values_of(index) != [
+        value for _, value in before
+    ]  # the pages were free, and the same places have other bytes
+
+
+def test_a_forked_child_leaves_the_pin_to_its_parent(tmp_path: Path) -> None:
+    path = make(tmp_path / "data", some_records(500).items())
+    index = LmdbIndex.open(path, pin=True)
+    before = by_index(index)
+    child = multiprocessing.get_context("fork").Process(target=index.close)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    in_another_process(overwrite, path, 4)
+    assert by_index(index) == before
+
+
+def test_a_pin_needs_that_nobody_else_in_the_process_has_the_file_open(tmp_path: Path) -> None:
+    path = make(tmp_path / "data", some_records(10).items())
+    with lmdb.open(str(path)), pytest.raises(FastensorError, match="already open in this process"):
+        LmdbIndex.open(path, pin=True)
+
+
+@pytest.mark.parametrize("sidecar", ["auto", False])
+def test_changes_are_noticed(tmp_path: Path, engine: int, sidecar: Literal["auto", False]) -> None:
+    path = make(tmp_path / "data", some_records(100).items(), engine=engine)
+    index = LmdbIndex.open(path, sidecar=sidecar)
+    index.check()
+    copy = pickle.dumps(index)
+    overwrite(path, 1)
+    with pytest.raises(DatasetChangedError, match="it has changed since it was indexed"):
+        index.check()
+    with pytest.raises(DatasetChangedError, match="it has changed since it"):
+        pickle.loads(copy)
+    assert by_index(LmdbIndex.open(path, sidecar=sidecar)) == by_lmdb(path, engine=engine)
+
+
+def test_named_databases(tmp_path: Path, engine: int) -> None:
+    path = tmp_path / "data"
+    with lmdb.open(str(path), max_dbs=2, lib_version=engine) as env:
+        for name in (b"images", b"labels"):
+            with env.begin(write=True, db=env.open_db(name)) as txn:
+                txn.put(b"key", name)
+    assert by_index(LmdbIndex.open(path, "labels")) == [(b"key", b"labels")]
+    assert by_index(LmdbIndex.open(path, b"images")) == [(b"key", b"images")]
+    assert by_index(LmdbIndex.open(path, b"images")) == [(b"key", b"images")]  # from its own sidecar
+    with pytest.raises(UnknownKeyError, match=r"no database b'masks'; the file has b'images', b'labels'"):
+        LmdbIndex.open(path, "masks")
+    with pytest.raises(UnknownKeyError, match=r"in named databases; name one of b'images', b'labels'"):
+        LmdbIndex.open(path)
+
+
+WRITER = (400, (500, 3000))
+"""Records of which a writer replaces all values in each of its transactions."""
+
+
+def is_one_version(values: list[bytes]) -> bool:
+    """Whether all values are of one transaction of :func:`overwrite`, which gives all bytes the same value."""
+    return len({byte for value in values for byte in value}) == 1
+
+
+@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "unpinned"])
+@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.torture)], ids=["sample", "many"])
+def test_a_file_that_is_being_written_to(
+    tmp_path: Path, tally: Counter[str], engine: int, pin: bool, times: int
+) -> None:
+    """What is read is one version of the data, or it is an error."""
+    path = make(tmp_path / "data", some_records(*WRITER).items(), engine=engine)
+    overwrite(path, 1)
+    writer = multiprocessing.get_context("forkserver").Process(target=overwrite, args=(path, times))
+    writer.start()
+    while writer.is_alive():
+        try:
+            with LmdbIndex.open(path, pin=pin) as index:
+                values = values_of(index)
+                index.check()
+        except DatasetChangedError:
+            assert not pin
+            tally["changes of databases noticed"] += 1
+        else:
+            assert is_one_version(values)
+            tally["snapshots read under a writer"] += 1
+    assert writer.exitcode == 0

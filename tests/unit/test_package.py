@@ -25,6 +25,7 @@ HEAVY = (
     "kvikio",
     "cupy",
     "ray",
+    "lmdb",
     "pytest",
     "fsspec",
 )

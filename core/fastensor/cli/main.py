@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 
 from fastensor import __version__
-from fastensor.cli import convert, dictionary, diff, doctor, inspect, tune, verify
+from fastensor.cli import convert, data, dictionary, diff, doctor, inspect, tune, verify
 from fastensor.cli.output import FAILED, INTERRUPTED
 from fastensor.errors import FastensorError
 
-_COMMANDS = (verify, inspect, diff, convert, dictionary, doctor, tune)
+_COMMANDS = (verify, inspect, diff, convert, dictionary, doctor, tune, data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         has no checksums to verify; 130 if interrupted.
     """
     parser = argparse.ArgumentParser(
-        "fastensor", description="Look into PyTorch and safetensors checkpoints, and at how fast they are moved here."
+        "fastensor", description="Look into checkpoints and datasets, and at how fast they are moved here."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

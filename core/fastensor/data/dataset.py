@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from fastensor.data import snapshot as snapshots
 from fastensor.data.coalescing import Extents, Merging, mean_of_some
 from fastensor.data.engines.base import Value
 from fastensor.data.index import LmdbIndex
 from fastensor.data.plan import Positions
 from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
-from fastensor.errors import CorruptDatasetError, UnknownKeyError
+from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 
 T = TypeVar("T", covariant=True)
@@ -104,10 +105,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
         reader = self._opened()
         if isinstance(positions, AnnouncedBatch) and positions.upcoming:
             reader.expect([self._in_index(batch) for batch in positions.upcoming])
-        try:
+        with snapshots.naming(self.index.path):
             values = reader.read(self._in_index(np.asarray(positions, np.int64)))
-        except posix.EndOfFile as error:
-            raise CorruptDatasetError(f"{self.index.path}: {error.strerror}; it was cut off") from error
         samples = self._decoded(values, positions)
         self.index.check_unchanged()
         return samples

@@ -15,19 +15,19 @@ from typing import Any, Literal, Self, TypeAlias
 
 from fastensor.data import sidecar as sidecars
 from fastensor.data import snapshot as snapshots
-from fastensor.data.pages import INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
+from fastensor.data.pages import INTEGER_KEY, MOST_FILE_NBYTES, REVERSE_KEY, Ints, Tree, unpack_key
 from fastensor.data.sidecar import Columns
-from fastensor.data.snapshot import Snapshot
+from fastensor.data.snapshot import Pin, Snapshot
 from fastensor.data.walk import Progress, TreeReader
-from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
+from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError, UnsupportedDatasetError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 
 Sidecar: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str]
 
-_ATTEMPTS = 3
-"""How often a file that changes while it is read is read anew."""
 _MOST_NAMES = 10
+_MOST_DATABASES = 1000
+"""A main database of more records is taken for one of data without a look at them."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -47,6 +47,8 @@ class LmdbIndex:
     """Where value i begins in the file, in bytes: int64, read-only, one for each record."""
     lengths: Ints
     """The bytes of value i: int64, read-only, one for each record."""
+    sidecar: str | None
+    """The file that keeps the index; None if it is in memory only."""
     page_size: int
     """The bytes of a page. A value on overflow pages begins 16 or 24 bytes after the start of a page."""
     fingerprint: str
@@ -60,6 +62,7 @@ class LmdbIndex:
         db: str | bytes | None = None,
         sidecar: Sidecar = "auto",
         progress: Progress | None = None,
+        pin: bool = False,
     ) -> Self:
         """Read the index of a database from its sidecar; or from the data, if there is no sidecar of its present state.
 
@@ -70,38 +73,57 @@ class LmdbIndex:
                 written to; in memory if neither can. True: beside the data, or it is an error. False: in memory. A
                 path: there, or it is an error.
             progress: is called while the index is built, with the pages that were read so far and those in all.
+            pin: keep the snapshot as it is while others write to the file, until :meth:`close`: writers do not reuse
+                its pages, so the file grows. Needs py-lmdb (``fastensor[lmdb]``). A pickled copy, and a forked child,
+                rely on the index that has pinned the snapshot.
 
         Raises:
             FileNotFoundError: there is no such file.
             CorruptDatasetError: the file is damaged, or no LMDB file.
             UnsupportedDatasetError: its version, byte order or encryption is not supported.
             UnknownKeyError: there is no database of that name.
-            DatasetChangedError: the file is being written to.
+            DatasetChangedError: the file is being written to. ``pin=True`` helps.
+            FastensorError: the snapshot cannot be pinned.
             OSError: the file cannot be read, or the sidecar cannot be written and has to be.
         """
         file = snapshots.data_file(path)
         name = db.encode() if isinstance(db, str) else db
         with snapshots.opened(file) as fd:
-            for _ in range(_ATTEMPTS):
-                snapshot = snapshots.take(fd, file)
-                try:
-                    columns, kept = _columns(fd, snapshot, name, sidecar, progress)
-                except CorruptDatasetError:
-                    if snapshots.take(fd, file) == snapshot:
-                        raise
-                    continue
-                if snapshots.take(fd, file) == snapshot:
-                    return cls(os.dup(fd), snapshot, columns, (db, sidecar) if kept else None)
-        raise DatasetChangedError(f"{file}: it is being written to: it has changed {_ATTEMPTS} times while it was read")
+            if pin:
+                return cls._open_pinned(fd, file, name, sidecar, progress)
+            snapshot, (columns, place) = snapshots.read_unchanged(
+                fd, file, lambda snapshot: _columns(fd, snapshot, name, sidecar, progress)
+            )
+            return cls(os.dup(fd), snapshot, columns, place, opened_by=(db, sidecar))
+
+    @classmethod
+    def _open_pinned(cls, fd: int, file: str, name: bytes | None, sidecar: Sidecar, progress: Progress | None) -> Self:
+        pin = Pin(file)
+        try:
+            snapshot = snapshots.take_pinned(fd, file, pin)
+            columns, place = _columns(fd, snapshot, name, sidecar, progress)
+            return cls(os.dup(fd), snapshot, columns, place, pin=pin)
+        except BaseException:
+            pin.close()
+            raise
 
     def __init__(
-        self, fd: int, snapshot: Snapshot, columns: Columns, origin: tuple[str | bytes | None, Sidecar] | None
+        self,
+        fd: int,
+        snapshot: Snapshot,
+        columns: Columns,
+        place: str | None,
+        *,
+        opened_by: tuple[str | bytes | None, Sidecar] | None = None,
+        pin: Pin | None = None,
+        pinned: bool = False,
     ) -> None:
         self._fd = fd
-        self.close = weakref.finalize(self, posix.close_read_only, fd)
-        """Close the file. The arrays stay as they are."""
-        self._snapshot, self._columns, self._origin = snapshot, columns, origin
+        self._closing = weakref.finalize(self, _close, fd, pin)
+        self._snapshot, self._columns, self._opened_by = snapshot, columns, opened_by
+        self._pinned = pinned or pin is not None
         self.path = snapshot.path
+        self.sidecar = place
         self.offsets, self.lengths = columns.offsets, columns.lengths
         self.page_size = snapshot.meta.page_size
         self.fingerprint = _fingerprint(snapshot, columns.tree)
@@ -114,6 +136,10 @@ class LmdbIndex:
     ) -> None:
         self.close()
 
+    def close(self) -> None:
+        """Close the file, and let writers reuse the pages of a pinned snapshot. The arrays stay as they are."""
+        self._closing()
+
     def __len__(self) -> int:
         return len(self.offsets)
 
@@ -125,11 +151,15 @@ class LmdbIndex:
         return self._fd
 
     def check_unchanged(self) -> None:
-        """Check that nothing was written to the file since it was indexed: what was read until now are its records.
+        """Check that nothing was written to the open file since it was indexed: what was read until now are its records.
+
+        Quicker than :meth:`check`, as it reads nothing. Does nothing for a pinned snapshot.
 
         Raises:
             DatasetChangedError: the file was written to.
         """
+        if self._pinned:
+            return
         status = os.fstat(self._fd)
         if (status.st_size, status.st_mtime_ns) != (self._snapshot.nbytes, self._snapshot.mtime_ns):
             raise DatasetChangedError(f"{self.path}: it was written to since it was indexed; open it anew")
@@ -139,15 +169,16 @@ class LmdbIndex:
 
         Raises:
             IndexError: there is no such record.
+            ValueError: the index is closed.
         """
         offset, nbytes = unpack_key(int(self._columns.keys[position]))
-        return posix.read_exactly(self._fd, offset, nbytes)
+        return self._read(offset, nbytes)
 
     def keys(self) -> Iterator[bytes]:
         """The keys of all records, in order; a key with several values comes as often."""
         places = (unpack_key(int(packed)) for packed in self._columns.keys)
         for page, some in itertools.groupby(places, lambda place: place[0] // self.page_size):
-            data = posix.read_exactly(self._fd, page * self.page_size, self.page_size)
+            data = self._read(page * self.page_size, self.page_size)
             for offset, nbytes in some:
                 at = offset - page * self.page_size
                 yield data[at : at + nbytes]
@@ -167,31 +198,56 @@ class LmdbIndex:
             raise UnknownKeyError(f"{self.path}: no record has the key {key!r}")
         return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
 
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if not self._closing.alive:
+            raise ValueError(f"{self.path}: its index is closed")
+        with snapshots.naming(self.path):
+            return posix.read_exactly(self._fd, offset, nbytes)
+
+    def check(self) -> None:
+        """Check that the data is still what the index is of, by a look at the file's status and its meta pages.
+
+        Of a pinned snapshot, only that no other file has taken the place of the data.
+
+        Raises:
+            DatasetChangedError: somebody has written to the file, or replaced it.
+            OSError: the file cannot be read.
+        """
+        with snapshots.opened(self.path) as fd:
+            if self._pinned:
+                same = os.fstat(fd).st_ino == self._snapshot.inode
+            else:
+                same = snapshots.take(fd, self.path) == self._snapshot
+        if not same:
+            raise DatasetChangedError(f"{self.path}: it has changed since it was indexed; open its index anew")
+
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._origin is not None:
-            return _reopened, (type(self), self.path, *self._origin, self.fingerprint)
-        return _restored, (type(self), self._snapshot, self._columns)
+        if self.sidecar is not None and self._opened_by is not None:
+            return _reopened, (type(self), self.path, *self._opened_by, self.fingerprint)
+        return _restored, (type(self), self._snapshot, self._columns, self._pinned)
 
 
 def _reopened(cls: type[LmdbIndex], path: str, db: str | bytes | None, sidecar: Sidecar, fingerprint: str) -> LmdbIndex:
     index = cls.open(path, db, sidecar)
     if index.fingerprint != fingerprint:
         index.close()
-        raise _changed(path)
+        raise DatasetChangedError(f"{path}: it has changed since its index was pickled; open its index anew")
     return index
 
 
-def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns) -> LmdbIndex:
+def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns, pinned: bool) -> LmdbIndex:
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
-        if snapshots.take(fd, snapshot.path) != snapshot:
-            raise _changed(snapshot.path)
-        return cls(os.dup(fd), snapshot, columns, None)
+        index = cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
+    index.check()
+    return index
 
 
-def _changed(path: str) -> DatasetChangedError:
-    return DatasetChangedError(f"{path}: it has changed since its index was pickled; open the index anew")
+def _close(fd: int, pin: Pin | None) -> None:
+    posix.close_read_only(fd)
+    if pin is not None:
+        pin.close()
 
 
 def _fingerprint(snapshot: Snapshot, tree: Tree) -> str:
@@ -211,13 +267,13 @@ def _order(tree: Tree) -> Any:
 
 def _columns(
     fd: int, snapshot: Snapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
-) -> tuple[Columns, bool]:
-    """The index, and whether a sidecar keeps it."""
+) -> tuple[Columns, str | None]:
+    """The index, and the sidecar that keeps it, if one does."""
     places = _places(snapshot.path, name, sidecar)
     for place in places:
         found = _kept(place, snapshot, name)
         if found is not None:
-            return found, True
+            return found, place
     failures = []
     for place in places:
         try:
@@ -229,12 +285,12 @@ def _columns(
             continue
         if failures:
             _say_once(f"{snapshot.path}: its index is kept as {place}, because it cannot be kept beside: {failures[0]}")
-        return found, True
+        return found, place
     if failures:
         _say_once(f"{snapshot.path}: its index is kept in memory, and built by each process: {failures[-1]}")
     memory = os.memfd_create("fastensor-index", os.MFD_CLOEXEC)
     try:
-        return _build(memory, fd, snapshot, name, progress), False
+        return _build(memory, fd, snapshot, name, progress), None
     finally:
         os.close(memory)
 
@@ -246,7 +302,8 @@ def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
     if sidecar is True:
         return [sidecars.beside(path, name)]
     if sidecar == "auto":
-        return [sidecars.beside(path, name), sidecars.in_cache(path, name)]
+        cached = sidecars.in_cache(path, name)
+        return [sidecars.beside(path, name), *([] if cached is None else [cached])]
     return [os.path.abspath(sidecar)]
 
 
@@ -261,7 +318,7 @@ def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
 
 def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
     os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
-    with NewFile(place) as new:
+    with snapshots.naming(place), NewFile(place) as new:
         columns = _build(new.fd, fd, snapshot, name, progress)
         new.publish()
     return columns
@@ -269,7 +326,9 @@ def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progr
 
 def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
     """Read the trees of the data, and write the index into an empty file."""
-    tree = snapshot.meta.main if name is None else _named(fd, snapshot, name)
+    tree = _tree_of(fd, snapshot, name)
+    if snapshot.nbytes > MOST_FILE_NBYTES:
+        raise UnsupportedDatasetError(f"{snapshot.path}: {snapshot.nbytes} bytes, expected at most {MOST_FILE_NBYTES}")
     if tree.entries > snapshot.nbytes:
         raise CorruptDatasetError(f"{snapshot.path}: {tree.entries} records are said to be in {snapshot.nbytes} bytes")
     records = TreeReader(fd, snapshot.geometry, progress).records(tree)
@@ -280,23 +339,30 @@ def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progres
     return columns
 
 
-def _named(fd: int, snapshot: Snapshot, name: bytes) -> Tree:
-    """The tree of a named database.
+def _tree_of(fd: int, snapshot: Snapshot, name: bytes | None) -> Tree:
+    """The tree of a database.
 
     Raises:
-        UnknownKeyError: there is no such database.
+        UnknownKeyError: there is no such database; or the main one has nothing but the names of others.
     """
-    names = []
-    terminator = b"\0" if snapshot.meta.format.has_txnid else b""
-    for found in TreeReader(fd, snapshot.geometry).records(snapshot.meta.main):
-        for position in found.databases:
-            offset, nbytes = unpack_key(int(found.keys[position]))
-            key = posix.read_exactly(fd, offset, nbytes).removesuffix(terminator)
-            if key == name:
-                return Tree.parse(posix.read_exactly(fd, int(found.offsets[position]), int(found.lengths[position])))
-            names.append(key)
-    known = ", ".join(repr(one) for one in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
-    raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; those in the file: {known or 'none'}")
+    main, named = snapshot.meta.main, TreeReader(fd, snapshot.geometry).named(snapshot.meta.main)
+    if name is not None:
+        known = []
+        for one, tree in named:
+            if one == name:
+                return tree
+            known.append(one)
+        raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; the file has {_listed(known)}")
+    if 0 < main.entries <= _MOST_DATABASES:
+        known = [one for one, _ in named]
+        if len(known) == main.entries:
+            raise UnknownKeyError(f"{snapshot.path}: its records are in named databases; name one of {_listed(known)}")
+    return main
+
+
+def _listed(names: list[bytes]) -> str:
+    shown = [*map(repr, names[:_MOST_NAMES]), *["…"][: len(names) > _MOST_NAMES]]
+    return ", ".join(shown) or "none"
 
 
 @cache

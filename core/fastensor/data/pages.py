@@ -40,6 +40,8 @@ _NODE_HEADER_NBYTES = 8
 _TREE_NBYTES = 48
 _MOST_PAGE_NBYTES = 1 << 16
 _KEY_LENGTH_BITS = 16
+MOST_FILE_NBYTES = 1 << (64 - _KEY_LENGTH_BITS)
+"""Where a key is in a larger file does not fit into 8 bytes with the length of the key."""
 
 
 class Tree(NamedTuple):
@@ -235,7 +237,8 @@ def check_headers(pages: Pages, kind: int | tuple[int, ...], what: str) -> None:
     pages.require(numbers == pages.numbers.astype(np.uint64), "it holds the number of another page")
     flags = pages.flags
     kinds = (kind,) if isinstance(kind, int) else kind
-    pages.require(np.isin(flags & _KINDS, kinds), f"{what} is expected, and its flags say that it is none")
+    fits = np.logical_or.reduce([flags & _KINDS == one for one in kinds])
+    pages.require(fits, f"{what} is expected, and its flags say that it is none")
     if geometry.format.has_txnid:
         newest = np.uint64(geometry.txnid)
         pages.require(pages.block.u64(pages.starts + 8) <= newest, "a later transaction has written it")
@@ -409,7 +412,7 @@ def leaves(pages: Pages) -> Leaves:
 
 
 def pack_keys(offsets: Ints, lengths: Ints) -> npt.NDArray[np.uint64]:
-    """Where keys are in the file, in 8 bytes each: 48 bits of offset, 16 of length. Files of up to 256 TiB fit."""
+    """Where keys are in the file, in 8 bytes each: 48 bits of offset, 16 of length."""
     return (offsets.astype(np.uint64) << np.uint64(_KEY_LENGTH_BITS)) | lengths.astype(np.uint64)
 
 

@@ -47,14 +47,14 @@ def beside(path: str, name: bytes | None) -> str:
     return path + SUFFIX if name is None else f"{path}.{_digest(name).hex()[:16]}{SUFFIX}"
 
 
-def in_cache(path: str, name: bytes | None) -> str:
-    """The sidecar in the user's cache.
-
-    Raises:
-        RuntimeError: the user has no home folder.
-    """
+def in_cache(path: str, name: bytes | None) -> str | None:
+    """The sidecar in the user's cache; None if the user has none."""
+    try:
+        folder = user_cache_path("fastensor") / "indexes"
+    except RuntimeError:  # a user without a home folder has no cache
+        return None
     stem = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:16]
-    return beside(str(user_cache_path("fastensor") / "indexes" / stem), name)
+    return beside(str(folder / stem), name) if folder.is_absolute() else None
 
 
 def write(fd: int, snapshot: Snapshot, name: bytes | None, tree: Tree, records: Iterable[Records]) -> None:

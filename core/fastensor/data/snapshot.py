@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastensor.data.pages import HEAD_NBYTES, META_PAGES, Geometry, Meta, parse_meta
-from fastensor.errors import CorruptDatasetError, DatasetChangedError
+from fastensor.errors import CorruptDatasetError, DatasetChangedError, FastensorError
 from fastensor.files import posix
+
+T = TypeVar("T")
+_ATTEMPTS = 3
+"""How often a file that changes while it is read is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +49,37 @@ def data_file(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A descriptor for reading the file.
+    """A descriptor for reading the file, in a block whose errors are those of this file.
 
     Raises:
-        CorruptDatasetError: the path leads to something else than a regular file.
-        OSError: the file cannot be opened.
+        CorruptDatasetError: the path leads to something else than a regular file; or the block has met the file's end.
+        OSError: the file cannot be opened, or read in the block; ``filename`` is the path.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CorruptDatasetError(f"{path}: expected the data file of an LMDB environment, found no regular file")
-        yield fd
+        with naming(path):
+            yield fd
     finally:
         posix.close_read_only(fd)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Have every ``OSError`` of the block that names no file name this one; that a file has ended is an error of ours.
+
+    Raises:
+        CorruptDatasetError: the file ended too early.
+    """
+    try:
+        yield
+    except posix.EndOfFile as error:
+        raise CorruptDatasetError(f"{path}: {error.strerror}: it was cut off") from error
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
 
 
 def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:
@@ -79,6 +103,93 @@ def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:
             raise DatasetChangedError(f"{path}: it has no meta page of transaction {txnid} any more")
     meta = max(metas, key=lambda meta: meta.txnid)
     return Snapshot(path, status.st_ino, status.st_size, status.st_mtime_ns, meta)
+
+
+def read_unchanged(fd: int, path: str, read: Callable[[Snapshot], T]) -> tuple[Snapshot, T]:
+    """What a function finds in the newest snapshot of a file, and that snapshot. If the file is written to meanwhile,
+    the function is called again.
+
+    Raises:
+        DatasetChangedError: the file was written to each time.
+        CorruptDatasetError: ``read`` has raised it, and nobody has written to the file.
+    """
+    for _ in range(_ATTEMPTS):
+        snapshot = take(fd, path)
+        try:
+            found = read(snapshot)
+        except CorruptDatasetError:  # a writer has reused pages, or the file is damaged
+            if take(fd, path) == snapshot:
+                raise
+        else:
+            if take(fd, path) == snapshot:
+                return snapshot, found
+    what = f"it has changed {_ATTEMPTS} times while it was read; wait for the writer, or pin a snapshot (pin=True)"
+    raise DatasetChangedError(f"{path}: {what}")
+
+
+class Pin:
+    """A read transaction of py-lmdb: while it is open, no writer reuses the pages of its snapshot.
+
+    The transaction belongs to the process that has begun it. A forked child leaves it alone.
+
+    Args:
+        path: the data file.
+
+    Raises:
+        FastensorError: py-lmdb is not installed, or cannot open the environment.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            import lmdb
+        except ImportError as error:
+            raise FastensorError("pinning a snapshot needs py-lmdb: pip install fastensor[lmdb]") from error
+        try:
+            self._environment: Any = lmdb.open(readonly=True, create=False, readahead=False, **_environment_of(path))
+            self._transaction: Any = self._environment.begin()
+        except lmdb.Error as error:
+            raise FastensorError(f"{path}: py-lmdb cannot pin a snapshot: {error}") from error
+        self._process = os.getpid()
+
+    @property
+    def txnid(self) -> int:
+        """The number of the transaction that has committed the snapshot."""
+        number: int = self._transaction.id()
+        return number
+
+    def renew(self) -> None:
+        """Pin the newest snapshot instead."""
+        self._transaction.abort()
+        self._transaction = self._environment.begin()
+
+    def close(self) -> None:
+        """End the transaction."""
+        if os.getpid() == self._process:
+            self._transaction.abort()
+            self._environment.close()
+
+
+def take_pinned(fd: int, path: str, pin: Pin) -> Snapshot:
+    """The state of a file that a transaction pins: of the newest one, if writers have committed others since.
+
+    Raises:
+        DatasetChangedError: writers commit faster than their meta pages can be read.
+    """
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(DatasetChangedError):
+            snapshot = take(fd, path, pin.txnid)
+            if take(fd, path, pin.txnid).meta == snapshot.meta:  # no writer has replaced the meta page meanwhile
+                return snapshot
+        pin.renew()
+    raise DatasetChangedError(f"{path}: transactions are committed faster than its meta pages can be read")
+
+
+def _environment_of(path: str) -> dict[str, Any]:
+    """The arguments by which py-lmdb opens a data file, with the lock file that the writers of this file use."""
+    directory, name = os.path.split(path)
+    if name == "data.mdb" and not os.path.exists(f"{path}-lock"):
+        return {"path": directory, "subdir": True}
+    return {"path": path, "subdir": False}
 
 
 def _metas(fd: int, path: str) -> list[Meta]:

@@ -5,8 +5,9 @@ Only ``pread`` is used, so a file that shrinks or fails gives an error, not a si
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +31,9 @@ from fastensor.data.pages import (
     keys,
     leaves,
     pack_keys,
+    unpack_key,
 )
+from fastensor.data.snapshot import naming
 from fastensor.errors import CorruptDatasetError
 from fastensor.files import posix
 
@@ -61,6 +64,17 @@ class _Values(NamedTuple):
     """The position of the key's node."""
     offsets: Ints
     lengths: Ints
+
+
+class _Chunk(NamedTuple):
+    """Pages that the kernel reads, and that are to be copied from its cache."""
+
+    numbers: Ints
+    """The page numbers, in the order of the tree."""
+    order: Ints
+    """The positions in ``numbers``, in the order of the file."""
+    runs: list[tuple[int, int, int]]
+    """Neighbours in the file: where they begin there, and where they begin and end in memory, in bytes."""
 
 
 class TreeReader:
@@ -99,6 +113,20 @@ class TreeReader:
                     self._progress(done, len(pages))
         if count != tree.entries:
             raise self._damaged(f"the database is said to have {tree.entries} records, and has {count}")
+
+    def named(self, main: Tree) -> Iterator[tuple[bytes, Tree]]:
+        """The named databases of an environment, in the order of the main database that lists them.
+
+        Raises:
+            CorruptDatasetError: the main database is damaged.
+            OSError: the file cannot be read.
+        """
+        terminator = b"\0" if self._geometry.format.has_txnid else b""
+        for found in self.records(main):
+            for position in found.databases:
+                name = posix.read_exactly(self._fd, *unpack_key(int(found.keys[position])))
+                tree = posix.read_exactly(self._fd, int(found.offsets[position]), int(found.lengths[position]))
+                yield name.removesuffix(terminator), Tree.parse(tree)
 
     def _records_of(self, found: Leaves, pages: Pages) -> Records:
         packed = pack_keys(found.key_offsets, found.key_lengths)
@@ -187,37 +215,44 @@ class TreeReader:
         self._read += len(numbers)
         return numbers.astype(np.int64)
 
-    def _split(self, numbers: Ints) -> Iterable[Ints]:
+    def _split(self, numbers: Ints) -> list[Ints]:
         most = CHUNK_NBYTES // self._geometry.page_size
-        return (numbers[at : at + most] for at in range(0, len(numbers), most))
+        return [numbers[at : at + most] for at in range(0, len(numbers), most)]
 
     def _chunks(self, numbers: Ints, kind: int | tuple[int, ...], what: str) -> Iterator[Pages]:
-        for chunk in self._split(numbers):
+        """Pages of a level, a chunk at a time. The kernel reads the next chunk while the caller parses this one."""
+        chunks = itertools.chain(map(self._begin, self._split(numbers)), [None])
+        for chunk, _ in itertools.pairwise(chunks):
+            assert chunk is not None  # only the last one is
             pages = self._load(chunk)
             check_headers(pages, kind, what)
             yield pages
 
-    def _load(self, numbers: Ints) -> Pages:
-        """Read pages, neighbours in the file by one call, in the order of the file."""
+    def _begin(self, numbers: Ints) -> _Chunk:
+        """Have the kernel read pages, those that are neighbours in the file together."""
         size = self._geometry.page_size
         order = np.argsort(numbers, kind="stable")
         inside = numbers[order]
         bounds = np.flatnonzero(np.diff(inside) != 1) + 1
         firsts = np.concatenate([[0], bounds])
-        lasts = np.concatenate([bounds, [len(inside)]])
-        data = np.empty(len(numbers) * size, np.uint8)
-        memory = data.data
-        places = inside[firsts] * size
-        runs = list(zip(places.tolist(), (firsts * size).tolist(), (lasts * size).tolist(), strict=True))
-        if len(runs) > 1:
-            for place, first, last in runs:
-                os.posix_fadvise(self._fd, place, last - first, os.POSIX_FADV_WILLNEED)
-        for place, first, last in runs:
-            if posix.read_fully(self._fd, memory[first:last], place) < last - first:
-                raise self._damaged(f"it ends before byte {place + last - first}: it was cut off")
-        starts = np.empty(len(numbers), np.int64)
-        starts[order] = np.arange(len(numbers)) * size
-        return Pages(Block(data), starts, np.full(len(numbers), size), numbers, self._geometry)
+        ends = np.concatenate([bounds, [len(inside)]])
+        columns = (inside[firsts] * size, firsts * size, ends * size)
+        runs = list(zip(*(column.tolist() for column in columns), strict=True))
+        for offset, first, end in runs:
+            os.posix_fadvise(self._fd, offset, end - first, os.POSIX_FADV_WILLNEED)
+        return _Chunk(numbers, order, runs)
+
+    def _load(self, chunk: _Chunk) -> Pages:
+        """The pages of a chunk, in memory in the order of the file."""
+        size, count = self._geometry.page_size, len(chunk.numbers)
+        data = np.empty(count * size, np.uint8)
+        with naming(self._geometry.path):
+            for offset, first, end in chunk.runs:
+                filled = posix.read_fully(self._fd, data.data[first:end], offset)
+                posix.check_end(filled, end - first, offset)
+        starts = np.empty(count, np.int64)
+        starts[chunk.order] = np.arange(count) * size
+        return Pages(Block(data), starts, np.full(count, size), chunk.numbers, self._geometry)
 
     def _damaged(self, what: str) -> CorruptDatasetError:
         return CorruptDatasetError(f"{self._geometry.path}: {what}")
