@@ -42,7 +42,7 @@ def values(path: Path) -> list[bytes]:
     return list(some_records(COUNT).values())
 
 
-def opened(path: Path, **how: Any) -> LmdbDataset[Any]:
+def opened(path: Path | LmdbIndex, **how: Any) -> LmdbDataset[Any]:
     dataset: LmdbDataset[Any] = LmdbDataset(path, **how)
     try:
         dataset[0]
@@ -225,12 +225,23 @@ def test_a_file_that_is_written_to(tmp_path: Path, engine: EngineName) -> None:
         dataset[0]
 
 
+@pytest.mark.parametrize("engine", ON_HOST)
+def test_a_pinned_snapshot_outlives_writers(tmp_path: Path, engine: EngineName) -> None:
+    records = some_records(50)
+    path = make(tmp_path / "db", records.items())
+    with LmdbIndex.open(path, pin=True) as index:
+        dataset = opened(index, engine=engine)
+        for number in range(5):
+            make(path, [(key, bytes([number]) * 3000) for key in records])
+        assert dataset.__getitems__(range(50)) == list(records.values())
+
+
 @pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
 def test_a_file_that_is_cut_off(tmp_path: Path, engine: EngineName) -> None:
     dataset = opened(make(tmp_path / "db", some_records(100).items()), engine=engine)
     os.truncate(dataset.index.path, 8192)
     last = int(np.argmax(dataset.index.offsets))
-    with pytest.raises(CorruptDatasetError, match=r"the file ends before offset \d+; it was cut off"):
+    with pytest.raises(CorruptDatasetError, match=r"the file ends before offset \d+: it was cut off"):
         dataset[last]
 
 

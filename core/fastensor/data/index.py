@@ -151,7 +151,7 @@ class LmdbIndex:
         return self._fd
 
     def check_unchanged(self) -> None:
-        """Check that nothing was written to the open file since it was indexed: what was read until now are its records.
+        """Check that nothing was written to the open file since it was indexed: what was read until now is right.
 
         Quicker than :meth:`check`, as it reads nothing. Does nothing for a pinned snapshot.
 
