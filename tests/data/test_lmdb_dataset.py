@@ -13,8 +13,8 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
-from databases import ENGINES as LMDB_VERSIONS
-from databases import by_lmdb, make, some_records
+from data.databases import ENGINES as LMDB_VERSIONS
+from data.databases import by_lmdb, make, some_records
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
 
 from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders

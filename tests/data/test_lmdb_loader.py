@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from databases import make
+from data.databases import make
 
 from fastensor.data import LmdbDataset, LmdbLoader, decoders
 
