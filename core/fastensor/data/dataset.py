@@ -98,7 +98,15 @@ class LmdbDataset(Dataset[T], Generic[T]):
             DatasetChangedError: the file was written to since it was indexed.
             OSError: the file cannot be read.
         """
-        return self.__getitems__([position])[0]
+        count = len(self)
+        if not -count <= position < count:
+            raise self._no_sample(position)
+        in_index = position % count if self._positions is None else int(self._positions[position])
+        with snapshots.naming(self.index.path):
+            value = self._opened().read_one(in_index)
+        sample = self._decoded([value], [position])[0]
+        self.index.check_unchanged()
+        return sample
 
     def __getitems__(self, positions: Sequence[int] | Positions) -> list[T]:
         """The samples of a batch, in its order. See :meth:`__getitem__`."""
@@ -211,12 +219,15 @@ class LmdbDataset(Dataset[T], Generic[T]):
             raise UnknownKeyError(f"{self.index.path}: the record of the key {key!r} is not one of the samples")
         return positions
 
+    def _no_sample(self, position: int) -> IndexError:
+        return IndexError(f"{self.index.path}: it has {len(self)} samples, found position {position}")
+
     def _in_index(self, positions: Positions) -> Positions:
         """The positions in the index of samples."""
         count = len(self)
         wrong = (positions < -count) | (positions >= count)
         if wrong.any():
-            raise IndexError(f"{self.index.path}: it has {count} samples, found position {positions[wrong][0]}")
+            raise self._no_sample(positions[wrong][0])
         positions = np.where(positions < 0, positions + count, positions)
         return positions if self._positions is None else self._positions[positions]
 

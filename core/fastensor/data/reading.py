@@ -24,6 +24,8 @@ _LEAST_VALUES_PER_CHOICE = 4096
 class _Begun(NamedTuple):
     """A batch that an engine has begun to bring: values ``begin`` to before ``end`` of a fetch."""
 
+    key: bytes
+    """The positions as bytes, which are quick to compare."""
     positions: Positions
     nbytes: int
     fetch: Fetch
@@ -60,7 +62,8 @@ class ValueReader:
         self._engine: Engine = (
             open_chosen(fd, self._mean_nbytes, merging) if engine == "auto" else open_engine(engine, fd, merging)
         )
-        self._expected: deque[Positions] = deque()
+        self._expected: deque[tuple[bytes, Positions]] = deque()
+        """Batches that were announced and not begun, by keys as in ``_Begun``."""
         self._begun: deque[_Begun] = deque()
         self._begun_nbytes = 0
         self._lock = threading.Lock()
@@ -82,7 +85,7 @@ class ValueReader:
         of its values until then.
         """
         with self._lock:
-            self._expected.extend(batches)
+            self._expected.extend((positions.tobytes(), positions) for positions in batches)
 
     def read(self, positions: Positions) -> Sequence[Value]:
         """The values at positions, in their order. Positions may repeat.
@@ -99,6 +102,13 @@ class ValueReader:
             self._begin_expected()
             return fetch.take(begin, end)
 
+    def read_one(self, position: int) -> Value:
+        """The value at a position from 0 on, quickly and without regard to what was announced. See :meth:`read`."""
+        here = slice(position, position + 1)
+        with self._lock:
+            self._choose_anew(1)
+            return self._engine.fetch(Extents(self._extents.offsets[here], self._extents.lengths[here])).take(0, 1)[0]
+
     def close(self) -> None:
         """Give up what was announced, and the engine. In a forked child, only the child's own resources."""
         self._expected.clear()
@@ -107,13 +117,14 @@ class ValueReader:
 
     def _fetch_of(self, positions: Positions) -> tuple[Fetch, int, int]:
         """What brings these values: a fetch that has begun, if they were announced."""
+        key = positions.tobytes()
         for number, begun in enumerate(self._begun):
-            if np.array_equal(begun.positions, positions):
+            if begun.key == key:
                 for _ in range(number + 1):
                     self._begun_nbytes -= self._begun.popleft().nbytes
                 return begun.fetch, begun.begin, begun.end
-        for number, expected in enumerate(self._expected):
-            if np.array_equal(expected, positions):
+        for number, (expected, _) in enumerate(self._expected):
+            if expected == key:
                 self._forget_begun()
                 for _ in range(number + 1):
                     self._expected.popleft()
@@ -125,19 +136,21 @@ class ValueReader:
         if self._begun_nbytes > self._read_ahead_nbytes // 2:
             return
         room = self._read_ahead_nbytes - self._begun_nbytes
-        batches: list[tuple[Positions, int]] = []
+        batches: list[tuple[bytes, Positions, int]] = []
         while self._expected:
-            nbytes = int(self._extents.lengths[self._expected[0]].sum())
+            key, positions = self._expected[0]
+            nbytes = int(self._extents.lengths[positions].sum())
             if nbytes > room and (batches or self._begun):
                 break
             room -= nbytes
-            batches.append((self._expected.popleft(), nbytes))
+            batches.append((key, positions, nbytes))
+            self._expected.popleft()
         if not batches:
             return
-        fetch = self._engine.fetch(self._extents_of(np.concatenate([positions for positions, _ in batches])))
+        fetch = self._engine.fetch(self._extents_of(np.concatenate([positions for _, positions, _ in batches])))
         begin = 0
-        for positions, nbytes in batches:
-            self._begun.append(_Begun(positions, nbytes, fetch, begin, begin + len(positions)))
+        for key, positions, nbytes in batches:
+            self._begun.append(_Begun(key, positions, nbytes, fetch, begin, begin + len(positions)))
             self._begun_nbytes += nbytes
             begin += len(positions)
 
@@ -148,7 +161,7 @@ class ValueReader:
             return
         self._until_choice = self._values_per_choice
         if choose_engine(self._fd, self._mean_nbytes) != self._engine.name:
-            self._expected.extendleft(begun.positions for begun in reversed(self._begun))
+            self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
             self._forget_begun()
             self._engine.close()
             self._engine = open_chosen(self._fd, self._mean_nbytes, self._merging)
