@@ -129,8 +129,8 @@ class EpochPlan:
     @property
     def mixing(self) -> float:
         """How many different blocks the samples of a step come from, as a part of what full shuffling gives: 1 is as
-        good. For an average step; borders of groups and a shorter last block are left out of account. Without shuffling,
-        blocks are taken to be at least as large as a step.
+        good. For an average step; borders of groups and a shorter last block are left out of account. Without
+        shuffling, blocks are taken to be at least as large as a step.
 
         It matters if the dataset is sorted, such as by class: a step sees fewer classes the less is mixed.
         """

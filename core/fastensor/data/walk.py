@@ -91,7 +91,7 @@ class TreeReader:
         self._geometry = geometry
         self._progress = progress
         self._read = 0
-        """Pages that were read: a sound file is read at most once, whatever its trees look like."""
+        """Pages that were read, or are about to be: no more than the file has, whatever its trees look like."""
 
     def records(self, tree: Tree) -> Iterator[Records]:
         """The records of a database, a chunk of leaf pages at a time.
@@ -108,10 +108,12 @@ class TreeReader:
                 found = self._records_of(leaves(chunk), chunk)
                 count += len(found.offsets)
                 done += len(chunk.starts)
+                if count > tree.entries:
+                    raise self._damaged(f"the database is said to have {tree.entries} records, and has more")
                 yield found
                 if self._progress is not None:
                     self._progress(done, len(pages))
-        if count != tree.entries:
+        if count < tree.entries:
             raise self._damaged(f"the database is said to have {tree.entries} records, and has {count}")
 
     def named(self, main: Tree) -> Iterator[tuple[bytes, Tree]]:
@@ -197,11 +199,14 @@ class TreeReader:
         pages = self._checked(roots)
         tree_of = np.arange(len(roots))
         for _ in range(depth - 1):
-            parts = [children(chunk) for chunk in self._chunks(pages, BRANCH, "a branch page")]
-            sizes = np.cumsum([0, *(len(chunk) for chunk in self._split(pages))])
-            owner = np.concatenate([part.owner + first for part, first in zip(parts, sizes, strict=False)])
-            pages = self._checked(np.concatenate([part.pages for part in parts]).astype(np.uint64))
-            tree_of = tree_of[owner]
+            below, owners, done = [], [], 0
+            for chunk in self._chunks(pages, BRANCH, "a branch page"):
+                owner, numbers = children(chunk)
+                below.append(numbers)
+                owners.append(done + owner)
+                done += len(chunk.starts)
+            pages = self._checked(np.concatenate(below).astype(np.uint64))
+            tree_of = tree_of[np.concatenate(owners)]
         return pages, tree_of
 
     def _checked(self, numbers: npt.NDArray[np.uint64]) -> Ints:
@@ -209,7 +214,8 @@ class TreeReader:
         holds = (numbers >= META_PAGES) & (numbers < self._geometry.page_count)
         if not holds.all():
             wrong = int(numbers[np.argmin(holds)])
-            raise self._damaged(f"it refers to page {wrong} and has {self._geometry.page_count} pages; is it cut off?")
+            pages = f"the file has {self._geometry.page_count} pages, the first two of which are meta pages"
+            raise self._damaged(f"a tree refers to page {wrong}; {pages}; it is damaged or was cut off")
         if len(np.unique(numbers)) < len(numbers) or self._read + len(numbers) > self._geometry.page_count:
             raise self._damaged("several parts of its trees are said to be on the same page")
         self._read += len(numbers)
