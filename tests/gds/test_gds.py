@@ -273,10 +273,10 @@ def test_errors_of_the_kernel_keep_their_numbers(tmp_path: Path) -> None:
     """kvikio reports them as text only."""
     fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     try:
-        with pytest.raises(OSError, match="directory") as caught, gds._errors_translated():
+        with pytest.raises(OSError, match="directory") as caught, gds.errors_translated():
             gds._kvikio.module.CuFile(str(tmp_path / "missing" / "x"), "r")
         assert caught.value.errno == errno.ENOENT
-        with pytest.raises(BackendUnavailableError, match="CU_FILE"), gds._errors_translated():
+        with pytest.raises(BackendUnavailableError, match="CU_FILE"), gds.errors_translated():
             raise RuntimeError("cuFile error at: file_handle.cpp:60: CU_FILE_DRIVER_NOT_INITIALIZED")
     finally:
         os.close(fd)

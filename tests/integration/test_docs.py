@@ -25,6 +25,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "core/FORMAT.md",
     "docs/accelerate.md",
+    "docs/data.md",
     "docs/distributed.md",
     "docs/offload.md",
 ]
@@ -54,6 +55,13 @@ def test_the_python_about_offloading_runs(tmp_path: Path) -> None:
     (tmp_path / "tour.py").write_text("\n".join(blocks))
     assert "a day of training" in run("tour.py", cwd=tmp_path)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 4
+    (tmp_path / "tour.py").write_text("\n".join(blocks))
+    assert run("tour.py", cwd=tmp_path).splitlines() == ["1000 torch.Size([8, 8]) tensor(7.)", "0.40"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

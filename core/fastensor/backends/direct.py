@@ -45,18 +45,12 @@ class DirectBackend:
         return checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
-        limits = _limits(fd)
-        direct_fd = _reopen(fd, os.O_RDONLY)
+        direct_fd, alignment = open_direct(fd)
         with ExitStack() as undo:
             undo.callback(posix.close_read_only, direct_fd)
-            with _refusals_reported(), transfer_buffers.lending() as lent:
-                buffer = transfer_buffers.take(lent)
-                buffer.prepare()
-                block = buffer.view[: limits.offset_alignment]
-                posix.read_fully(direct_fd, block, 0, alignment=limits.offset_alignment)
-            read = partial(_read_direct, direct_fd, limits.offset_alignment)
+            read = partial(_read_direct, direct_fd, alignment)
             resources = ExitStack()
-            reader = RingReader(read, limits.offset_alignment, order, elsewhere=BufferedReader(fd), resources=resources)
+            reader = RingReader(read, alignment, order, elsewhere=BufferedReader(fd), resources=resources)
             resources.push(undo.pop_all())
         return reader
 
@@ -83,6 +77,26 @@ class DirectSlots:
 
     def close(self) -> None:
         posix.close_read_only(self._fd)  # what was written is not needed any more
+
+
+def open_direct(fd: int) -> tuple[int, int]:
+    """A second descriptor of a file, for direct reads, which the caller closes; and the unit of offsets and lengths.
+
+    One block of the file is read, because some filesystems refuse direct I/O only then.
+
+    Raises:
+        BackendUnavailableError: the file has no direct I/O, or demands more than our buffers have.
+    """
+    alignment = _limits(fd).offset_alignment
+    direct_fd = _reopen(fd, os.O_RDONLY)
+    with ExitStack() as undo:
+        undo.callback(posix.close_read_only, direct_fd)
+        with _refusals_reported(), transfer_buffers.lending() as lent:
+            buffer = transfer_buffers.take(lent)
+            buffer.prepare()
+            posix.read_fully(direct_fd, buffer.view[:alignment], 0, alignment=alignment)
+        undo.pop_all()
+    return direct_fd, alignment
 
 
 def _write_direct(fd: int, alignment: int, window: Window) -> None:

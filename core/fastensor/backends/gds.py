@@ -65,7 +65,7 @@ class GdsBackend:
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         with ExitStack() as undo:
-            file = undo.enter_context(_opened(fd, "r"))
+            file = undo.enter_context(opened(fd, "r"))
             read = partial(_read, file, nbytes)
             resources = ExitStack()
             reader = _GdsReader(read, ALIGNMENT, order, elsewhere=BufferedReader(fd), resources=resources)
@@ -75,7 +75,7 @@ class GdsBackend:
 
     def open_slots(self, fd: int) -> GdsSlots:
         with ExitStack() as undo:
-            file = undo.enter_context(_opened(fd, "r+"))
+            file = undo.enter_context(opened(fd, "r+"))
             return GdsSlots(file, undo.pop_all())
 
 
@@ -111,7 +111,7 @@ class GdsSlots:
 
 
 def _write_all(source: Source, fd: int) -> Sequence[int]:
-    with _opened(fd, "r+") as file:
+    with opened(fd, "r+") as file:
         write = partial(_write, file)
         if isinstance(source, Plan) and (device := gathering_device(source)) is not None:
             _announce_mode()
@@ -269,7 +269,7 @@ def compat_reason() -> str:
 
 
 @contextmanager
-def _opened(fd: int, flags: str) -> Iterator[Any]:
+def opened(fd: int, flags: str) -> Iterator[Any]:
     """kvikio's view of an open file, which kvikio opens again through ``/proc``.
 
     Raises:
@@ -291,14 +291,14 @@ def _write(file: Any, window: Window | DeviceWindow) -> None:
 
 
 def _write_part(file: Any, data: memoryview | torch.Tensor, offset: int) -> None:
-    with _errors_translated():
+    with errors_translated():
         written = file.pwrite(_for_kvikio(data), data.nbytes, offset, BUFFER_NBYTES).get()
     if written != data.nbytes:
         raise OSError(errno.EIO, f"kvikio has written {written} of {data.nbytes} bytes")
 
 
 def _read_part(file: Any, buffer: memoryview | torch.Tensor, offset: int) -> int:
-    with _errors_translated():
+    with errors_translated():
         return int(file.pread(_for_kvikio(buffer), buffer.nbytes, offset, BUFFER_NBYTES).get())
 
 
@@ -317,7 +317,7 @@ def _read(file: Any, nbytes: int, buffer: memoryview, offset: int) -> int:
 
 
 @contextmanager
-def _errors_translated() -> Iterator[None]:
+def errors_translated() -> Iterator[None]:
     """Translate kvikio's ``RuntimeError``, whose text ends with the kernel's error, if there is one.
 
     Raises:

@@ -1,0 +1,106 @@
+"""Merging many small reads of a file into few large ones. Everything here is pure.
+
+The paper on LMDBIO calls this coalescing (section 4.5): what several iterations need is sorted by
+offset, and read together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+_MEASURED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where values lie in a file, in the order in which they are wanted. Extents may overlap, be equal, or be empty."""
+
+    offsets: Integers
+    """Where each value begins, in bytes."""
+    lengths: Integers
+    """How many bytes it has."""
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """What is read together."""
+
+    gap_nbytes: int = 8 << 10
+    """Two values are read together if at most this many bytes lie between them that nobody wants."""
+    read_nbytes: int = 4 << 20
+    """A read takes values that begin within this many bytes. So a read is longer only by its last value. With 1, only
+    values that begin at the same place are read together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Reads of a file that bring all values of :class:`Extents`. They are in the order in which they are needed."""
+
+    offsets: Integers
+    """Where each read begins: multiples of the alignment."""
+    lengths: Integers
+    """How many bytes it has, a multiple of the alignment. So the last read may reach beyond the end of the file."""
+    read_of: Integers
+    """For each value the number of the read that holds it."""
+    begin_in_read: Integers
+    """For each value where in that read it begins."""
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+def mean_of_some(lengths: Integers) -> float:
+    """The mean, estimated from evenly spaced ones; 0 if there are none."""
+    if not len(lengths):
+        return 0.0
+    return float(lengths[np.linspace(0, len(lengths) - 1, min(_MEASURED, len(lengths))).astype(np.int64)].mean())
+
+
+def coalesce(extents: Extents, merging: Merging, *, alignment: int = 1) -> Reads:
+    """Merge the reads of values that lie close together. Costs about as much as sorting the offsets.
+
+    Args:
+        extents: at least one value.
+        merging: what is read together.
+        alignment: the unit of the offsets and lengths of reads, a power of two.
+
+    >>> reads = coalesce(Extents(np.array([900, 0, 120]), np.array([50, 100, 100])), Merging(gap_nbytes=20))
+    >>> reads.offsets.tolist(), reads.lengths.tolist(), reads.read_of.tolist(), reads.begin_in_read.tolist()
+    ([900, 0], [50, 220], [0, 1, 1], [0, 0, 120])
+    """
+    begins = extents.offsets & -alignment
+    ends = (extents.offsets + extents.lengths + (alignment - 1)) & -alignment
+    if len(extents) == 1:
+        return Reads(begins, ends - begins, np.zeros(1, np.int64), extents.offsets - begins)
+    by_offset = np.argsort(begins, kind="stable")
+    begins, ends = begins[by_offset], ends[by_offset]
+    is_first = _first_of_reads(begins, ends, merging)
+    firsts = np.flatnonzero(is_first)
+    offsets = begins[firsts]
+    lengths = np.maximum.reduceat(ends, firsts) - offsets
+    by_need = np.argsort(np.minimum.reduceat(by_offset, firsts), kind="stable")
+    number = np.empty_like(by_need)
+    number[by_need] = np.arange(len(by_need))
+    read_of = np.empty_like(by_offset)
+    read_of[by_offset] = number[np.cumsum(is_first) - 1]
+    offsets, lengths = offsets[by_need], lengths[by_need]
+    return Reads(offsets, lengths, read_of, extents.offsets - offsets[read_of])
+
+
+def _first_of_reads(begins: Integers, ends: Integers, merging: Merging) -> npt.NDArray[np.bool_]:
+    """For each value, sorted by offset, whether a read begins with it."""
+    is_first = np.ones(len(begins), np.bool_)
+    is_first[1:] = begins[1:] - np.maximum.accumulate(ends)[:-1] > merging.gap_nbytes
+    run_begins = begins[is_first][np.cumsum(is_first) - 1]
+    part_of_run = (begins - run_begins) // merging.read_nbytes
+    is_first[1:] |= part_of_run[1:] != part_of_run[:-1]
+    return is_first

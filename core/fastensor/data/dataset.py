@@ -1,0 +1,236 @@
+"""A database as a map-style dataset of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from fastensor.data import snapshot as snapshots
+from fastensor.data.coalescing import Extents, Merging, mean_of_some
+from fastensor.data.engines.base import Value
+from fastensor.data.index import LmdbIndex
+from fastensor.data.plan import Positions
+from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
+from fastensor.data.samplers import AnnouncedBatch
+from fastensor.errors import UnknownKeyError
+from fastensor.files import posix
+
+T = TypeVar("T", covariant=True)
+
+_SAMPLES = 16
+_SAMPLE_NBYTES = 4096
+
+
+class LmdbDataset(Dataset[T], Generic[T]):
+    """The values of an LMDB database, decoded, in the order of their keys. The file is only read.
+
+    A dataset can be pickled, and used in forked and spawned processes: each opens what it needs when it first reads.
+    Any thread may use it. ``dataset[i]`` reads one sample. A ``DataLoader`` calls ``__getitems__``, which reads a whole
+    batch at once. Together with a :class:`~fastensor.data.ReadAheadSampler` or an :class:`~fastensor.data.LmdbLoader`,
+    which know the order of an epoch, it also reads ahead.
+
+    Args:
+        source: the directory of an environment, its data file, or an index.
+        db: the name of a database in the environment; None for the main one.
+        decode: makes a sample of a value, a read-only memoryview of its bytes; see :mod:`fastensor.data.decoders`. With
+            the engine ``"kvikio"``, the value is a tensor of uint8 on a GPU. By default, samples are ``bytes``, or that
+            tensor.
+        engine: how values are read:
+
+            - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if values are large and
+              the file larger than memory, or else ``"willneed"``
+            - ``"mapped"``: the file is mapped; if it is truncated meanwhile, the kernel ends the process
+            - ``"pread"``: explicit reads
+            - ``"willneed"``: explicit reads that the kernel is told about ahead
+            - ``"direct"``: threads read past the page cache
+            - ``"kvikio"``: explicit reads to the memory of the current GPU
+
+        read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
+        merging: what is read together.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptDatasetError: the file is damaged, or no LMDB file.
+        UnsupportedDatasetError: its version, byte order or encryption is not supported.
+        UnknownKeyError: there is no database of that name.
+        DatasetChangedError: the file is being written to.
+        BackendUnavailableError: raised by the first read: the engine cannot be used.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | LmdbIndex,
+        db: str | bytes | None = None,
+        *,
+        decode: Callable[[Any], T] | None = None,
+        engine: EngineOrAuto = "auto",
+        read_ahead_nbytes: int = READ_AHEAD_NBYTES,
+        merging: Merging | None = None,
+    ) -> None:
+        self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
+        """Where the records are."""
+        self.decode = decode
+        self.engine = engine
+        self.read_ahead_nbytes = read_ahead_nbytes
+        self.merging = merging or Merging()
+        self._positions: Positions | None = None
+        """The records of the index that are the samples, if not all are."""
+        self._reader: ValueReader | None = None
+        self._process = 0
+        """The process that has opened the reader."""
+
+    def __len__(self) -> int:
+        return len(self.index) if self._positions is None else len(self._positions)
+
+    def __getitem__(self, position: int) -> T:
+        """One sample. Negative positions count from the end.
+
+        Raises:
+            IndexError: there is no such sample.
+            CorruptDatasetError: the file was cut off.
+            DatasetChangedError: the file was written to since it was indexed.
+            OSError: the file cannot be read.
+        """
+        count = len(self)
+        if not -count <= position < count:
+            raise self._no_sample(position)
+        in_index = position % count if self._positions is None else int(self._positions[position])
+        with snapshots.naming(self.index.path):
+            value = self._opened().read_one(in_index)
+        sample = self._decoded([value], [position])[0]
+        self.index.check_unchanged()
+        return sample
+
+    def __getitems__(self, positions: Sequence[int] | Positions) -> list[T]:
+        """The samples of a batch, in its order. See :meth:`__getitem__`."""
+        reader = self._opened()
+        if isinstance(positions, AnnouncedBatch) and positions.upcoming:
+            reader.expect([self._in_index(batch) for batch in positions.upcoming])
+        with snapshots.naming(self.index.path):
+            values = reader.read(self._in_index(np.asarray(positions, np.int64)))
+        samples = self._decoded(values, positions)
+        self.index.check_unchanged()
+        return samples
+
+    def read_ahead(self, batches: Iterable[Sequence[int] | Positions]) -> None:
+        """Announce batches that this process will ask for next, by ``__getitems__`` and in this order.
+
+        A ``DataLoader`` with a :class:`~fastensor.data.ReadAheadSampler` does this in each worker.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        self._opened().expect([self._in_index(np.asarray(batch, np.int64)) for batch in batches])
+
+    def get(self, key: bytes) -> T:
+        """The sample of a key; the first one, if the key has several. Takes some reads of the file to find it.
+
+        Raises:
+            UnknownKeyError: there is no such key, or it is not one of the samples.
+        """
+        return self[int(self.positions_of([key])[0])]
+
+    def positions_of(self, keys: Iterable[bytes]) -> Positions:
+        """The positions of the samples that have these keys, in their order. A key may have several.
+
+        Raises:
+            UnknownKeyError: there is no such key, or it is not one of the samples.
+        """
+        return np.concatenate([np.zeros(0, np.int64), *map(self._positions_of, keys)])
+
+    def select(self, positions: Sequence[int] | Positions) -> Self:
+        """A dataset of some of the samples, in this order. Unlike ``torch.utils.data.Subset`` it still reads ahead.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        selected = copy.copy(self)
+        selected._positions = self._in_index(np.asarray(positions, np.int64))
+        return selected
+
+    @property
+    def mean_nbytes(self) -> float:
+        """The mean length of the bytes of a sample, estimated from some; 0 without samples."""
+        return mean_of_some(self.index.lengths if self._positions is None else self.index.lengths[self._positions])
+
+    @property
+    def reading_by(self) -> str:
+        """The name of the engine that reads in this process now."""
+        return self._opened().engine
+
+    def content_id(self) -> str:
+        """Identifies the samples, by their number, and the lengths and first bytes of a few. A copy of the file has the
+        same. Reads some pages of the file.
+        """
+        places = np.linspace(0, len(self) - 1, min(_SAMPLES, len(self))).astype(np.int64)
+        positions = self._in_index(places)
+        digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
+        for offset, nbytes in zip(self.index.offsets[positions], self.index.lengths[positions], strict=True):
+            digest.update(f",{nbytes}:".encode())
+            digest.update(posix.read_exactly(self.index.fileno(), int(offset), min(int(nbytes), _SAMPLE_NBYTES)))
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def __copy__(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__getstate__())
+        return other
+
+    def _decoded(self, values: Sequence[Value], positions: Sequence[int] | Positions) -> list[T]:
+        decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
+        samples: list[T] = []
+        try:
+            for value in values:
+                samples.append(decode(value))
+        except Exception as error:
+            self.index.check_unchanged()
+            error.add_note(f"This was sample {positions[len(samples)]} of {self.index.path}")
+            raise
+        return samples
+
+    def _opened(self) -> ValueReader:
+        """The reader of this process."""
+        if self._reader is None or self._process != os.getpid():
+            self._reader = ValueReader(
+                self.index.fileno(),
+                Extents(self.index.offsets, self.index.lengths),
+                engine=self.engine,
+                read_ahead_nbytes=self.read_ahead_nbytes,
+                merging=self.merging,
+            )
+            self._process = os.getpid()
+        return self._reader
+
+    def _positions_of(self, key: bytes) -> Positions:
+        found = self.index.find(key)
+        if self._positions is None:
+            return np.arange(found.start, found.stop)
+        positions = np.flatnonzero((self._positions >= found.start) & (self._positions < found.stop))
+        if not len(positions):
+            raise UnknownKeyError(f"{self.index.path}: the record of the key {key!r} is not one of the samples")
+        return positions
+
+    def _no_sample(self, position: int) -> IndexError:
+        return IndexError(f"{self.index.path}: it has {len(self)} samples, found position {position}")
+
+    def _in_index(self, positions: Positions) -> Positions:
+        """The positions in the index of samples."""
+        count = len(self)
+        wrong = (positions < -count) | (positions >= count)
+        if wrong.any():
+            raise self._no_sample(positions[wrong][0])
+        positions = np.where(positions < 0, positions + count, positions)
+        return positions if self._positions is None else self._positions[positions]
+
+
+def _as_it_is(value: Value) -> bytes | torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else bytes(value)

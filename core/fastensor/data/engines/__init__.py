@@ -1,0 +1,1 @@
+"""Ways to read values of a file."""

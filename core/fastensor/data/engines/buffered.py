@@ -1,0 +1,63 @@
+"""The engines ``pread`` and ``willneed``: explicit reads through the page cache."""
+
+from __future__ import annotations
+
+import os
+
+from fastensor.data.coalescing import Extents, Merging, coalesce
+from fastensor.data.engines.base import Fetch, ReadsFetch
+from fastensor.files import posix
+
+_ADVICE_NBYTES = 128 << 10
+"""The kernel may ignore what one call of ``posix_fadvise`` asks for beyond the largest read-ahead of the device, whose
+default is this."""
+
+
+class BufferedEngine:
+    """Reads with ``pread``. See :class:`fastensor.data.engines.base.Engine`.
+
+    Args:
+        fd: open for reading. The caller keeps ownership.
+        merging: what is read together.
+        advise: tell the kernel ahead what will be read (``posix_fadvise``, POSIX_FADV_WILLNEED). The kernel then reads
+            into the page cache, with many reads in flight, while the caller goes on.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, fd: int, merging: Merging, *, advise: bool) -> None:
+        self.name = "willneed" if advise else "pread"
+        self._fd = fd
+        self._merging = merging
+        self._advise = advise
+
+    def fetch(self, extents: Extents) -> Fetch:
+        reads = coalesce(extents, self._merging)
+        offsets, lengths = reads.offsets.tolist(), reads.lengths.tolist()
+
+        def begin(read: int) -> None:
+            if self._advise:
+                advise(self._fd, offsets[read], lengths[read])
+
+        def finish(read: int) -> memoryview:
+            return read_up_to(self._fd, offsets[read], lengths[read])
+
+        return ReadsFetch(extents, reads, begin, finish)
+
+    def close(self) -> None:
+        pass
+
+
+def advise(fd: int, offset: int, nbytes: int) -> None:
+    """Have the kernel begin to read a part of a file into the page cache."""
+    for begin in range(offset, offset + nbytes, _ADVICE_NBYTES):
+        os.posix_fadvise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
+
+
+def read_up_to(fd: int, offset: int, nbytes: int) -> memoryview:
+    """``nbytes`` bytes of a file from ``offset`` on; fewer where the file ends."""
+    data = os.pread(fd, nbytes, offset)
+    if len(data) == nbytes:
+        return memoryview(data)
+    whole = memoryview(bytearray(nbytes))
+    return whole[: posix.read_fully(fd, whole, offset)].toreadonly()

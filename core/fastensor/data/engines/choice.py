@@ -1,0 +1,78 @@
+"""Which engine reads a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Literal, TypeAlias, get_args
+
+from fastensor.data.coalescing import Merging
+from fastensor.data.engines.base import Engine
+from fastensor.data.engines.buffered import BufferedEngine
+from fastensor.data.engines.direct import DirectEngine
+from fastensor.data.engines.kvikio import KvikioEngine
+from fastensor.data.engines.mapped import MappedEngine
+from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
+from fastensor.files.budgets import available_memory
+
+EngineName: TypeAlias = Literal["mapped", "pread", "willneed", "direct", "kvikio"]
+"""A way to read a file."""
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+_RESIDENT = 0.95
+"""A file of which at least this part is in the page cache is mapped: rare page faults cost less than all the copies."""
+_LARGE_NBYTES = 64 << 10
+"""From this mean length on, cold values arrive sooner by direct I/O: one copy less outweighs the work of threads."""
+_logger = logging.getLogger("fastensor")
+
+
+def open_engine(name: EngineName, fd: int, merging: Merging) -> Engine:
+    """An engine for an open file that is not empty.
+
+    Args:
+        name: of the engine.
+        fd: open for reading. The caller keeps ownership, and keeps it open while the engine is.
+        merging: what is read together.
+
+    Raises:
+        BackendUnavailableError: the engine cannot read this file, or cannot work on this machine.
+        ValueError: there is no such engine.
+    """
+    match name:
+        case "mapped":
+            return MappedEngine(fd, os.fstat(fd).st_size)
+        case "pread" | "willneed":
+            return BufferedEngine(fd, merging, advise=name == "willneed")
+        case "direct":
+            return DirectEngine(fd, merging)
+        case "kvikio":
+            return KvikioEngine(fd, merging)
+    raise ValueError(f"engine is 'auto' or one of {ENGINES}, found {name!r}")
+
+
+def choose_engine(fd: int, mean_nbytes: float) -> EngineName:
+    """The fastest engine for a file as it is now: ``mapped`` if the page cache has it. Otherwise ``direct`` if values
+    are large, and the file is larger than memory, so that the page cache could not keep it. Else ``willneed``.
+
+    The order of reading makes no difference: engines read in order what is merged, and that is fast with all of them.
+
+    Args:
+        fd: the file.
+        mean_nbytes: the mean length of its values.
+    """
+    nbytes = os.fstat(fd).st_size
+    if posix.resident_fraction(fd, nbytes) >= _RESIDENT:
+        return "mapped"
+    return "direct" if mean_nbytes >= _LARGE_NBYTES and nbytes > available_memory() else "willneed"
+
+
+def open_chosen(fd: int, mean_nbytes: float, merging: Merging) -> Engine:
+    """The engine of :func:`choose_engine`; ``willneed`` if the file has no direct I/O."""
+    name = choose_engine(fd, mean_nbytes)
+    try:
+        return open_engine(name, fd, merging)
+    except BackendUnavailableError as error:
+        if name != "direct":
+            raise
+        _logger.info("the engine direct cannot read the dataset (%s); willneed does", error)
+        return open_engine("willneed", fd, merging)

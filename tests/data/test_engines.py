@@ -1,0 +1,169 @@
+"""Every engine brings the same bytes, in any order, whatever is merged."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastensor.data.coalescing import Extents, Merging
+from fastensor.data.engines import choice
+from fastensor.data.engines.base import Engine
+from fastensor.data.engines.choice import ENGINES, EngineName, choose_engine, open_chosen, open_engine
+from fastensor.errors import BackendUnavailableError
+from fastensor.files import posix
+
+DATA = random.Random(1).randbytes(3 * 4096 * 100 + 57)
+MERGINGS = [Merging(gap_nbytes=0, read_nbytes=1), Merging(), Merging(gap_nbytes=100, read_nbytes=10_000)]
+ON_HOST: list[EngineName] = [name for name in ENGINES if name != "kvikio"]
+
+
+@pytest.fixture(scope="module")
+def fd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    path = tmp_path_factory.mktemp("engines") / "data"
+    path.write_bytes(DATA)
+    fd = os.open(path, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture(params=ON_HOST, scope="module")
+def name(request: pytest.FixtureRequest) -> EngineName:
+    found: EngineName = request.param
+    return found
+
+
+def opened(name: EngineName, fd: int, merging: Merging) -> Engine:
+    try:
+        return open_engine(name, fd, merging)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+
+PLACES = st.lists(
+    st.integers(0, len(DATA)).flatmap(lambda at: st.tuples(st.just(at), st.integers(0, min(len(DATA) - at, 9000)))),
+    min_size=1,
+    max_size=50,
+)
+
+
+@given(places=PLACES, cuts=st.lists(st.integers(1, 20), max_size=50))
+@pytest.mark.parametrize("merging", MERGINGS)
+def test_values_are_the_bytes_of_the_file(
+    fd: int, name: EngineName, merging: Merging, places: list[tuple[int, int]], cuts: list[int]
+) -> None:
+    engine = opened(name, fd, merging)
+    offsets, lengths = (np.array(numbers) for numbers in zip(*places, strict=True))
+    fetch, begin = engine.fetch(Extents(offsets, lengths)), 0
+    for count in [*cuts, len(places)]:
+        end = min(begin + count, len(places))
+        if begin < end:
+            for value, (offset, length) in zip(fetch.take(begin, end), places[begin:end], strict=True):
+                assert isinstance(value, memoryview)
+                assert value.readonly
+                assert value == DATA[offset : offset + length]
+        begin = end
+    engine.close()
+
+
+def test_values_outlive_the_engine(fd: int, name: EngineName) -> None:
+    engine = opened(name, fd, Merging())
+    (value,) = engine.fetch(Extents(np.array([5000]), np.array([3000]))).take(0, 1)
+    engine.close()
+    engine.close()
+    assert value == DATA[5000:8000]
+
+
+def test_more_reads_than_are_begun_at_once(fd: int, name: EngineName) -> None:
+    """Several fetches are under way, each of more reads than may be in flight; one of them is given up."""
+    engine = opened(name, fd, Merging(gap_nbytes=0, read_nbytes=1))
+    offsets = np.random.default_rng(1).permutation(1000) * 1200
+    one, _, two = (engine.fetch(Extents(offsets, np.full(1000, 1100))) for _ in range(3))
+    for fetch in (one, two):
+        values = [*fetch.take(0, 1), *fetch.take(1, 900), *fetch.take(900, 1000)]
+        assert [bytes(value) for value in values] == [DATA[offset : offset + 1100] for offset in offsets.tolist()]
+    engine.close()
+
+
+def test_a_value_larger_than_a_buffer(tmp_path: Path, name: EngineName) -> None:
+    data = os.urandom(9 << 20)
+    (tmp_path / "data").write_bytes(data)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    engine = opened(name, fd, Merging())
+    (value,) = engine.fetch(Extents(np.array([77]), np.array([(8 << 20) + 5]))).take(0, 1)
+    assert value == data[77 : 77 + (8 << 20) + 5]
+    engine.close()
+    os.close(fd)
+
+
+def test_the_file_ends_before_a_value(fd: int, name: EngineName) -> None:
+    engine = opened(name, fd, Merging())
+    with pytest.raises(posix.EndOfFile, match=f"ends before offset {len(DATA) + 1}"):
+        engine.fetch(Extents(np.array([0, len(DATA) - 9]), np.array([10, 10]))).take(0, 2)
+    engine.close()
+
+
+def test_direct_leaves_the_page_cache_alone(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(DATA)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    os.fsync(fd)
+    if posix.evict(fd, len(DATA)):
+        pytest.skip("this filesystem keeps files in memory")
+    engine = opened("direct", fd, Merging())
+    engine.fetch(Extents(np.array([0]), np.array([len(DATA)]))).take(0, 1)
+    assert posix.resident_fraction(fd, len(DATA)) < 0.1
+    engine.close()
+    os.close(fd)
+
+
+def test_willneed_has_the_kernel_read_ahead(tmp_path: Path) -> None:
+    """What is announced gets into the page cache, without anything being taken."""
+    (tmp_path / "data").write_bytes(DATA)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    os.fsync(fd)
+    if posix.evict(fd, len(DATA)):
+        pytest.skip("this filesystem keeps files in memory")
+    extents = Extents(np.array([0]), np.array([40_000]))
+    pread = opened("pread", fd, Merging()).fetch(extents)
+    assert posix.resident_fraction(fd, len(DATA)) == 0
+    willneed = opened("willneed", fd, Merging()).fetch(extents)
+    assert posix.resident_fraction(fd, len(DATA)) > 0
+    assert pread.take(0, 1)[0] == willneed.take(0, 1)[0] == DATA[:40_000]
+    os.close(fd)
+
+
+def test_the_engine_is_chosen_by_what_is_in_memory(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.pread(fd, len(DATA), 0)
+    assert choose_engine(fd, 1e6) == "mapped"
+    monkeypatch.setattr(posix, "resident_fraction", lambda fd, nbytes: 0.5)
+    assert choose_engine(fd, 1e6) == "willneed"
+    monkeypatch.setattr(choice, "available_memory", lambda: len(DATA) - 1)
+    assert choose_engine(fd, 1e6) == "direct"
+    assert choose_engine(fd, 3000) == "willneed"
+
+
+def test_files_without_direct_io_are_read_by_willneed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "choose_engine", lambda fd, mean_nbytes: "direct")
+    monkeypatch.setattr(posix, "direct_limits", lambda fd: None)
+    with pytest.raises(BackendUnavailableError, match="no direct I/O"):
+        open_engine("direct", fd, Merging())
+    assert open_chosen(fd, 1e6, Merging()).name == "willneed"
+
+
+def test_an_unknown_engine(fd: int) -> None:
+    unknown: Any = "mmap"
+    with pytest.raises(ValueError, match=r"engine is 'auto' or one of .*'mapped'.* found 'mmap'"):
+        open_engine(unknown, fd, Merging())
+
+
+def test_kvikio_needs_a_gpu(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="torch finds none"):
+        open_engine("kvikio", fd, Merging())

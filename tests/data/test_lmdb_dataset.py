@@ -1,0 +1,284 @@
+"""Datasets give what py-lmdb gives, in every kind of process, and notice what is wrong with their file."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+from data.databases import ENGINES as LMDB_VERSIONS
+from data.databases import make, some_records
+from programs import run
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
+
+from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders
+from fastensor.data.coalescing import Extents
+from fastensor.data.engines.choice import EngineName
+from fastensor.data.reading import ValueReader
+from fastensor.errors import (
+    BackendUnavailableError,
+    CorruptDatasetError,
+    DatasetChangedError,
+    UnknownKeyError,
+)
+
+COUNT = 300
+ON_HOST: list[EngineName] = ["mapped", "pread", "willneed", "direct"]
+
+
+@pytest.fixture(scope="module", params=LMDB_VERSIONS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("dataset") / "db", some_records(COUNT).items(), engine=request.param)
+
+
+@pytest.fixture
+def values(path: Path) -> list[bytes]:
+    return list(some_records(COUNT).values())
+
+
+def opened(path: Path | LmdbIndex, **how: Any) -> LmdbDataset[Any]:
+    dataset: LmdbDataset[Any] = LmdbDataset(path, **how)
+    try:
+        dataset[0]
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    return dataset
+
+
+@pytest.mark.parametrize("engine", ON_HOST)
+def test_samples_are_the_values_in_the_order_of_the_keys(path: Path, values: list[bytes], engine: EngineName) -> None:
+    dataset = opened(path, engine=engine)
+    assert dataset.reading_by == engine
+    assert len(dataset) == COUNT
+    assert [dataset[position] for position in range(COUNT)] == values
+    order = random.Random(1).choices(range(-COUNT, COUNT), k=500)  # with repetitions
+    assert dataset.__getitems__(order) == [values[position] for position in order]
+    assert dataset.__getitems__([]) == []
+
+
+@pytest.mark.parametrize("engine", ON_HOST)
+@pytest.mark.parametrize("read_ahead_nbytes", [0, 200_000, 1 << 30])
+def test_batches_that_were_announced(
+    path: Path, values: list[bytes], engine: EngineName, read_ahead_nbytes: int
+) -> None:
+    """Whether batches are asked for as announced, left out, asked for again, or not announced: they are right."""
+    dataset = opened(path, engine=engine, read_ahead_nbytes=read_ahead_nbytes, merging=Merging(read_nbytes=50_000))
+    order = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
+    dataset.read_ahead(order[:20])
+    dataset.read_ahead(order[20:])
+    asked = [order[0], order[1], order[5], order[2], np.array([7]), *order[6:12], *order[28:], order[0]]
+    for batch in asked:
+        assert dataset.__getitems__(batch) == [values[position] for position in batch]
+
+
+def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
+    index = LmdbIndex.open(path)
+    reader = ValueReader(
+        index.fileno(),
+        Extents(index.offsets, index.lengths),
+        engine="pread",
+        read_ahead_nbytes=300_000,
+        merging=Merging(),
+    )
+    batches = np.random.default_rng(1).permutation(COUNT).reshape(60, 5)
+    reader.expect(batches)
+    begun = []
+    for batch in batches:
+        reader.read(batch)
+        begun.append(reader.begun_nbytes)
+    assert 150_000 < max(begun) <= 300_000
+    assert begun[-1] == 0
+    reader.close()
+
+
+def test_a_batch_of_any_sampler_is_announced_to_its_worker() -> None:
+    """Worker w of 3 gets batches w, w + 3, ...: before each it knows the next two of them."""
+    batches = [[number, number] for number in range(20)]
+    known: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for number, batch in enumerate(ReadAheadSampler(batches, num_workers=3, batches_ahead=2)):
+        assert batch == batches[number]
+        known[number % 3] += [int(upcoming[0]) for upcoming in pickle.loads(pickle.dumps(batch)).upcoming]
+        assert known[number % 3][: number // 3 + 2] == list(range(number % 3 + 3, 20, 3))[: number // 3 + 2]
+    assert len(ReadAheadSampler(batches)) == 20
+    with pytest.raises(ValueError, match="at least 1, found 0"):
+        ReadAheadSampler(batches, batches_ahead=0)
+
+
+@pytest.mark.parametrize(("workers", "start"), [(0, None), (3, "fork"), (2, "spawn")])
+def test_a_loader_with_workers(tmp_path: Path, workers: int, start: str | None) -> None:
+    values = list(some_records(COUNT).values())
+    dataset = opened(
+        make(tmp_path / "db", some_records(COUNT).items())
+    )  # this process has read already: workers have to open for themselves
+    sampler = ReadAheadSampler(BatchSampler(RandomSampler(dataset), 16, False), num_workers=workers)
+    loader: DataLoader[bytes] = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=workers, multiprocessing_context=start, collate_fn=list
+    )
+    found = [sample for batch in loader for sample in batch]
+    assert sorted(found) == sorted(values)
+
+
+@pytest.mark.parametrize("engine", ON_HOST)
+def test_a_forked_child_reads_while_the_parent_does(path: Path, values: list[bytes], engine: EngineName) -> None:
+    dataset = opened(path, engine=engine)
+    dataset.read_ahead([[1, 2], [3, 4]])
+    dataset[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if dataset.__getitems__([1, 2, 250]) == [values[1], values[2], values[250]] else 1)
+    assert dataset.__getitems__([1, 2]) == values[1:3]
+    assert dataset.__getitems__([3, 4]) == values[3:5]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_share_a_dataset(path: Path, values: list[bytes]) -> None:
+    dataset, wrong = opened(path, engine="willneed"), []
+
+    def read(seed: int) -> None:
+        for batch in np.random.default_rng(seed).permutation(COUNT).reshape(30, 10):
+            wrong.extend(
+                position
+                for position, value in zip(batch, dataset.__getitems__(batch), strict=True)
+                if value != values[position]
+            )
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_copies_are_independent(path: Path, values: list[bytes]) -> None:
+    dataset = opened(path, decode=decoders.Array("u1"))
+    for other in (pickle.loads(pickle.dumps(dataset)), copy.copy(dataset)):
+        assert other._reader is None
+        assert other[7].tobytes() == values[7]
+
+
+def test_keys(path: Path, values: list[bytes]) -> None:
+    dataset = opened(path)
+    assert dataset.get(b"00000007") == values[7]
+    assert dataset.positions_of([b"00000009", b"00000003"]).tolist() == [9, 3]
+    with pytest.raises(UnknownKeyError, match="no record has the key b'nine'"):
+        dataset.get(b"nine")
+    odd = dataset.select(range(1, COUNT, 2))
+    assert odd.positions_of([b"00000009", b"00000003"]).tolist() == [4, 1]
+    with pytest.raises(UnknownKeyError, match="b'00000002' is not one of the samples"):
+        odd.get(b"00000002")
+
+
+def test_duplicates_are_samples_of_their_own(tmp_path: Path) -> None:
+    records = [(b"a", b"2"), (b"a", b"1"), (b"b", b"3")]
+    with lmdb.open(str(tmp_path), max_dbs=1) as env, env.begin(write=True) as txn:
+        db = env.open_db(b"some", txn=txn, dupsort=True)
+        for key, value in records:
+            txn.put(key, value, db=db)
+    dataset: LmdbDataset[bytes] = LmdbDataset(tmp_path, "some")
+    assert [*dataset] == [b"1", b"2", b"3"]  # type: ignore[misc]  # a dataset ends with IndexError, as sequences do
+    assert dataset.get(b"a") == b"1"
+    assert dataset.positions_of([b"a", b"b"]).tolist() == [0, 1, 2]
+
+
+def test_subsets_and_other_wrappers(path: Path, values: list[bytes]) -> None:
+    dataset = opened(path)
+    selected = dataset.select([5, -1, 5]).select([1, 2])
+    assert [selected[0], selected[-1]] == [values[-1], values[5]]
+    assert len(selected) == 2
+    subset = Subset(dataset, [8, 9])
+    assert list(DataLoader(subset, batch_size=2, collate_fn=list)) == [values[8:10]]
+    assert ConcatDataset([selected, subset])[3] == values[9]
+    with pytest.raises(IndexError, match=r"it has 2 samples, found position 2"):
+        selected[2]
+    with pytest.raises(IndexError, match=r"it has 300 samples, found position -301"):
+        dataset.select([-301])
+
+
+def test_an_empty_database(tmp_path: Path) -> None:
+    dataset: LmdbDataset[bytes] = LmdbDataset(make(tmp_path / "db", []))
+    assert len(dataset) == 0
+    assert dataset.__getitems__([]) == []
+    assert dataset.mean_nbytes == 0
+    assert dataset.content_id() == dataset.content_id()
+    with pytest.raises(IndexError, match="it has 0 samples, found position 0"):
+        dataset[0]
+
+
+def test_the_content_is_that_of_copies_and_of_no_other(path: Path, tmp_path: Path) -> None:
+    content = LmdbDataset(path).content_id()
+    records = some_records(COUNT)
+    assert LmdbDataset(make(tmp_path / "copy", records.items())).content_id() == content
+    records[b"00000000"] = bytes(len(records[b"00000000"])) or b"x"
+    assert LmdbDataset(make(tmp_path / "other", records.items())).content_id() != content
+    assert LmdbDataset(path).select(range(299)).content_id() != content
+
+
+@pytest.mark.parametrize("engine", ON_HOST)
+def test_a_file_that_is_written_to(tmp_path: Path, engine: EngineName) -> None:
+    dataset = opened(make(tmp_path / "db", some_records(20).items()), engine=engine)
+    make(tmp_path / "db", [(b"new", b"value")])
+    with pytest.raises(DatasetChangedError, match="it was written to since it was indexed; open it anew"):
+        dataset[0]
+
+
+_OVERWRITE = """
+import sys, lmdb
+with lmdb.open(sys.argv[1], map_size=1 << 30, sync=False) as env:
+    for number in range(5):
+        with env.begin(write=True) as txn:
+            for key, value in list(txn.cursor()):
+                txn.put(key, bytes([number]) * len(value))
+"""
+
+
+def test_a_pinned_snapshot_outlives_writers(tmp_path: Path) -> None:
+    records = some_records(50)
+    path = make(tmp_path / "db", records.items())
+    with LmdbIndex.open(path, pin=True) as index:
+        datasets = [opened(index, engine=engine) for engine in ON_HOST]
+        run("-c", _OVERWRITE, path)
+        for dataset in datasets:
+            assert dataset.__getitems__(range(50)) == list(records.values())
+
+
+@pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
+def test_a_file_that_is_cut_off(tmp_path: Path, engine: EngineName) -> None:
+    dataset = opened(make(tmp_path / "db", some_records(100).items()), engine=engine)
+    os.truncate(dataset.index.path, 8192)
+    last = int(np.argmax(dataset.index.offsets))
+    with pytest.raises(CorruptDatasetError, match=r"the file ends before offset \d+: it was cut off"):
+        dataset[last]
+
+
+def test_a_sample_that_cannot_be_decoded(path: Path) -> None:
+    """The error says which sample it was."""
+    dataset = opened(path)
+    dataset.decode = decoders.npy
+    with pytest.raises(ValueError, match=r"numpy\.save") as caught:
+        dataset.__getitems__([17])
+    assert caught.value.__notes__ == [f"This was sample 17 of {dataset.index.path}"]
+
+
+def test_the_choice_follows_the_page_cache(path: Path, values: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that reads what is not resident is followed by one that maps the file; batches announced stay right."""
+    resident = [0.0]
+    monkeypatch.setattr("fastensor.files.posix.resident_fraction", lambda fd, nbytes: resident[0])
+    monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
+    dataset: LmdbDataset[bytes] = LmdbDataset(path)
+    batches = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
+    dataset.read_ahead(batches)
+    engines = []
+    for number, batch in enumerate(batches):
+        resident[0] = float(number >= 15)
+        assert dataset.__getitems__(batch) == [values[position] for position in batch]
+        engines.append(dataset.reading_by)
+    assert engines[:15] == ["willneed"] * 15
+    assert engines[-1] == "mapped"
