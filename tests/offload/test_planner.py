@@ -467,7 +467,6 @@ def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str], limits: dict
     assert trainer.global_step == steps
     assert callback.estimate is not None
     assert not callback.estimate.plan.offloaded_bytes
-    assert callback.estimate.write_bandwidth > 0
     assert capsys.readouterr().out.count("dry run of activation offload on rank 0") == 1
 
 

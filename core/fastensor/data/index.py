@@ -195,6 +195,9 @@ class LmdbIndex:
             raise ValueError(f"{self.path}: its index is closed")
         try:  # not by naming(), which takes longer than this call
             data = os.pread(self._fd, nbytes, offset)
+            if len(data) < nbytes:
+                whole = bytearray(nbytes)
+                data = bytes(whole[: posix.read_fully(self._fd, memoryview(whole), offset)])
         except OSError as error:
             error.filename = self.path
             raise

@@ -16,7 +16,7 @@ from fastensor.files import posix
 
 OS_CALLS = (
     *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "mkdir", "readlink"),
-    *("pwrite", "write", "preadv", "fsync", "sync", "ftruncate", "posix_fadvise"),
+    *("pwrite", "write", "pread", "preadv", "fsync", "sync", "ftruncate", "posix_fadvise", "memfd_create"),
     *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
     *("listxattr", "getxattr", "setxattr", "removexattr"),
 )

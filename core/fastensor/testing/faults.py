@@ -52,7 +52,7 @@ def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[F
 def short_call(number: int) -> AbstractContextManager[Fault]:
     """Make the ``number``-th system call of Fastensor's I/O in the block move about a third of the bytes.
 
-    A signal, a full disk or a network filesystem may do that to any ``pwrite`` or ``preadv``, and the caller has to go
+    A signal, a full disk or a network filesystem may do that to any ``pwrite``, ``pread`` or ``preadv``, and the caller has to go
     on from there. The part is aligned only if the file is open for direct I/O. Calls that move no bytes are made
     unchanged. Calls are counted as for :func:`failing_call`.
     """
@@ -80,6 +80,8 @@ def _cut_short(call: Call) -> Any:
     match call.name, call.arguments:
         case "pwrite", (fd, data, *position):
             return call.function(fd, _part(fd, data), *position, **call.options)
+        case "pread", (fd, nbytes, position):
+            return call.function(fd, max(nbytes // 3, 1), position)
         case "preadv", (fd, [buffer, *_], *position):
             return call.function(fd, [_part(fd, buffer)], *position, **call.options)
         case _:
