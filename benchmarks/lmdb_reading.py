@@ -11,6 +11,7 @@ pass of its processes. The ways take turns.
 - ``py-lmdb + WILLNEED``: without read-ahead, but the pages of records that come next are known, by our index, and the
   kernel is told (``posix_fadvise``); with two distances. The better one counts.
 - ``raw files``: a file for each record
+- ``fio``: random direct reads of as many pages as a record has, 64 in flight: what the disk gives at most
 - ``litdata``: its own format, and its own order; only where that is comparable, and if it is installed
 
 ``--quick`` takes two sizes, two orders, and 1 and 4 processes. Run by ``make bench``.
@@ -22,12 +23,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import random
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -58,10 +61,11 @@ ORDERS: tuple[Order, ...] = ("sequential", "strided", "full", "block")
 blocks of 256 KiB shuffled, and mixed among 64."""
 READAHEAD, NO_READAHEAD = "py-lmdb", "py-lmdb, readahead=False"
 HELPED = ("py-lmdb + WILLNEED, near", "py-lmdb + WILLNEED, far")
-OURS, RAW, LITDATA = "fastensor", "raw files", "litdata"
+OURS, RAW, LITDATA, FIO = "fastensor", "raw files", "litdata", "fio"
 STOCK = (READAHEAD, NO_READAHEAD)
 READ_AHEAD_NBYTES = 32 << 20
 BLOCK_NBYTES, BLOCKS_PER_GROUP = 256 << 10, 64
+OVERFLOW_HEADER_NBYTES = 16
 PATIENCE_SECONDS = 300
 
 
@@ -426,6 +430,24 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
     )
 
 
+def run_fio(name: str, size: Size, files: Files, seconds: float) -> list[Sample]:
+    """Random direct reads of the pages of a record."""
+    if shutil.which("fio") is None:
+        return []
+    path = files.lmdb(name)
+    evict([path])
+    block = -(-(size.nbytes + OVERFLOW_HEADER_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    command = [
+        "fio", "--name=limit", f"--filename={path}", "--rw=randread", f"--bs={block}", "--direct=1",
+        "--ioengine=io_uring", "--iodepth=64", "--readonly", f"--runtime={seconds}", "--time_based", "--thread",
+        "--randrepeat=0", "--output-format=json",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    read = json.loads(result.stdout[result.stdout.index("{") :])["jobs"][0]["read"]
+    cell = Cell(name, "full", 1, "cold", FIO)
+    return [Sample(cell, read["total_ios"], read["runtime"] / 1000, 0.0, read["io_bytes"], 0, 0, 0.0, 1.0)]
+
+
 def run_whole(operation: str, name: str, way: str, files: Files) -> Whole:
     """One pass over a whole cold file, in a fresh process."""
     path = files.lmdb(name)
@@ -510,6 +532,7 @@ def measure(settings: Settings, folder: Path) -> tuple[list[Sample], list[Whole]
         for number in range(settings.rounds):
             for way in in_turn(list(ABLATION), number):
                 samples.append(run(Cell(name, "full", 1, "cold", way), size, files, settings.seconds))
+            samples += run_fio(name, size, files, settings.seconds)
         samples += measure_limited(settings, files, name)
         for number in range(min(settings.rounds, 3)):
             for operation in ("index", "scan"):
@@ -579,6 +602,7 @@ def judge(samples: list[Sample], whole: list[Whole]) -> list[dict[str, Any]]:
             promise(f"{name}, {what}: rate / best py-lmdb", cell, STOCK, of_stock)
             promise(f"{name}, {what}: rate / py-lmdb + WILLNEED", cell, HELPED, of_helped)
     for name in ("3 KB", "110 KB"):
+        promise(f"{name}, full shuffle, cold: rate / fio", Cell(name, "full", 1, "cold", ""), [FIO], 0)
         promise(f"{name}, 4 processes, cold: rate / best py-lmdb", Cell(name, "full", 4, "cold", ""), STOCK, 1.6)
         promise(f"{name}, warm: rate / py-lmdb", Cell(name, "full", 1, "warm", ""), [READAHEAD], round(1 / 1.1, 2))
     for operation, least in (("scan", 1.1), ("index", 4)):
