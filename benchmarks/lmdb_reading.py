@@ -562,7 +562,7 @@ def measure_cell(settings: Settings, files: Files, cell: Cell) -> list[Sample]:
 
 
 def measure_limited(settings: Settings, files: Files, name: str) -> list[Sample]:
-    """A whole epoch of a file that is eight times larger than what memory may hold."""
+    """An epoch, or as much of it as time allows, of a file that is eight times larger than what memory may hold."""
     size = settings.sizes[name]
     with memory_limit(max(size.count * size.nbytes // 8, 64 << 20)) as group:
         if group is None:
