@@ -78,6 +78,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/accelerate_state.py
 	$(BIN)/python benchmarks/accelerate_inference.py
+	$(BIN)/python benchmarks/lmdb_reading.py
 
 # On a machine with a GPU, which needs no network: from the checkout, what is installed there, and a folder of wheels,
 # which `make wheels` fills elsewhere.

@@ -242,6 +242,29 @@ def test_the_benchmark_of_distributed_checkpoints_measures_every_way(tmp_path: P
 
 
 @pytest.mark.torture
+def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "lmdb_reading.py")
+    tiny = ["--tiny", "--worlds", "1", "2", "--rounds", "1", "--seconds", "1"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
+    for size in ("300 B", "110 KB"):
+        for order in ("sequential", "strided", "full", "block"):
+            for world in (1, 2):
+                for way in ("py-lmdb", "py-lmdb, readahead=False", "py-lmdb + WILLNEED, far", "fastensor", "raw files"):
+                    assert f"| {size} | {order} | {world} | cold | {way} |" in out
+                assert f"| {size} | {order} | {world} | warm | fastensor |" in out
+        assert f"| {size} | full | 1 | cold | + past the page cache (direct) |" in out
+        assert f"| index | {size} | fastensor |" in out
+        assert f"| scan | {size} | py-lmdb |" in out
+    found = json.loads((tmp_path / "out.json").read_text())
+    promises = [verdict["promise"] for verdict in found["verdicts"]]
+    assert "110 KB, full shuffle, cold: rate / best py-lmdb ≥ 3" in promises
+    assert "110 KB, index: best py-lmdb / time ≥ 4" in promises
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
 def test_the_benchmark_of_offloading_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "offload.py")
     tiny = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--min-bytes", "4096", "--device", "cpu"]

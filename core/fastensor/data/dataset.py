@@ -233,4 +233,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
 
 def _as_it_is(value: Value) -> bytes | torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else bytes(value)
+    if not isinstance(value, memoryview):
+        return value
+    whole = value.obj
+    if isinstance(whole, bytes) and len(whole) == len(value):
+        return whole  # a read of its own has brought it: no second copy
+    return bytes(value)

@@ -15,7 +15,7 @@ Value: TypeAlias = memoryview | torch.Tensor
 """The bytes of a value: a read-only memoryview of unsigned bytes, or a tensor of uint8 on a GPU. It stays valid while
 it is kept. Meanwhile the whole read that has brought it stays in memory, or the file stays mapped."""
 
-_READS_AHEAD = 128
+_READS_AHEAD = 256
 _NBYTES_AHEAD = 16 << 20
 """So many reads or bytes are under way beyond those that are needed now; twice what was just taken, if that is more.
 More would make no disk faster, and to begin them takes time."""
@@ -80,7 +80,7 @@ class ReadsFetch:
         self._read_of: list[int] = reads.read_of.tolist()
         self._begins: list[int] = reads.begin_in_read.tolist()
         self._lengths: list[int] = extents.lengths.tolist()
-        self._offsets = extents.offsets
+        self._offsets: list[int] = reads.offsets.tolist()
         self._missing: list[int] = np.bincount(reads.read_of).tolist()
         """For each read the number of its values that have not been taken."""
         self._nbytes_until = np.cumsum(reads.lengths)
@@ -97,7 +97,8 @@ class ReadsFetch:
         nbytes_ahead = max(_NBYTES_AHEAD, 2 * sum(self._lengths[begin:end]))
         self._begin_until(needed, None)
         self._begin_until(needed + ahead, int(self._nbytes_until[needed - 1]) + nbytes_ahead)
-        return [self._take(number) for number in range(begin, end)]
+        places = zip(self._read_of[begin:end], self._begins[begin:end], self._lengths[begin:end], strict=True)
+        return [self._take(read, at, length) for read, at, length in places]
 
     def _begin_until(self, end: int, nbytes: int | None) -> None:
         """Begin all reads before number ``end``, or fewer, so that all together have at most ``nbytes``."""
@@ -107,14 +108,14 @@ class ReadsFetch:
             self._begin(read)
             self._begun = read + 1
 
-    def _take(self, number: int) -> Value:
-        read, begin, length = self._read_of[number], self._begins[number], self._lengths[number]
-        held = self._held.pop(read, None)
+    def _take(self, read: int, begin: int, length: int) -> Value:
+        held = self._held.get(read)
         if held is None:
-            held = self._finish(read)
+            held = self._held[read] = self._finish(read)
         self._missing[read] -= 1
-        if self._missing[read]:
-            self._held[read] = held
+        if not self._missing[read]:
+            del self._held[read]
         value = held[begin : begin + length]
-        posix.check_end(len(value), length, int(self._offsets[number]))
+        if len(value) < length:
+            posix.check_end(len(value), length, self._offsets[read] + begin)
         return value

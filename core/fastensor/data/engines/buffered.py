@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from fastensor.data.coalescing import Extents, Merging, coalesce
 from fastensor.data.engines.base import Fetch, ReadsFetch
@@ -11,6 +12,9 @@ from fastensor.files import posix
 _ADVICE_NBYTES = 128 << 10
 """The kernel may ignore what one call of ``posix_fadvise`` asks for beyond the largest read-ahead of the device, whose
 default is this."""
+_READ_NBYTES = 64 << 10
+"""What is begun ahead is read in parts of this size: larger ones are no faster, as many are under way, and values that
+are larger then have a read of their own, out of which nothing is to be copied."""
 
 
 class BufferedEngine:
@@ -28,11 +32,11 @@ class BufferedEngine:
     def __init__(self, fd: int, merging: Merging, *, advise: bool) -> None:
         self.name = "willneed" if advise else "pread"
         self._fd = fd
-        self._merging = merging
+        self._reading = replace(merging, read_nbytes=min(merging.read_nbytes, _READ_NBYTES)) if advise else merging
         self._advise = advise
 
     def fetch(self, extents: Extents) -> Fetch:
-        reads = coalesce(extents, self._merging)
+        reads = coalesce(extents, self._reading)
         offsets, lengths = reads.offsets.tolist(), reads.lengths.tolist()
 
         def begin(read: int) -> None:
@@ -50,6 +54,9 @@ class BufferedEngine:
 
 def advise(fd: int, offset: int, nbytes: int) -> None:
     """Have the kernel begin to read a part of a file into the page cache."""
+    if nbytes <= _ADVICE_NBYTES:
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        return
     for begin in range(offset, offset + nbytes, _ADVICE_NBYTES):
         os.posix_fadvise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
 
