@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from multiprocessing.context import BaseContext
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -101,9 +101,11 @@ class LmdbLoader:
             blocks_per_group=blocks_per_group,
         )
         """The plan, without the ranks."""
+        self.batch_sampler = _RestOfEpoch(self)
+        """The positions of batches. Lightning finds ``set_epoch`` here."""
         batch_nbytes = max(batch_size * dataset.mean_nbytes, 1)
         sampler = ReadAheadSampler(
-            _RestOfEpoch(self),
+            self.batch_sampler,
             num_workers=num_workers,
             batches_ahead=min(max(int(dataset.read_ahead_nbytes / batch_nbytes), _FEWEST_AHEAD), _MOST_AHEAD),
         )
@@ -194,7 +196,7 @@ class LmdbLoader:
 
 
 class _RestOfEpoch:
-    """The batches from the progress of a loader on."""
+    """The batches from the progress of a loader on, with what Lightning asks of a batch sampler."""
 
     def __init__(self, loader: LmdbLoader) -> None:
         self._loader = loader
@@ -202,6 +204,26 @@ class _RestOfEpoch:
     def __iter__(self) -> Iterator[Positions]:
         progress = self._loader.progress
         return self._loader.plan.batches(progress.epoch, progress.consumed)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one rank."""
+        return self._loader.plan.batch_size
+
+    @property
+    def sampler(self) -> Self:
+        """What Lightning tells the epoch."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let a loader that has given out nothing, and has loaded no state, begin with this epoch.
+
+        Lightning says so when an epoch begins. From a checkpoint that was saved when an epoch had ended, it loads no
+        state of the loader, so only this says which epoch is next. Otherwise the loader knows better: Lightning counts
+        an epoch that ``max_steps`` has ended as a whole one, and the loader goes on with its rest.
+        """
+        if self._loader.progress == Progress():
+            self._loader.set_epoch(epoch)
 
 
 def _ranks_of_job() -> tuple[int, int]:
