@@ -20,7 +20,6 @@ else:
 Source: TypeAlias = str | os.PathLike[str] | LmdbDataset[Any]
 """The path of an LMDB environment or of its data file; or a dataset."""
 _Split: TypeAlias = Literal["train", "val", "test", "predict"]
-_STEP_SIZE = "step_size"
 
 
 class FastensorDataModule(LightningDataModule):
@@ -30,8 +29,8 @@ class FastensorDataModule(LightningDataModule):
     have the state of the training data. A Trainer that resumes from one, with the same number of ranks or another,
     gives out each remaining sample of the epoch once, then goes on with the next epoch.
 
-    If the number of ranks or the batch size is not what the checkpoint was saved with, epochs have another number of
-    batches from the next one on. So that Lightning counts them anew, ``load_state_dict`` sets
+    If the number of ranks or the batch size is not what the checkpoint was saved with, the epochs after the resumed one
+    have another number of batches. So that Lightning counts them anew, the module then sets
     ``trainer.reload_dataloaders_every_n_epochs`` to 1.
 
     Paths are opened by each process when it needs them, and indexed by one process of each machine. A dataset that you
@@ -83,6 +82,10 @@ class FastensorDataModule(LightningDataModule):
         self._collate_fn = collate_fn
         self._pin_memory = pin_memory
         self._persistent_workers = persistent_workers
+        self._training: LmdbLoader | None = None
+        """The loader that the Trainer was given last for training."""
+        self._resumed: dict[str, Any] | None = None
+        """A state that no loader has been given yet."""
 
     def prepare_data(self) -> None:
         """Index the databases of paths, in one process of each machine, so that others find the sidecars."""
@@ -90,8 +93,15 @@ class FastensorDataModule(LightningDataModule):
             LmdbIndex.open(path).close()
 
     def train_dataloader(self) -> LmdbLoader:
-        """A shuffled loader. Lightning loads its state from a checkpoint, and says which epoch begins."""
-        return self._loader("train", shuffle=self._shuffle, drop_last=self._drop_last)
+        """A shuffled loader, which goes on with the epoch of the checkpoint that the Trainer resumes from."""
+        self._training = loader = self._loader("train", shuffle=self._shuffle, drop_last=self._drop_last)
+        state, self._resumed = self._resumed, None
+        # Lightning loads the state itself, but only after it has asked how long the epoch is.
+        if state and self.trainer is not None and self.trainer.fit_loop.restarting:
+            loader.load_state_dict(state)
+            if len(loader) != loader.plan.steps():
+                self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+        return loader
 
     def val_dataloader(self) -> LmdbLoader | list[Any]:
         """A loader in the order of the database; no loader without such data, and then there is no validation."""
@@ -106,13 +116,12 @@ class FastensorDataModule(LightningDataModule):
         return self._loader("predict")
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples all ranks together take in one step. The loader has a state of its own."""
-        return {_STEP_SIZE: self._batch_size * self._ranks()[1]}
+        """The state of the training data; the same on all ranks."""
+        return {} if self._training is None else self._training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have Lightning ask again how long epochs are, if the ones after this one are of another length."""
-        if self.trainer is not None and state_dict[_STEP_SIZE] != self.state_dict()[_STEP_SIZE]:
-            self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+        """Keep the state of the training data for the loader that the Trainer asks for next."""
+        self._resumed = state_dict
 
     def _paths(self) -> list[str | os.PathLike[str]]:
         given = (source for source in self._sources.values() if source is not None)
@@ -128,14 +137,16 @@ class FastensorDataModule(LightningDataModule):
             shuffle=shuffle,
             seed=self._seed,
             drop_last=drop_last,
-            ranks=self._ranks() if self.trainer is not None else None,
+            ranks=self._ranks(),
             num_workers=self._num_workers,
             collate_fn=self._collate_fn,
             pin_memory=self._pin_memory,
             persistent_workers=self._persistent_workers,
         )
 
-    def _ranks(self) -> tuple[int, int]:
-        """This rank, and the number of ranks, among those that divide the samples."""
-        divided = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+    def _ranks(self) -> tuple[int, int] | None:
+        """This rank, and the number of ranks, among those that divide the samples; None without a Trainer."""
+        if self.trainer is None:
+            return None
+        divided = self.trainer.distributed_sampler_kwargs
         return (0, 1) if divided is None else (divided["rank"], divided["num_replicas"])

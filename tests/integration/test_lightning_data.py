@@ -71,7 +71,9 @@ def model_of(pl: Any) -> Any:
     return Model()
 
 
-def trained(pl: Any, folder: Path, data: FastensorDataModule, ckpt_path: Path | None = None, **options: Any) -> Any:
+def trained(
+    pl: Any, folder: Path, data: FastensorDataModule, ckpt_path: str | Path | None = None, **options: Any
+) -> Any:
     """The model, which says what it was trained with, before the checkpoint and since."""
     model = model_of(pl)
     trainer = make_trainer(pl, folder, **{"enable_checkpointing": False, **options})
@@ -106,16 +108,57 @@ def test_every_checkpoint_leads_to_the_same_training(pl: Any, tmp_path: Path, da
 
 
 def test_an_epoch_is_resumed_twice(pl: Any, tmp_path: Path, database: Path) -> None:
+    """And then the next one."""
     steps, checkpoint = 0, None
-    for more in (2, 3, 1, 6):
+    for more in (2, 3, 4, 3):
         steps += more
-        model = model_of(pl)
-        trainer = make_trainer(pl, tmp_path, enable_checkpointing=False, max_steps=steps)
-        data = FastensorDataModule(database, batch_size=20, decode=DECODE)
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=False)
-        checkpoint = tmp_path / f"{steps}.ckpt"
-        trainer.save_checkpoint(checkpoint)
+        saver = import_module(f"{pl.__name__}.callbacks").ModelCheckpoint(tmp_path / str(steps), every_n_train_steps=1)
+        options = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": steps}
+        model = trained(
+            pl, tmp_path, FastensorDataModule(database, batch_size=20, decode=DECODE), checkpoint, **options
+        )
+        checkpoint = saver.best_model_path
     assert model.seen == trained(pl, tmp_path, FastensorDataModule(database, batch_size=20, decode=DECODE)).seen
+
+
+def test_epochs_that_end_early(pl: Any, tmp_path: Path, database: Path) -> None:
+    """``limit_train_batches`` has each epoch take another part of the data, resumed or not."""
+    options = {"limit_train_batches": 4, "max_epochs": 3}
+    saver = import_module(f"{pl.__name__}.callbacks").ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)
+    whole = trained(
+        pl,
+        tmp_path,
+        FastensorDataModule(database, batch_size=20, decode=DECODE),
+        **options,
+        callbacks=[saver],
+        enable_checkpointing=True,
+    )
+    for step in (4, 8):
+        data = FastensorDataModule(database, batch_size=20, decode=DECODE)
+        assert trained(pl, tmp_path, data, tmp_path / f"step={step}.ckpt", **options).seen == whole.seen
+
+
+def test_other_data_after_an_epoch(tmp_path: Path, database: Path) -> None:
+    """A checkpoint of an epoch's end does not tie the order of the next one; one from within does."""
+    import lightning.pytorch as pl
+
+    steps, epochs = (
+        pl.callbacks.ModelCheckpoint(tmp_path, f"{name}-{{step}}", save_top_k=-1, **{name: 1})
+        for name in ("every_n_train_steps", "every_n_epochs")
+    )
+    trained(
+        pl,
+        tmp_path,
+        FastensorDataModule(database, batch_size=20, decode=DECODE),
+        callbacks=[steps, epochs],
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+    other = FastensorDataModule(database, batch_size=20, decode=DECODE, seed=1)
+    model = trained(pl, tmp_path, other, tmp_path / "every_n_epochs-step=6.ckpt")
+    assert sorted(model.seen) == sorted(2 * [*range(COUNT)])
+    with pytest.raises(ValueError, match="taken with seed 0, not 1"):
+        trained(pl, tmp_path, other, tmp_path / "every_n_train_steps-step=3.ckpt")
 
 
 def train_a_part(rank: int, world: int, port: int, folder: Path, resumed: str | None, steps: int, saved: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from multiprocessing.context import BaseContext
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -211,19 +211,10 @@ class _RestOfEpoch:
         return self._loader.plan.batch_size
 
     @property
-    def sampler(self) -> Self:
-        """What Lightning tells the epoch."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let a loader that has given out nothing, and has loaded no state, begin with this epoch.
-
-        Lightning says so when an epoch begins. From a checkpoint that was saved when an epoch had ended, it loads no
-        state of the loader, so only this says which epoch is next. Otherwise the loader knows better: Lightning counts
-        an epoch that ``max_steps`` has ended as a whole one, and the loader goes on with its rest.
-        """
-        if self._loader.progress == Progress():
-            self._loader.set_epoch(epoch)
+    def sampler(self) -> LmdbLoader:
+        """Lightning calls its ``set_epoch`` when an epoch begins. Only that says which epoch is next after a checkpoint
+        that was saved when an epoch had ended: Lightning does not load the loader's state from it."""
+        return self._loader
 
 
 def _ranks_of_job() -> tuple[int, int]:
