@@ -92,6 +92,19 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_the_example_of_training_data_resumes_with_the_remaining_images(tmp_path: Path) -> None:
+    out = run(str(ROOT / "examples" / "lmdb_training.py"), "--stride", "40", cwd=tmp_path, lightning=True)
+    count = re.search(r"(\d+) images in", out)
+    killed = re.search(r"checkpoint is of epoch (\d), after (\d+) of", out)
+    assert count
+    assert killed
+    left = int(count[1]) - int(killed[2])
+    assert 0 < left < int(count[1])
+    assert f"trained with the {left} images that epoch {killed[1]} lacked" in out
+    assert f"Each of the {count[1]} images has trained the network exactly 2 times." in out
+    assert not os.listdir(tmp_path)
+
+
 def test_the_example_of_shards_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     example = ROOT / "examples" / "shard_lightning.py"
     with socket.create_server(("127.0.0.1", 0)) as server:
