@@ -46,8 +46,9 @@ class LmdbLoader:
     ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks or workers, and another
     batch size: each of its samples is still given out once.
 
-    Lightning takes the loader as it is, and saves and loads its state. It asks only once how long epochs are: if you
-    resume with another number of ranks, set ``Trainer(reload_dataloaders_every_n_epochs=1)``. Accelerate leaves the
+    Lightning takes the loader as it is, and saves and loads its state. But it asks how long epochs are before it loads
+    the state, and only once: to resume with another number of ranks, or another batch size, use
+    ``fastensor_lightning.FastensorDataModule``, or the end of the epoch may be lost. Accelerate leaves the
     loader alone, too, so ``accelerator.prepare`` may be given it: batches stay on the CPU, and the ranks divide the
     samples as above. ``accelerator.register_for_checkpointing(loader)`` has it save and load the state.
 
