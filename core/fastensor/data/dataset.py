@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from fastensor.data import snapshot as snapshots
 from fastensor.data.coalescing import Extents, Merging, mean_of_some
 from fastensor.data.engines.base import Value
+from fastensor.data.engines.choice import check_name
 from fastensor.data.index import LmdbIndex
 from fastensor.data.plan import Positions
 from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
@@ -61,6 +62,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         UnsupportedDatasetError: its version, byte order or encryption is not supported.
         UnknownKeyError: there is no database of that name.
         DatasetChangedError: the file is being written to.
+        ValueError: there is no such engine; or ``db`` is given with an index.
         BackendUnavailableError: raised by the first read: the engine cannot be used.
     """
 
@@ -74,6 +76,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
         read_ahead_nbytes: int = READ_AHEAD_NBYTES,
         merging: Merging | None = None,
     ) -> None:
+        if isinstance(source, LmdbIndex) and db is not None:
+            raise ValueError(f"db= goes with a path: an index is of one database, found an index and db={db!r}")
+        check_name(engine)
         self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
         """Where the records are."""
         self.decode = decode
@@ -97,6 +102,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             CorruptDatasetError: the file was cut off.
             DatasetChangedError: the file was written to since it was indexed.
             OSError: the file cannot be read.
+            ValueError: the index is closed.
         """
         count = len(self)
         if not -count <= position < count:
@@ -114,7 +120,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         if isinstance(positions, AnnouncedBatch) and positions.upcoming:
             reader.expect([self._in_index(batch) for batch in positions.upcoming])
         with snapshots.naming(self.index.path):
-            values = reader.read(self._in_index(np.asarray(positions, np.int64)))
+            values = reader.read(self._in_index(_integers(positions)))
         samples = self._decoded(values, positions)
         self.index.check_unchanged()
         return samples
@@ -127,7 +133,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         Raises:
             IndexError: there is no such sample.
         """
-        self._opened().expect([self._in_index(np.asarray(batch, np.int64)) for batch in batches])
+        self._opened().expect([self._in_index(_integers(batch)) for batch in batches])
 
     def get(self, key: bytes) -> T:
         """The sample of a key; the first one, if the key has several. Takes some reads of the file to find it.
@@ -150,9 +156,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         Raises:
             IndexError: there is no such sample.
+            TypeError: positions are no integers. A mask is made into positions by ``numpy.flatnonzero``.
         """
         selected = copy.copy(self)
-        selected._positions = self._in_index(np.asarray(positions, np.int64))
+        selected._positions = self._in_index(_integers(positions))
         return selected
 
     @property
@@ -199,9 +206,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
     def _opened(self) -> ValueReader:
         """The reader of this process."""
+        fd = self.index.fileno()
         if self._reader is None or self._process != os.getpid():
             self._reader = ValueReader(
-                self.index.fileno(),
+                fd,
                 Extents(self.index.offsets, self.index.lengths),
                 engine=self.engine,
                 read_ahead_nbytes=self.read_ahead_nbytes,
@@ -234,3 +242,11 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
 def _as_it_is(value: Value) -> bytes | torch.Tensor:
     return value if isinstance(value, torch.Tensor) else bytes(value)
+
+
+def _integers(positions: Sequence[int] | Positions) -> Positions:
+    found = np.asarray(positions)
+    if found.dtype.kind not in "iu" and len(found):
+        instead = ": use numpy.flatnonzero(mask)" if found.dtype.kind == "b" else ""
+        raise TypeError(f"positions are integers, found {found.dtype}{instead}")
+    return found.astype(np.int64, copy=False)

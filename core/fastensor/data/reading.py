@@ -97,10 +97,14 @@ class ValueReader:
         if not len(positions):
             return []
         with self._lock:
-            self._choose_anew(len(positions))
-            fetch, begin, end = self._fetch_of(positions)
-            self._begin_expected()
-            return fetch.take(begin, end)
+            try:
+                self._choose_anew(len(positions))
+                fetch, begin, end = self._fetch_of(positions)
+                self._begin_expected()
+                return fetch.take(begin, end)
+            except BaseException:
+                self._forget_begun()  # a read that has failed, or whose bytes are lost, may be shared by other batches
+                raise
 
     def read_one(self, position: int) -> Value:
         """The value at a position from 0 on, quickly and without regard to what was announced. See :meth:`read`."""
