@@ -1,4 +1,4 @@
-"""What users get wrong is said at once, and nothing wrong is read."""
+"""What users get wrong is said at once, nothing wrong is read, and other parts of Fastensor work beside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from data.databases import make
 
+import fastensor
 from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader, Merging
 from fastensor.errors import BackendUnavailableError
 from fastensor.testing.calls import Call, intercepted
@@ -135,3 +136,19 @@ def test_tiny_databases(tmp_path: Path, count: int, workers: int, shuffle: Any) 
     assert list(loader) == [[b"value"]] * count
     assert not list(LmdbLoader(LmdbDataset(path), 64, shuffle=shuffle, drop_last=True))
     assert loader.plan.mixing == 1
+
+
+def test_checkpoints_are_saved_and_loaded_around_a_loader(path: Path, tmp_path: Path) -> None:
+    """In decoders, and in worker processes that were forked by a loader while a writer was there."""
+    fastensor.save({"scale": 3}, tmp_path / "scale.ckpt")
+
+    def decode(value: memoryview) -> int:
+        return int(fastensor.load(tmp_path / "scale.ckpt")["scale"]) * int(value[:5])
+
+    loader = LmdbLoader(LmdbDataset(path, decode=decode), 50, shuffle="none", num_workers=2)
+    with fastensor.AsyncWriter() as writer:
+        for number, batch in enumerate(loader):
+            writer.save({"batch": batch}, tmp_path / f"{number}.ckpt")
+    assert [fastensor.load(tmp_path / f"{number}.ckpt")["batch"].tolist() for number in range(4)] == [
+        [3 * position for position in range(50 * number, 50 * number + 50)] for number in range(4)
+    ]
