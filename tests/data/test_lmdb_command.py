@@ -33,7 +33,8 @@ def test_an_index_is_built_and_described(tmp_path: Path, capsys: pytest.CaptureF
 def test_databases_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "data"
     with lmdb.open(str(path), max_dbs=1, lib_version=1) as env:
-        with env.begin(write=True, db=env.open_db(b"labels", dupsort=True)) as txn:
+        labels = env.open_db(b"labels", dupsort=True)
+        with env.begin(write=True, db=labels) as txn:
             for number in range(5):
                 txn.put(b"key", b"%d" % number)
     status, out, _ = command_line(capsys, "data", "inspect", path)
@@ -41,9 +42,9 @@ def test_databases_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "LMDB, data version 3" in out
     assert "labels" in out
     _, out, _ = command_line(capsys, "data", "inspect", path, "--json")
-    main, labels = json.loads(out)["databases"]
+    main, other = json.loads(out)["databases"]
     assert main["name"] is None
-    assert (labels["name"], labels["records"], labels["flags"]) == ("labels", 5, ["dupsort"])
+    assert (other["name"], other["records"], other["flags"]) == ("labels", 5, ["dupsort"])
     status, out, _ = command_line(capsys, "data", "index", path, "--db", "labels")
     assert "5 records of 5 B" in out
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +71,7 @@ def test_a_snapshot_is_pinned_under_a_writer(tmp_path: Path, engine: int) -> Non
     with LmdbIndex.open(path, pin=True) as index:
         copy = pickle.dumps(index)
         in_another_process(overwrite, path, 4)
-        index.check()
+        index.check_unchanged()
         assert by_index(index) == by_index(pickle.loads(copy)) == before
     overwrite(path, 4)
     assert values_of(index) != [
@@ -95,18 +97,47 @@ def test_a_pin_needs_that_nobody_else_in_the_process_has_the_file_open(tmp_path:
         LmdbIndex.open(path, pin=True)
 
 
+def test_a_pin_needs_py_lmdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path / "data", some_records(10).items())
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    assert len(LmdbIndex.open(path)) == 10
+    with pytest.raises(FastensorError, match=r"pip install fastensor\[lmdb\]"):
+        LmdbIndex.open(path, pin=True)
+
+
+def test_a_closed_index_reads_no_keys(tmp_path: Path) -> None:
+    with LmdbIndex.open(make(tmp_path / "data", some_records(10).items())) as index:
+        assert index.key(3) == b"00000003"
+    with pytest.raises(ValueError, match="its index is closed"):
+        index.key(3)
+    assert len(values_of(index)) == 10
+
+
 @pytest.mark.parametrize("sidecar", ["auto", False])
 def test_changes_are_noticed(tmp_path: Path, engine: int, sidecar: Literal["auto", False]) -> None:
     path = make(tmp_path / "data", some_records(100).items(), engine=engine)
     index = LmdbIndex.open(path, sidecar=sidecar)
-    index.check()
+    index.check_unchanged()
     copy = pickle.dumps(index)
     overwrite(path, 1)
-    with pytest.raises(DatasetChangedError, match="it has changed since it was indexed"):
-        index.check()
-    with pytest.raises(DatasetChangedError, match="it has changed since it"):
+    with pytest.raises(DatasetChangedError, match="it was written to since it was indexed"):
+        index.check_unchanged()
+    with pytest.raises(DatasetChangedError, match="since its index was pickled"):
         pickle.loads(copy)
     assert by_index(LmdbIndex.open(path, sidecar=sidecar)) == by_lmdb(path, engine=engine)
+
+
+def test_a_commit_is_noticed_by_its_number(tmp_path: Path, engine: int) -> None:
+    """The clock of a filesystem may not have gone on since the last one, and the file needs no more pages."""
+    path = make(tmp_path / "data", some_records(100).items(), engine=engine)
+    overwrite(path, 4)
+    index = LmdbIndex.open(path)
+    before = os.stat(index.path)
+    overwrite(path, 1)
+    os.utime(index.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(index.path).st_size == before.st_size
+    with pytest.raises(DatasetChangedError, match="it was written to since it was indexed"):
+        index.check_unchanged()
 
 
 def test_named_databases(tmp_path: Path, engine: int) -> None:
@@ -147,7 +178,7 @@ def test_a_file_that_is_being_written_to(
         try:
             with LmdbIndex.open(path, pin=pin) as index:
                 values = values_of(index)
-                index.check()
+                index.check_unchanged()
         except DatasetChangedError:
             assert not pin
             tally["changes of databases noticed"] += 1

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import logging
 import os
 import sys
 import weakref
 from collections.abc import Iterator
-from functools import cache
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
-from fastensor.data import sidecar as sidecars
 from fastensor.data import snapshot as snapshots
-from fastensor.data.pages import INTEGER_KEY, MOST_FILE_NBYTES, REVERSE_KEY, Ints, Tree, unpack_key
+from fastensor.data.building import Sidecar, kept_or_built
+from fastensor.data.pages import DUP_SORT, INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
 from fastensor.data.sidecar import Columns
 from fastensor.data.snapshot import Pin, Snapshot
-from fastensor.data.walk import Progress, TreeReader
-from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError, UnsupportedDatasetError
+from fastensor.data.walk import Progress
+from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
-from fastensor.files.atomic import NewFile
-
-Sidecar: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str]
-
-_MOST_NAMES = 10
-_MOST_DATABASES = 1000
-"""A main database of more records is taken for one of data without a look at them."""
-_logger = logging.getLogger("fastensor")
 
 
 class LmdbIndex:
@@ -92,7 +82,7 @@ class LmdbIndex:
             if pin:
                 return cls._open_pinned(fd, file, name, sidecar, progress)
             snapshot, (columns, place) = snapshots.read_unchanged(
-                fd, file, lambda snapshot: _columns(fd, snapshot, name, sidecar, progress)
+                fd, file, lambda snapshot: kept_or_built(fd, snapshot, name, sidecar, progress)
             )
             return cls(os.dup(fd), snapshot, columns, place, opened_by=(db, sidecar))
 
@@ -101,7 +91,7 @@ class LmdbIndex:
         pin = Pin(file)
         try:
             snapshot = snapshots.take_pinned(fd, file, pin)
-            columns, place = _columns(fd, snapshot, name, sidecar, progress)
+            columns, place = kept_or_built(fd, snapshot, name, sidecar, progress)
             return cls(os.dup(fd), snapshot, columns, place, pin=pin)
         except BaseException:
             pin.close()
@@ -151,17 +141,15 @@ class LmdbIndex:
         return self._fd
 
     def check_unchanged(self) -> None:
-        """Check that nothing was written to the open file since it was indexed: what was read until now is right.
+        """Check that nobody has written to the open file since it was indexed: what was read until now is right.
 
-        Quicker than :meth:`check`, as it reads nothing. Does nothing for a pinned snapshot.
+        Takes some microseconds, and no reads of the disk. Does nothing for a pinned snapshot.
 
         Raises:
-            DatasetChangedError: the file was written to.
+            DatasetChangedError: somebody has written to the file.
+            OSError: the file cannot be read.
         """
-        if self._pinned:
-            return
-        status = os.fstat(self._fd)
-        if (status.st_size, status.st_mtime_ns) != (self._snapshot.nbytes, self._snapshot.mtime_ns):
+        if not self._pinned and not self._snapshot.is_current(self._fd):
             raise DatasetChangedError(f"{self.path}: it was written to since it was indexed; open it anew")
 
     def key(self, position: int) -> bytes:
@@ -169,6 +157,8 @@ class LmdbIndex:
 
         Raises:
             IndexError: there is no such record.
+            CorruptDatasetError: the file was cut off.
+            OSError: the file cannot be read.
             ValueError: the index is closed.
         """
         offset, nbytes = unpack_key(int(self._columns.keys[position]))
@@ -196,30 +186,21 @@ class LmdbIndex:
         first = bisect.bisect_left(positions, wanted, key=lambda position: order(self.key(position)))
         if first == len(self) or self.key(first) != key:
             raise UnknownKeyError(f"{self.path}: no record has the key {key!r}")
+        if not self._columns.tree.flags & DUP_SORT:
+            return range(first, first + 1)
         return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if not self._closing.alive:
             raise ValueError(f"{self.path}: its index is closed")
-        with snapshots.naming(self.path):
-            return posix.read_exactly(self._fd, offset, nbytes)
-
-    def check(self) -> None:
-        """Check that the data is still what the index is of, by a look at the file's status and its meta pages.
-
-        Of a pinned snapshot, only that no other file has taken the place of the data.
-
-        Raises:
-            DatasetChangedError: somebody has written to the file, or replaced it.
-            OSError: the file cannot be read.
-        """
-        with snapshots.opened(self.path) as fd:
-            if self._pinned:
-                same = os.fstat(fd).st_ino == self._snapshot.inode
-            else:
-                same = snapshots.take(fd, self.path) == self._snapshot
-        if not same:
-            raise DatasetChangedError(f"{self.path}: it has changed since it was indexed; open its index anew")
+        try:  # not by naming(), which takes longer than this call
+            data = os.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            error.filename = self.path
+            raise
+        if len(data) < nbytes:
+            raise CorruptDatasetError(f"{self.path}: it ends before byte {offset + nbytes}: it was cut off")
+        return data
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.sidecar is not None and self._opened_by is not None:
@@ -231,7 +212,7 @@ def _reopened(cls: type[LmdbIndex], path: str, db: str | bytes | None, sidecar: 
     index = cls.open(path, db, sidecar)
     if index.fingerprint != fingerprint:
         index.close()
-        raise DatasetChangedError(f"{path}: it has changed since its index was pickled; open its index anew")
+        raise _changed(path)
     return index
 
 
@@ -239,9 +220,13 @@ def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns, pinned
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
-        index = cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
-    index.check()
-    return index
+        if not (snapshot.is_of(fd) if pinned else snapshot.is_current(fd)):
+            raise _changed(snapshot.path)
+        return cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
+
+
+def _changed(path: str) -> DatasetChangedError:
+    return DatasetChangedError(f"{path}: it was written to, or replaced, since its index was pickled; open it anew")
 
 
 def _close(fd: int, pin: Pin | None) -> None:
@@ -263,108 +248,3 @@ def _order(tree: Tree) -> Any:
     if tree.flags & INTEGER_KEY:
         return lambda key: int.from_bytes(key, sys.byteorder)
     return bytes
-
-
-def _columns(
-    fd: int, snapshot: Snapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
-) -> tuple[Columns, str | None]:
-    """The index, and the sidecar that keeps it, if one does."""
-    places = _places(snapshot.path, name, sidecar)
-    for place in places:
-        found = _kept(place, snapshot, name)
-        if found is not None:
-            return found, place
-    failures = []
-    for place in places:
-        try:
-            found = _build_at(place, fd, snapshot, name, progress)
-        except OSError as error:
-            if sidecar != "auto":
-                raise
-            failures.append(error)
-            continue
-        if failures:
-            _say_once(f"{snapshot.path}: its index is kept as {place}, because it cannot be kept beside: {failures[0]}")
-        return found, place
-    if failures:
-        _say_once(f"{snapshot.path}: its index is kept in memory, and built by each process: {failures[-1]}")
-    memory = os.memfd_create("fastensor-index", os.MFD_CLOEXEC)
-    try:
-        return _build(memory, fd, snapshot, name, progress), None
-    finally:
-        os.close(memory)
-
-
-def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
-    """Where a sidecar may be, the best place first."""
-    if sidecar is False:
-        return []
-    if sidecar is True:
-        return [sidecars.beside(path, name)]
-    if sidecar == "auto":
-        cached = sidecars.in_cache(path, name)
-        return [sidecars.beside(path, name), *([] if cached is None else [cached])]
-    return [os.path.abspath(sidecar)]
-
-
-def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
-    """The index that a sidecar keeps, if it can be read and is the index of this snapshot."""
-    try:
-        with snapshots.opened(place) as fd:
-            return sidecars.read(fd, snapshot, name)
-    except (OSError, CorruptDatasetError):  # a sidecar that cannot be read is built anew, and then says why
-        return None
-
-
-def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
-    os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
-    with snapshots.naming(place), NewFile(place) as new:
-        columns = _build(new.fd, fd, snapshot, name, progress)
-        new.publish()
-    return columns
-
-
-def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
-    """Read the trees of the data, and write the index into an empty file."""
-    tree = _tree_of(fd, snapshot, name)
-    if snapshot.nbytes > MOST_FILE_NBYTES:
-        raise UnsupportedDatasetError(f"{snapshot.path}: {snapshot.nbytes} bytes, expected at most {MOST_FILE_NBYTES}")
-    if tree.entries > snapshot.nbytes:
-        raise CorruptDatasetError(f"{snapshot.path}: {tree.entries} records are said to be in {snapshot.nbytes} bytes")
-    records = TreeReader(fd, snapshot.geometry, progress).records(tree)
-    sidecars.write(target, snapshot, name, tree, records)
-    columns = sidecars.read(target, snapshot, name, check=False)
-    if columns is None:
-        raise OSError(f"{snapshot.path}: the index that was written cannot be read")
-    return columns
-
-
-def _tree_of(fd: int, snapshot: Snapshot, name: bytes | None) -> Tree:
-    """The tree of a database.
-
-    Raises:
-        UnknownKeyError: there is no such database; or the main one has nothing but the names of others.
-    """
-    main, named = snapshot.meta.main, TreeReader(fd, snapshot.geometry).named(snapshot.meta.main)
-    if name is not None:
-        known = []
-        for one, tree in named:
-            if one == name:
-                return tree
-            known.append(one)
-        raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; the file has {_listed(known)}")
-    if 0 < main.entries <= _MOST_DATABASES:
-        known = [one for one, _ in named]
-        if len(known) == main.entries:
-            raise UnknownKeyError(f"{snapshot.path}: its records are in named databases; name one of {_listed(known)}")
-    return main
-
-
-def _listed(names: list[bytes]) -> str:
-    shown = [*map(repr, names[:_MOST_NAMES]), *["…"][: len(names) > _MOST_NAMES]]
-    return ", ".join(shown) or "none"
-
-
-@cache
-def _say_once(message: str) -> None:
-    _logger.warning("%s", message)

@@ -23,6 +23,8 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 HEAD_NBYTES = 24 + 136
 """The bytes of a meta page that say everything, in both versions."""
+TXNID_OFFSET = 128
+"""Where the number of the transaction is in a meta page, from the end of its header."""
 META_PAGES = 2
 NO_PAGE = 2**64 - 1
 MOST_LEVELS = 32
@@ -139,7 +141,7 @@ def _format_of(head: bytes, path: str) -> Format:
     native, foreign = (_MAGIC.to_bytes(4, order) for order in (sys.byteorder, _other_order()))
     for header_nbytes in (16, 24):
         if head[header_nbytes : header_nbytes + 4] == native:
-            version = struct.unpack_from("=I", head, header_nbytes + 4)[0] & 0xFFFF
+            version = struct.unpack_from("=I", head, header_nbytes + 4)[0]
             found = _FORMATS.get(version)
             if found is None or found.header_nbytes != header_nbytes:
                 raise UnsupportedDatasetError(

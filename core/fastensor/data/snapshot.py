@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastensor.data.pages import HEAD_NBYTES, META_PAGES, Geometry, Meta, parse_meta
+from fastensor.data.pages import HEAD_NBYTES, META_PAGES, TXNID_OFFSET, Geometry, Meta, parse_meta
 from fastensor.errors import CorruptDatasetError, DatasetChangedError, FastensorError
 from fastensor.files import posix
 
@@ -35,6 +36,23 @@ class Snapshot:
         meta = self.meta
         pages = min(meta.last_page + 1, self.nbytes // meta.page_size)
         return Geometry(self.path, meta.format, meta.page_size, pages, meta.txnid)
+
+    def is_of(self, fd: int) -> bool:
+        """Whether this is a state of the file, at some time."""
+        return os.fstat(fd).st_ino == self.inode
+
+    def is_current(self, fd: int) -> bool:
+        """Whether this is the state of the file now.
+
+        Commits are seen by their numbers: the time of change comes from a clock that ticks some hundred times a second,
+        and, of what is written through a map, much later. It shows that another file was copied over this one.
+        """
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_size, status.st_mtime_ns) != (self.inode, self.nbytes, self.mtime_ns):
+            return False
+        at = self.meta.format.header_nbytes + TXNID_OFFSET
+        numbers = (os.pread(fd, 8, at), os.pread(fd, 8, at + self.meta.page_size))
+        return max(int.from_bytes(number, sys.byteorder) for number in numbers) == self.meta.txnid
 
 
 def data_file(path: str | os.PathLike[str]) -> str:

@@ -91,7 +91,7 @@ class TreeReader:
         self._geometry = geometry
         self._progress = progress
         self._read = 0
-        """Pages that were read: a sound file is read at most once, whatever its trees look like."""
+        """Pages that were read, or are about to be: no more than the file has, whatever its trees look like."""
 
     def records(self, tree: Tree) -> Iterator[Records]:
         """The records of a database, a chunk of leaf pages at a time.
@@ -108,10 +108,12 @@ class TreeReader:
                 found = self._records_of(leaves(chunk), chunk)
                 count += len(found.offsets)
                 done += len(chunk.starts)
+                if count > tree.entries:
+                    raise self._damaged(f"the database is said to have {tree.entries} records, and has more")
                 yield found
                 if self._progress is not None:
                     self._progress(done, len(pages))
-        if count != tree.entries:
+        if count < tree.entries:
             raise self._damaged(f"the database is said to have {tree.entries} records, and has {count}")
 
     def named(self, main: Tree) -> Iterator[tuple[bytes, Tree]]:

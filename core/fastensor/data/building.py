@@ -1,0 +1,146 @@
+"""The columns of an index: from a sidecar, or read from the data and kept in one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from typing import Literal, TypeAlias
+
+from fastensor.data import sidecar as sidecars
+from fastensor.data import snapshot as snapshots
+from fastensor.data.pages import MOST_FILE_NBYTES, Tree
+from fastensor.data.sidecar import Columns
+from fastensor.data.snapshot import Snapshot
+from fastensor.data.walk import Progress, TreeReader
+from fastensor.errors import CorruptDatasetError, UnknownKeyError, UnsupportedDatasetError
+from fastensor.files.atomic import NewFile
+
+Sidecar: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str]
+
+_MOST_NAMES = 10
+_MOST_DATABASES = 1000
+"""A main database of more records is taken for one of data without a look at them."""
+_logger = logging.getLogger("fastensor")
+
+
+def kept_or_built(
+    fd: int, snapshot: Snapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
+) -> tuple[Columns, str | None]:
+    """The index of a database, from a sidecar, or read from the data and kept in a sidecar.
+
+    Args:
+        fd: the data file.
+        snapshot: its state.
+        name: the name of the database; None for the main one.
+        sidecar: where the index may be kept, as for :meth:`fastensor.data.LmdbIndex.open`.
+        progress: is called while the index is built.
+
+    Returns:
+        The index, and the path of the sidecar; None if the index is in memory only.
+
+    Raises:
+        CorruptDatasetError: the file is damaged.
+        UnsupportedDatasetError: the file is too large.
+        UnknownKeyError: there is no such database.
+        OSError: the data cannot be read, or the sidecar cannot be written and has to be.
+    """
+    places = _places(snapshot.path, name, sidecar)
+    for place in places:
+        found = _kept(place, snapshot, name)
+        if found is not None:
+            return found, place
+    failures = []
+    for place in places:
+        try:
+            found = _build_at(place, fd, snapshot, name, progress)
+        except OSError as error:
+            if sidecar != "auto":
+                raise
+            failures.append(error)
+            continue
+        if failures:
+            _say_once(f"{snapshot.path}: its index is kept as {place}, because it cannot be kept beside: {failures[0]}")
+        return found, place
+    if failures:
+        _say_once(f"{snapshot.path}: its index is kept in memory, and built by each process: {failures[-1]}")
+    memory = os.memfd_create("fastensor-index", os.MFD_CLOEXEC)
+    try:
+        return _build(memory, fd, snapshot, name, progress), None
+    finally:
+        os.close(memory)
+
+
+def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
+    """Where a sidecar may be, the best place first."""
+    if sidecar is False:
+        return []
+    if sidecar is True:
+        return [sidecars.beside(path, name)]
+    if sidecar == "auto":
+        cached = sidecars.in_cache(path, name)
+        return [sidecars.beside(path, name), *([] if cached is None else [cached])]
+    return [os.path.abspath(sidecar)]
+
+
+def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
+    """The index that a sidecar keeps, if it can be read and is the index of this snapshot."""
+    try:
+        with snapshots.opened(place) as fd:
+            return sidecars.read(fd, snapshot, name)
+    except (OSError, CorruptDatasetError):  # a sidecar that cannot be read is built anew, and then says why
+        return None
+
+
+def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
+    os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
+    with snapshots.naming(place), NewFile(place) as new:
+        columns = _build(new.fd, fd, snapshot, name, progress)
+        new.publish()
+    return columns
+
+
+def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
+    """Read the trees of the data, and write the index into an empty file."""
+    tree = _tree_of(fd, snapshot, name)
+    if snapshot.nbytes > MOST_FILE_NBYTES:
+        raise UnsupportedDatasetError(f"{snapshot.path}: {snapshot.nbytes} bytes, expected at most {MOST_FILE_NBYTES}")
+    if tree.entries > snapshot.nbytes:
+        raise CorruptDatasetError(f"{snapshot.path}: {tree.entries} records are said to be in {snapshot.nbytes} bytes")
+    records = TreeReader(fd, snapshot.geometry, progress).records(tree)
+    sidecars.write(target, snapshot, name, tree, records)
+    columns = sidecars.read(target, snapshot, name, check=False)
+    if columns is None:
+        raise OSError(f"{snapshot.path}: the index that was written cannot be read")
+    return columns
+
+
+def _tree_of(fd: int, snapshot: Snapshot, name: bytes | None) -> Tree:
+    """The tree of a database.
+
+    Raises:
+        UnknownKeyError: there is no such database; or the main one has nothing but the names of others.
+    """
+    main, named = snapshot.meta.main, TreeReader(fd, snapshot.geometry).named(snapshot.meta.main)
+    if name is not None:
+        known = []
+        for one, tree in named:
+            if one == name:
+                return tree
+            known.append(one)
+        raise UnknownKeyError(f"{snapshot.path}: there is no database {name!r}; the file has {_listed(known)}")
+    if 0 < main.entries <= _MOST_DATABASES:
+        known = [one for one, _ in named]
+        if len(known) == main.entries:
+            raise UnknownKeyError(f"{snapshot.path}: its records are in named databases; name one of {_listed(known)}")
+    return main
+
+
+def _listed(names: list[bytes]) -> str:
+    shown = [*map(repr, names[:_MOST_NAMES]), *["…"][: len(names) > _MOST_NAMES]]
+    return ", ".join(shown) or "none"
+
+
+@cache
+def _say_once(message: str) -> None:
+    _logger.warning("%s", message)
