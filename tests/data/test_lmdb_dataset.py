@@ -14,7 +14,8 @@ import lmdb
 import numpy as np
 import pytest
 from data.databases import ENGINES as LMDB_VERSIONS
-from data.databases import by_lmdb, make, some_records
+from data.databases import make, some_records
+from programs import run
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
 
 from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders
@@ -110,9 +111,12 @@ def test_a_batch_of_any_sampler_is_announced_to_its_worker() -> None:
         ReadAheadSampler(batches, batches_ahead=0)
 
 
-@pytest.mark.parametrize(("workers", "start"), [(0, None), (2, "fork"), (2, "spawn"), (3, "forkserver")])
-def test_a_loader_with_workers(path: Path, values: list[bytes], workers: int, start: str | None) -> None:
-    dataset = opened(path)  # this process has read already: workers have to open for themselves
+@pytest.mark.parametrize(("workers", "start"), [(0, None), (3, "fork"), (2, "spawn")])
+def test_a_loader_with_workers(tmp_path: Path, workers: int, start: str | None) -> None:
+    values = list(some_records(COUNT).values())
+    dataset = opened(
+        make(tmp_path / "db", some_records(COUNT).items())
+    )  # this process has read already: workers have to open for themselves
     sampler = ReadAheadSampler(BatchSampler(RandomSampler(dataset), 16, False), num_workers=workers)
     loader: DataLoader[bytes] = DataLoader(
         dataset, batch_sampler=sampler, num_workers=workers, multiprocessing_context=start, collate_fn=list
@@ -210,7 +214,7 @@ def test_an_empty_database(tmp_path: Path) -> None:
 
 def test_the_content_is_that_of_copies_and_of_no_other(path: Path, tmp_path: Path) -> None:
     content = LmdbDataset(path).content_id()
-    records = dict(by_lmdb(path))
+    records = some_records(COUNT)
     assert LmdbDataset(make(tmp_path / "copy", records.items())).content_id() == content
     records[b"00000000"] = bytes(len(records[b"00000000"])) or b"x"
     assert LmdbDataset(make(tmp_path / "other", records.items())).content_id() != content
@@ -225,15 +229,24 @@ def test_a_file_that_is_written_to(tmp_path: Path, engine: EngineName) -> None:
         dataset[0]
 
 
-@pytest.mark.parametrize("engine", ON_HOST)
-def test_a_pinned_snapshot_outlives_writers(tmp_path: Path, engine: EngineName) -> None:
+_OVERWRITE = """
+import sys, lmdb
+with lmdb.open(sys.argv[1], map_size=1 << 30, sync=False) as env:
+    for number in range(5):
+        with env.begin(write=True) as txn:
+            for key, value in list(txn.cursor()):
+                txn.put(key, bytes([number]) * len(value))
+"""
+
+
+def test_a_pinned_snapshot_outlives_writers(tmp_path: Path) -> None:
     records = some_records(50)
     path = make(tmp_path / "db", records.items())
     with LmdbIndex.open(path, pin=True) as index:
-        dataset = opened(index, engine=engine)
-        for number in range(5):
-            make(path, [(key, bytes([number]) * 3000) for key in records])
-        assert dataset.__getitems__(range(50)) == list(records.values())
+        datasets = [opened(index, engine=engine) for engine in ON_HOST]
+        run("-c", _OVERWRITE, path)
+        for dataset in datasets:
+            assert dataset.__getitems__(range(50)) == list(records.values())
 
 
 @pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
@@ -249,7 +262,7 @@ def test_a_sample_that_cannot_be_decoded(path: Path) -> None:
     """The error says which sample it was."""
     dataset = opened(path)
     dataset.decode = decoders.npy
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # what numpy says is numpy's
+    with pytest.raises(ValueError, match=r"numpy\.save") as caught:
         dataset.__getitems__([17])
     assert caught.value.__notes__ == [f"This was sample 17 of {dataset.index.path}"]
 

@@ -88,6 +88,29 @@ class File:
         count = (self.get("H", self.leaf + self.header - 4) - self.header + self.base) // 2
         return next(node for node in (self.node(self.leaf, n) for n in range(count)) if self.get("H", node + 4) & 1)
 
+    def value(self, flags: int, page_flags: int | None = None) -> int:
+        """Where the first value is whose node has these flags; of a sub-page, with those flags of its own."""
+        for page in range(2 * PAGE, len(self.data), PAGE):
+            if self.get("Q", page) * PAGE == page and self.get("H", page + self.header - 6) == 2:
+                count = (self.get("H", page + self.header - 4) - self.header + self.base) // 2
+                for node in (self.node(page, number) for number in range(count)):
+                    key_nbytes = self.get("H", node + 6)
+                    at = node + 8 + key_nbytes + (key_nbytes & 1 if self.base else 0)
+                    if self.get("H", node + 4) == flags and (
+                        page_flags is None or self.get("H", at + self.header - 6) & 0x6F == page_flags
+                    ):
+                        return at
+        raise LookupError(flags)
+
+    def add(self, kind: str, at: int, amount: int) -> None:
+        self.put(kind, at, self.get(kind, at) + amount)
+
+
+SUB_PAGE, PACKED = 0x42, 0x62
+"""Flags of sub-pages."""
+OF_SUB_PAGE, OF_TREE = 4, 6
+"""Flags of nodes whose key has several values."""
+
 
 def _same_children(file: File) -> None:
     file.put("I", file.node(file.root, 1), file.leaf // PAGE)
@@ -119,7 +142,7 @@ LIES: dict[str, tuple[Callable[[File], None], str]] = {
     "two children are the same page": (_same_children, "are said to be on the same page"),
     "a branch page is its own child": (_cycle, "a leaf page is expected"),
     "a child is beyond the end": (lambda file: file.put("I", file.node(file.root, 1), 1 << 31), "refers to page 2147"),
-    "a child is a meta page": (lambda file: file.put("I", file.node(file.root, 1), 1), "refers to page 1 "),
+    "a child is a meta page": (lambda file: file.put("I", file.node(file.root, 1), 1), "refers to page 1;"),
     "a value is beyond the end": (_wild_value, "pages that the file does not have"),
     "a value is 4 GB": (lambda file: file.put("I", file.big(), 0xFFFFFFFF), "pages that the file does not have"),
     "more records than there are": (
@@ -138,6 +161,32 @@ LIES: dict[str, tuple[Callable[[File], None], str]] = {
     "a key is off the page": (lambda file: file.put("H", file.node(file.leaf, 0) + 6, 65535), "leads off the page"),
     "no nodes": (lambda file: file.put("H", file.root + file.header - 4, file.header - file.base), "without children"),
     "no page at all": (lambda file: file.put("Q", file.meta + file.header + 120, 0), "last page is page 0"),
+    "a packed sub-page of keys without bytes": (
+        lambda file: file.put("H", file.value(OF_SUB_PAGE, PACKED) + file.header - 8, 0),
+        "packed keys lead off the page",
+    ),
+    "a packed sub-page of too many keys": (
+        lambda file: file.put("H", file.value(OF_SUB_PAGE, PACKED) + file.header - 4, 4000),
+        "packed keys lead off the page",
+    ),
+    "a sub-page with a pointer off it": (
+        lambda file: file.put("H", file.value(OF_SUB_PAGE, SUB_PAGE) + file.header, 4000),
+        "a pointer leads off the page",
+    ),
+    "a sub-page of too many keys": (
+        lambda file: file.put("H", file.value(OF_SUB_PAGE, SUB_PAGE) + file.header - 4, 4000),
+        "free space overlaps its nodes",
+    ),
+    "more values than there are": (
+        lambda file: file.add("Q", file.value(OF_TREE) + 32, 1),
+        r"a key is said to have \d+ values, and has",
+    ),
+    "values in no tree": (lambda file: file.put("Q", file.value(OF_TREE) + 40, 1 << 50), "refers to page 1125"),
+    "values in the main database": (
+        lambda file: file.put("Q", file.value(OF_TREE) + 40, file.root // PAGE),
+        r"a key is said to have \d+ values, and has",
+    ),
+    "values on levels without end": (lambda file: file.put("H", file.value(OF_TREE) + 6, 60000), "60000 levels"),
     "no magic number": (lambda file: file.put("I", file.header, 0), "no LMDB file"),
     "a page size of 0": (lambda file: file.put("I", file.header + 24, 0), "page size is 0"),
     "a page size of 3000": (lambda file: file.put("I", file.header + 24, 3000), "page size is 3000"),
@@ -159,7 +208,7 @@ def test_lies_are_told(tmp_path: Path, engine: int, lie: str) -> None:
     path.write_bytes(file.data)
     kind = UnsupportedDatasetError if "of" in lie.split() and "page" not in lie else FastensorError
     with pytest.raises(kind, match=message) as caught:
-        LmdbIndex.open(path, sidecar=False)
+        [LmdbIndex.open(path, name, sidecar=False) for name in NAMES]
     assert str(path) in str(caught.value)
 
 

@@ -21,6 +21,7 @@ import torch
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
+_NPY_MAGIC = b"\x93NUMPY"
 _NPY_PREFIX_NBYTES = 10
 """Magic string, version and, in version 1.0, the length of the header."""
 
@@ -33,6 +34,10 @@ def npy(value: BytesLike) -> npt.NDArray[Any]:
     """
     view = memoryview(value)
     head = bytes(view[:_NPY_PREFIX_NBYTES])
+    if not head.startswith(_NPY_MAGIC):
+        raise ValueError(
+            f"found {head!r}, expected a value that numpy.save has written, which begins with {_NPY_MAGIC!r}"
+        )
     if head[6:7] == b"\1":
         begin = _NPY_PREFIX_NBYTES + int.from_bytes(head[8:], "little")
         dtype, shape, by_columns = _npy_header(bytes(view[:begin]))

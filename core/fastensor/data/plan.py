@@ -129,19 +129,19 @@ class EpochPlan:
     @property
     def mixing(self) -> float:
         """How many different blocks the samples of a step come from, as a part of what full shuffling gives: 1 is as
-        good. For an average step; borders of groups and a shorter last block are left out of account.
+        good. For an average step; borders of groups and a shorter last block are left out of account. Without
+        shuffling, blocks are taken to be at least as large as a step.
 
         It matters if the dataset is sorted, such as by class: a step sees fewer classes the less is mixed.
         """
-        blocks = max(self.n // self.block_size, 1)
-        full = _distinct_blocks(blocks, self.block_size, self.step_size)
+        size = max(self.block_size, self.step_size) if self.shuffle == "none" else self.block_size
+        blocks = max(self.n // size, 1)
+        full = _distinct_blocks(blocks, size, self.step_size)
         if self.shuffle == "block":
-            return _distinct_blocks(min(self.blocks_per_group, blocks), self.block_size, self.step_size) / full
+            return _distinct_blocks(min(self.blocks_per_group, blocks), size, self.step_size) / full
         if self.shuffle == "none":
-            aligned = math.gcd(
-                self.step_size, self.block_size
-            )  # steps begin at these distances from blocks' beginnings
-            return min(1 + (self.step_size - aligned) / self.block_size, blocks) / full
+            aligned = math.gcd(self.step_size, size)  # steps begin at multiples of it from the beginning of a block
+            return min(1 + (self.step_size - aligned) / size, blocks) / full
         return 1.0
 
     def _share(self, samples: Positions) -> Positions:

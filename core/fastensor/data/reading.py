@@ -151,7 +151,7 @@ class ValueReader:
 
     def _begin_expected(self) -> None:
         """Begin to bring the next batches that were announced, as many as memory allows, if less than half is begun."""
-        if self._begun_nbytes > self._read_ahead_nbytes // 2:
+        if not self._engine.reads_ahead or self._begun_nbytes > self._read_ahead_nbytes // 2:
             return
         room = self._read_ahead_nbytes - self._begun_nbytes
         batches: list[tuple[bytes, Positions, int]] = []

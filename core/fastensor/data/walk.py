@@ -199,11 +199,14 @@ class TreeReader:
         pages = self._checked(roots)
         tree_of = np.arange(len(roots))
         for _ in range(depth - 1):
-            parts = [children(chunk) for chunk in self._chunks(pages, BRANCH, "a branch page")]
-            sizes = np.cumsum([0, *(len(chunk) for chunk in self._split(pages))])
-            owner = np.concatenate([part.owner + first for part, first in zip(parts, sizes, strict=False)])
-            pages = self._checked(np.concatenate([part.pages for part in parts]).astype(np.uint64))
-            tree_of = tree_of[owner]
+            below, owners, done = [], [], 0
+            for chunk in self._chunks(pages, BRANCH, "a branch page"):
+                owner, numbers = children(chunk)
+                below.append(numbers)
+                owners.append(done + owner)
+                done += len(chunk.starts)
+            pages = self._checked(np.concatenate(below).astype(np.uint64))
+            tree_of = tree_of[np.concatenate(owners)]
         return pages, tree_of
 
     def _checked(self, numbers: npt.NDArray[np.uint64]) -> Ints:
@@ -211,7 +214,8 @@ class TreeReader:
         holds = (numbers >= META_PAGES) & (numbers < self._geometry.page_count)
         if not holds.all():
             wrong = int(numbers[np.argmin(holds)])
-            raise self._damaged(f"it refers to page {wrong} and has {self._geometry.page_count} pages; is it cut off?")
+            pages = f"the file has {self._geometry.page_count} pages, the first two of which are meta pages"
+            raise self._damaged(f"a tree refers to page {wrong}; {pages}; it is damaged or was cut off")
         if len(np.unique(numbers)) < len(numbers) or self._read + len(numbers) > self._geometry.page_count:
             raise self._damaged("several parts of its trees are said to be on the same page")
         self._read += len(numbers)

@@ -45,6 +45,10 @@ class Engine(Protocol):
     def name(self) -> str:
         """The name that users pass as ``engine=``."""
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether values arrive sooner if several batches are fetched together, or before they are wanted."""
+
     def fetch(self, extents: Extents) -> Fetch:
         """Begin to bring values, at least one, that will be wanted in this order.
 

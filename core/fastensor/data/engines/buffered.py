@@ -23,6 +23,8 @@ class BufferedEngine:
             into the page cache, with many reads in flight, while the caller goes on.
     """
 
+    reads_ahead = True
+
     def __init__(self, fd: int, merging: Merging, *, advise: bool) -> None:
         self.name = "willneed" if advise else "pread"
         self._fd = fd

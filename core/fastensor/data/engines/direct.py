@@ -36,6 +36,7 @@ class DirectEngine:
     """
 
     name = "direct"
+    reads_ahead = True
 
     def __init__(self, fd: int, merging: Merging) -> None:
         self._merging = merging

@@ -28,6 +28,7 @@ class KvikioEngine:
     """
 
     name = "kvikio"
+    reads_ahead = True
 
     def __init__(self, fd: int, merging: Merging) -> None:
         if not torch.cuda.is_available():

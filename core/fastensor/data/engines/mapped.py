@@ -21,6 +21,7 @@ class MappedEngine:
     """
 
     name = "mapped"
+    reads_ahead = False
 
     def __init__(self, fd: int, nbytes: int) -> None:
         mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
