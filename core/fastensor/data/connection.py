@@ -36,8 +36,8 @@ class ConnectionLost(Exception):
 class Connection:
     """One end of a connected Unix stream socket. Used by one thread at a time.
 
-    Nothing waits for the other process except :meth:`wait`: messages that the kernel does not take at once are kept, and
-    go out by :meth:`flush`. So two processes that send to each other cannot wait for each other.
+    Nothing waits for the other process except :meth:`wait`: messages that the kernel does not take at once are kept,
+    and go out by :meth:`flush`. So two processes that send to each other cannot wait for each other.
 
     Args:
         endpoint: a connected socket. It belongs to the connection.

@@ -56,9 +56,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
         merging: what is read together.
-        reader: which process reads. ``"process"``: each one for itself. ``"node"``: one for all ranks and workers of the
-            job on this machine (LMM in the paper), which this call starts, if none has yet. Each of them has a ring of
-            ``read_ahead_nbytes`` in shared memory. See :class:`fastensor.data.node.lease.NodeReader`.
+        reader: which process reads. ``"process"``: each one for itself. ``"node"``: one for all ranks and workers of
+            the job on this machine (LMM in the paper), which this call starts, if none has yet. Each of them has a ring
+            of ``read_ahead_nbytes`` in shared memory. See :class:`fastensor.data.node.lease.NodeReader`.
         staggering: how many of the processes that read may do so at a time (STAG in the paper). By default, all.
 
     Raises:

@@ -195,7 +195,7 @@ class ValueReader:
                 mean_nbytes=self._mean_nbytes,
                 staggering=self._staggering,
             )
-        engine = (
+        engine: Engine = (
             open_chosen(self._fd, self._mean_nbytes, self._merging)
             if self._name == "auto"
             else open_engine(self._name, self._fd, self._merging)

@@ -1,11 +1,11 @@
 """Shared memory in which one process hands bytes to another one, slot by slot.
 
-The writer places a slot and fills it. Then it tells the reader where the slot is, over a socket or any other channel. The
-reader uses the bytes where they are, and tells the writer the sequence number of the slot when nothing uses it any more.
-The free bytes of the ring are the credit of the writer: without a gap that is large enough, it has to wait.
+The writer places a slot and fills it. Then it tells the reader where the slot is, over a socket or any other channel.
+The reader uses the bytes where they are, and tells the writer the sequence number of the slot when nothing uses it any
+more. The free bytes of the ring are the credit of the writer: without a gap that is large enough, it has to wait.
 
-- **Slots.** A slot is contiguous, and begins at a multiple of :data:`ALIGNMENT`. Slots follow each other round the ring.
-  A slot that the reader keeps is skipped, so it costs its own bytes and holds nothing else up.
+- **Slots.** A slot is contiguous, and begins at a multiple of :data:`ALIGNMENT`. Slots follow each other round the
+  ring. A slot that the reader keeps is skipped, so it costs its own bytes and holds nothing else up.
 - **Sequence numbers.** Slots are numbered from 0 on, as they are placed. A number is never used again.
 - **Memory.** The memory has no name, so nothing is left in ``/dev/shm``. The kernel frees it when both processes have
   ended, however they end, and nothing uses its views.
@@ -66,7 +66,8 @@ class RingSpace:
         return sum(end - begin for begin, end in self._ends.items())
 
     def take(self, nbytes: int) -> int | None:
-        """Where a new slot begins: at the first gap behind the last slot, round the ring. None if no gap is large enough.
+        """Where a new slot begins: at the first gap behind the last slot, round the ring. None if no gap is large
+        enough.
 
         Args:
             nbytes: of the slot. It takes the next multiple of :data:`ALIGNMENT`, and at least one.

@@ -1,7 +1,7 @@
 """Taking turns: only some of the processes of a job read at a time.
 
-The paper on LMDBIO (section 4.6) calls this I/O staggering. Disks that seek, and servers of parallel filesystems, serve few
-large reads at a time faster than many.
+The paper on LMDBIO (section 4.6) calls this I/O staggering. Disks that seek, and servers of parallel filesystems, serve
+few large reads at a time faster than many.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def _store_of_job() -> str:
 class Staggering:
     """How many processes may read at a time. The same in all of them.
 
-    There are ``active`` tokens. A process that wants to read draws a number from the store. Number i gets the token that
-    number ``i - active`` has had, once that one has passed it on. So tokens go to those that wait, in the order in which
-    they came. (In the paper they go round a fixed order; there a process that does not read would hold up the others.)
+    There are ``active`` tokens. A process that wants to read draws a number from the store. Number i gets the token
+    that number ``i - active`` has had, once that one has passed it on. So tokens go to those that wait, in the order in
+    which they came. (In the paper they go round a fixed order; there a process that does not read would hold up the
+    others.)
 
-    Tokens spread reads, they protect nothing: if a process holds a token for longer than ``timeout``, the next one goes on
-    without waiting for it.
+    Tokens spread reads, they protect nothing: if a process holds a token for longer than ``timeout``, the next one goes
+    on without waiting for it.
     """
 
     active: int = 1
@@ -138,6 +139,8 @@ class StaggeredEngine:
     Raises:
         OSError: the store cannot be reached.
     """
+
+    reads_ahead = True
 
     def __init__(self, engine: Engine, staggering: Staggering) -> None:
         self._engine = engine

@@ -56,6 +56,8 @@ class NodeEngine:
         ValueError: there is no such engine.
     """
 
+    reads_ahead = True
+
     def __init__(
         self,
         node: NodeReader,

@@ -45,9 +45,9 @@ def name_of_job() -> str:
 class NodeReader:
     """The node reader of a job, kept alive by this object.
 
-    The first process that joins starts it. It runs until all processes that have joined have ended, or have dropped this
-    object: the kernel tells it. So it leaves nothing behind, however they end. Its socket has a name, but no file. It is
-    in a session of its own, so Ctrl-C in a terminal does not reach it.
+    The first process that joins starts it. It runs until all processes that have joined have ended, or have dropped
+    this object: the kernel tells it. So it leaves nothing behind, however they end. Its socket has a name, but no file.
+    It is in a session of its own, so Ctrl-C in a terminal does not reach it.
 
     A pickled copy, and a forked child, can :meth:`connect`, but do not keep the reader alive on their own.
 

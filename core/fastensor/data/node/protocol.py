@@ -1,8 +1,9 @@
 """What a node reader and its clients say to each other, over a :class:`~fastensor.data.connection.Connection`.
 
-A client opens a file, and requests values by their extents. It takes them in the order of its requests. The reader packs
-consecutive values into slots of the client's ring, and tells the client. If no slot is free while the client waits for
-values, they come through the socket: a client that keeps old values, or wants one that is larger than the ring, gets on.
+A client opens a file, and requests values by their extents. It takes them in the order of its requests. The reader
+packs consecutive values into slots of the client's ring, and tells the client. If no slot is free while the client
+waits for values, they come through the socket: a client that keeps old values, or wants one that is larger than the
+ring, gets on.
 
 Both processes belong to one user on one machine, so numbers are in the byte order of the machine.
 """

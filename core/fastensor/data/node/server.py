@@ -1,8 +1,8 @@
 """The node reader: one thread of one process, which reads for all clients of a machine.
 
 The reader goes round its clients, and gives each one the next slot of values, as far as its ring has room. What several
-clients have requested by then is merged into one fetch, in the order in which they need it. So the engine sees the order
-of the whole machine, and one process has reads in flight.
+clients have requested by then is merged into one fetch, in the order in which they need it. So the engine sees the
+order of the whole machine, and one process has reads in flight.
 
 A client whose ring is full waits for itself only. A client that ends, however it does, is seen by the end of its
 connection, and what it has requested is dropped. The reader ends with its last client.
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     """Consecutive values of a request that go into one slot."""
 
     first: int
-    count: int
+    values: int
 
 
 def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
@@ -51,7 +51,7 @@ def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
         nbytes: that a slot should have at most. It has one value at least.
 
     >>> spans_of(np.array([64, 10, 64, 1000, 1]), 128)
-    [Span(first=0, count=2), Span(first=2, count=1), Span(first=3, count=1), Span(first=4, count=1)]
+    [Span(first=0, values=2), Span(first=2, values=1), Span(first=3, values=1), Span(first=4, values=1)]
     """
     ends = layout(lengths)[1:]
     spans: list[Span] = []
@@ -109,8 +109,8 @@ class _Source:
         spans = [spans_of(extents.lengths, client.slot_nbytes) for client, _, extents in requested]
         order = interleaved(spans)
         extents = Extents(
-            _joined(requested[number][2].offsets[span.first : span.first + span.count] for number, span in order),
-            _joined(requested[number][2].lengths[span.first : span.first + span.count] for number, span in order),
+            _joined(requested[number][2].offsets[span.first : span.first + span.values] for number, span in order),
+            _joined(requested[number][2].lengths[span.first : span.first + span.values] for number, span in order),
         )
         reading = _Reading()
         try:
@@ -120,9 +120,9 @@ class _Source:
         begin = 0
         for number, span in order:
             client, request, _ = requested[number]
-            lengths = extents.lengths[begin : begin + span.count]
+            lengths = extents.lengths[begin : begin + span.values]
             client.pieces[request].append(_Piece(reading, begin, span.first, lengths))
-            begin += span.count
+            begin += span.values
 
 
 class _Client:
@@ -307,7 +307,7 @@ class Server:
         if (source := self._sources.get(key)) is not None:
             os.close(fd)
             return source
-        engine = (
+        engine: Engine = (
             open_chosen(fd, opening["mean_nbytes"], merging)
             if opening["engine"] == "auto"
             else open_engine(opening["engine"], fd, merging)
@@ -333,6 +333,7 @@ def _fill(room: memoryview, piece: _Piece, places: Integers) -> None:
     assert piece.reading.fetch is not None
     values = piece.reading.fetch.take(piece.begin, piece.begin + len(piece.lengths))
     for place, value in zip(places.tolist(), values, strict=False):
+        assert isinstance(value, memoryview)  # no engine of a node reader reads to a GPU
         room[place : place + len(value)] = value
 
 
