@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from fastensor.data.coalescing import Extents, Merging, mean_of_some
 from fastensor.data.engines.base import Value
 from fastensor.data.engines.choice import check_name
 from fastensor.data.index import LmdbIndex
+from fastensor.data.node.lease import NodeReader
 from fastensor.data.plan import Positions
 from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
+from fastensor.data.staggering import Staggering
 from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 
@@ -55,6 +57,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
         merging: what is read together.
+        reader: which process reads. ``"process"``: each one for itself. ``"node"``: one for all ranks and workers of
+            the job on this machine (LMM in the paper), which this call starts, if none has yet. Each of them has a ring
+            of ``read_ahead_nbytes`` in shared memory. See :class:`fastensor.data.node.lease.NodeReader`.
+        staggering: how many of the processes that read may do so at a time (STAG in the paper). By default, all.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -64,6 +70,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
         DatasetChangedError: the file is being written to.
         ValueError: there is no such engine; or ``db`` is given with an index.
         BackendUnavailableError: raised by the first read: the engine cannot be used.
+        NodeReaderError: the node reader cannot be started or reached; or, raised by any read, it has ended.
+        ValueError: ``reader`` is neither of these, or the engine is ``"kvikio"`` and the reader ``"node"``.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
         engine: EngineOrAuto = "auto",
         read_ahead_nbytes: int = READ_AHEAD_NBYTES,
         merging: Merging | None = None,
+        reader: Literal["process", "node"] = "process",
+        staggering: Staggering | None = None,
     ) -> None:
         if isinstance(source, LmdbIndex) and db is not None:
             raise ValueError(f"db= goes with a path: an index is of one database, found an index and db={db!r}")
@@ -85,6 +95,13 @@ class LmdbDataset(Dataset[T], Generic[T]):
         self.engine = engine
         self.read_ahead_nbytes = read_ahead_nbytes
         self.merging = merging or Merging()
+        self.staggering = staggering
+        if reader not in ("process", "node"):
+            raise ValueError(f"reader is 'process' or 'node', found {reader!r}")
+        if reader == "node" and engine == "kvikio":
+            raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
+        self._node = NodeReader() if reader == "node" else None
+        """Kept alive by this object, and its copies in this process."""
         self._positions: Positions | None = None
         """The records of the index that are the samples, if not all are."""
         self._reader: ValueReader | None = None
@@ -214,6 +231,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
                 engine=self.engine,
                 read_ahead_nbytes=self.read_ahead_nbytes,
                 merging=self.merging,
+                node=self._node,
+                staggering=self.staggering,
             )
             self._process = os.getpid()
         return self._reader
