@@ -2,6 +2,7 @@
 
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.checkpoint_monitor import CheckpointMonitor
+from fastensor_lightning.data_module import FastensorDataModule
 from fastensor_lightning.offload_callback import SSDActivationOffload
 
-__all__ = ["CheckpointMonitor", "FastensorCheckpointIO", "SSDActivationOffload"]
+__all__ = ["CheckpointMonitor", "FastensorCheckpointIO", "FastensorDataModule", "SSDActivationOffload"]

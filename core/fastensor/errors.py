@@ -117,3 +117,7 @@ class UnsupportedDatasetError(FastensorError, ValueError):
 
 class DatasetChangedError(FastensorError, RuntimeError):
     """A file of a dataset was written to while it was read, or since it was indexed."""
+
+
+class NodeReaderError(FastensorError, RuntimeError):
+    """The process that reads for all others of a machine could not be started or reached, or has ended."""

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from states import assert_equal
 import fastensor
 import fastensor_accelerate
 from fastensor.checkpoint import cooperative
+from fastensor.data import LmdbDataset, LmdbLoader, decoders
 from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.testing.calls import Call, intercepted
 from fastensor_accelerate import FastensorConfig, agreement
@@ -456,6 +458,31 @@ def fail_in_full(config: FastensorConfig, folder: Path, rank: int) -> Any:
     found.accelerator.save_state()
     found.accelerator.load_state()
     return str(caught.value), sorted(os.listdir(folder / "checkpoints"))
+
+
+def resume_lmdb(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """An epoch of LMDB data, interrupted by a state that Fastensor saves and stock Accelerate loads."""
+
+    def resumable() -> tuple[Accelerator, LmdbLoader]:
+        accelerator = Accelerator()
+        dataset = LmdbDataset(folder / "db", decode=decoders.Array("<i8"))
+        loader = accelerator.prepare(LmdbLoader(dataset, 10, collate_fn=np.concatenate, num_workers=1))
+        accelerator.register_for_checkpointing(loader)
+        return accelerator, loader
+
+    fastensor_accelerate.enable(config)
+    accelerator, loader = resumable()
+    batches = iter(loader)
+    taken = [next(batches).tolist() for _ in range(2)]
+    accelerator.save_state(folder / "state")
+    taken_in_vain = next(batches).tolist()
+    fastensor_accelerate.disable()
+    accelerator, loader = resumable()
+    accelerator.load_state(folder / "state")
+    rest = [batch.tolist() for batch in loader]
+    assert rest[0] == taken_in_vain
+    assert loader.progress.epoch == 0
+    return taken + rest
 
 
 def main() -> None:

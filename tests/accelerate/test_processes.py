@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from accelerators import MODES, by, files_in, training
+from data.databases import make
 from programs import Program
 
 import fastensor
@@ -134,6 +135,15 @@ def test_the_main_process_saves_alone(tmp_path: Path, config: FastensorConfig) -
     assert files == others_files == [f"all/{name}" for name in FILES] + folders
     assert err.count("by the main process alone") == 1
     assert "alone" not in others_err
+
+
+@modes
+def test_an_epoch_of_lmdb_data_is_resumed(tmp_path: Path, config: FastensorConfig) -> None:
+    """The ranks divide the samples by themselves, and all have the same state."""
+    make(tmp_path / "db", [(b"%06d" % number, number.to_bytes(8, "little")) for number in range(103)])
+    (main, _), (other, _) = run("resume_lmdb", config, tmp_path)
+    assert len(main) == len(other) == 6
+    assert sorted(number for batch in main + other for number in batch) == list(range(103))
 
 
 @all_modes

@@ -59,9 +59,9 @@ def test_the_python_about_offloading_runs(tmp_path: Path) -> None:
 
 def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 4
+    assert len(blocks) >= 5
     (tmp_path / "tour.py").write_text("\n".join(blocks))
-    assert run("tour.py", cwd=tmp_path).splitlines() == ["1000 torch.Size([8, 8]) tensor(7.)", "0.40"]
+    assert run("tour.py", cwd=tmp_path, lightning=True).splitlines() == ["1000 torch.Size([8, 8]) tensor(7.)", "0.40"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -89,6 +89,19 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     assert "Killed by SIGKILL" in out
     assert "Resumed from it and trained to epoch 2" in out
     assert "load, in page cache" in out
+    assert not os.listdir(tmp_path)
+
+
+def test_the_example_of_training_data_resumes_with_the_remaining_images(tmp_path: Path) -> None:
+    out = run(str(ROOT / "examples" / "lmdb_training.py"), "--stride", "40", cwd=tmp_path, lightning=True)
+    count = re.search(r"(\d+) images in", out)
+    killed = re.search(r"checkpoint is of epoch (\d), after (\d+) of", out)
+    assert count
+    assert killed
+    left = int(count[1]) - int(killed[2])
+    assert 0 < left < int(count[1])
+    assert f"trained with the {left} images that epoch {killed[1]} lacked" in out
+    assert f"Each of the {count[1]} images has trained the network exactly 2 times." in out
     assert not os.listdir(tmp_path)
 
 

@@ -7,5 +7,15 @@ from fastensor.data.index import LmdbIndex
 from fastensor.data.loader import LmdbLoader
 from fastensor.data.plan import EpochPlan
 from fastensor.data.samplers import ReadAheadSampler
+from fastensor.data.staggering import Staggering
 
-__all__ = ["EpochPlan", "LmdbDataset", "LmdbIndex", "LmdbLoader", "Merging", "ReadAheadSampler", "decoders"]
+__all__ = [
+    "EpochPlan",
+    "LmdbDataset",
+    "LmdbIndex",
+    "LmdbLoader",
+    "Merging",
+    "ReadAheadSampler",
+    "Staggering",
+    "decoders",
+]

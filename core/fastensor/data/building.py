@@ -80,7 +80,7 @@ def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
     if sidecar == "auto":
         cached = sidecars.in_cache(path, name)
         return [sidecars.beside(path, name), *([] if cached is None else [cached])]
-    return [os.path.abspath(sidecar)]
+    return [os.fspath(sidecar)]
 
 
 def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:

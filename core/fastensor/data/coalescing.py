@@ -32,13 +32,22 @@ class Extents:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What is read together."""
+    """What is read together.
+
+    Raises:
+        ValueError: a number is too small.
+    """
 
     gap_nbytes: int = 8 << 10
     """Two values are read together if at most this many bytes lie between them that nobody wants."""
     read_nbytes: int = 4 << 20
     """A read takes values that begin within this many bytes. So a read is longer only by its last value. With 1, only
     values that begin at the same place are read together."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("gap_nbytes", 0), ("read_nbytes", 1)):
+            if (found := getattr(self, name)) < least:
+                raise ValueError(f"{name} is at least {least}, found {found}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,13 @@ from torch.utils.data import Dataset
 from fastensor.data import snapshot as snapshots
 from fastensor.data.coalescing import Extents, Merging, mean_of_some
 from fastensor.data.engines.base import Value
+from fastensor.data.engines.choice import check_name
 from fastensor.data.index import LmdbIndex
+from fastensor.data.node.lease import NodeReader
 from fastensor.data.plan import Positions
 from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
+from fastensor.data.staggering import Staggering
 from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 
@@ -54,6 +57,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
         merging: what is read together.
+        reader: which process reads. ``"process"``: each one for itself. ``"node"``: one for all ranks and workers of
+            the job on this machine (LMM in the paper), which this call starts, if none has yet. Each of them has a ring
+            of ``read_ahead_nbytes`` in shared memory. See :class:`fastensor.data.node.lease.NodeReader`.
+        staggering: how many of the processes that read may do so at a time (STAG in the paper). By default, all.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -61,7 +68,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
         UnsupportedDatasetError: its version, byte order or encryption is not supported.
         UnknownKeyError: there is no database of that name.
         DatasetChangedError: the file is being written to.
+        ValueError: there is no such engine; or ``db`` is given with an index.
         BackendUnavailableError: raised by the first read: the engine cannot be used.
+        NodeReaderError: the node reader cannot be started or reached; or, raised by any read, it has ended.
+        ValueError: ``reader`` is neither of these, or the engine is ``"kvikio"`` and the reader ``"node"``.
     """
 
     def __init__(
@@ -73,13 +83,25 @@ class LmdbDataset(Dataset[T], Generic[T]):
         engine: EngineOrAuto = "auto",
         read_ahead_nbytes: int = READ_AHEAD_NBYTES,
         merging: Merging | None = None,
+        reader: Literal["process", "node"] = "process",
+        staggering: Staggering | None = None,
     ) -> None:
+        if isinstance(source, LmdbIndex) and db is not None:
+            raise ValueError(f"db= goes with a path: an index is of one database, found an index and db={db!r}")
+        check_name(engine)
         self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
         """Where the records are."""
         self.decode = decode
         self.engine = engine
         self.read_ahead_nbytes = read_ahead_nbytes
         self.merging = merging or Merging()
+        self.staggering = staggering
+        if reader not in ("process", "node"):
+            raise ValueError(f"reader is 'process' or 'node', found {reader!r}")
+        if reader == "node" and engine == "kvikio":
+            raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
+        self._node = NodeReader() if reader == "node" else None
+        """Kept alive by this object, and its copies in this process."""
         self._positions: Positions | None = None
         """The records of the index that are the samples, if not all are."""
         self._reader: ValueReader | None = None
@@ -97,6 +119,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             CorruptDatasetError: the file was cut off.
             DatasetChangedError: the file was written to since it was indexed.
             OSError: the file cannot be read.
+            ValueError: the index is closed.
         """
         count = len(self)
         if not -count <= position < count:
@@ -114,7 +137,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         if isinstance(positions, AnnouncedBatch) and positions.upcoming:
             reader.expect([self._in_index(batch) for batch in positions.upcoming])
         with snapshots.naming(self.index.path):
-            values = reader.read(self._in_index(np.asarray(positions, np.int64)))
+            values = reader.read(self._in_index(_integers(positions)))
         samples = self._decoded(values, positions)
         self.index.check_unchanged()
         return samples
@@ -127,7 +150,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         Raises:
             IndexError: there is no such sample.
         """
-        self._opened().expect([self._in_index(np.asarray(batch, np.int64)) for batch in batches])
+        self._opened().expect([self._in_index(_integers(batch)) for batch in batches])
 
     def get(self, key: bytes) -> T:
         """The sample of a key; the first one, if the key has several. Takes some reads of the file to find it.
@@ -150,9 +173,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         Raises:
             IndexError: there is no such sample.
+            TypeError: positions are no integers. A mask is made into positions by ``numpy.flatnonzero``.
         """
         selected = copy.copy(self)
-        selected._positions = self._in_index(np.asarray(positions, np.int64))
+        selected._positions = self._in_index(_integers(positions))
         return selected
 
     @property
@@ -199,13 +223,16 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
     def _opened(self) -> ValueReader:
         """The reader of this process."""
+        fd = self.index.fileno()
         if self._reader is None or self._process != os.getpid():
             self._reader = ValueReader(
-                self.index.fileno(),
+                fd,
                 Extents(self.index.offsets, self.index.lengths),
                 engine=self.engine,
                 read_ahead_nbytes=self.read_ahead_nbytes,
                 merging=self.merging,
+                node=self._node,
+                staggering=self.staggering,
             )
             self._process = os.getpid()
         return self._reader
@@ -239,3 +266,11 @@ def _as_it_is(value: Value) -> bytes | torch.Tensor:
     if isinstance(whole, bytes) and len(whole) == len(value):
         return whole  # a read of its own has brought it: no second copy
     return bytes(value)
+
+
+def _integers(positions: Sequence[int] | Positions) -> Positions:
+    found = np.asarray(positions)
+    if found.dtype.kind not in "iu" and len(found):
+        instead = ": use numpy.flatnonzero(mask)" if found.dtype.kind == "b" else ""
+        raise TypeError(f"positions are integers, found {found.dtype}{instead}")
+    return found.astype(np.int64, copy=False)

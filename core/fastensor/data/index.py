@@ -78,6 +78,7 @@ class LmdbIndex:
         """
         file = snapshots.data_file(path)
         name = db.encode() if isinstance(db, str) else db
+        sidecar = sidecar if isinstance(sidecar, bool) or sidecar == "auto" else os.path.abspath(sidecar)
         with snapshots.opened(file) as fd:
             if pin:
                 return cls._open_pinned(fd, file, name, sidecar, progress)
@@ -137,7 +138,12 @@ class LmdbIndex:
         return f"<LmdbIndex of {len(self)} records in {self.path}>"
 
     def fileno(self) -> int:
-        """The descriptor of the data file. It belongs to the index."""
+        """The descriptor of the data file. It belongs to the index.
+
+        Raises:
+            ValueError: the index is closed.
+        """
+        self._check_open()
         return self._fd
 
     def check_unchanged(self) -> None:
@@ -191,8 +197,7 @@ class LmdbIndex:
         return range(first, bisect.bisect_right(positions, wanted, lo=first, key=lambda place: order(self.key(place))))
 
     def _read(self, offset: int, nbytes: int) -> bytes:
-        if not self._closing.alive:
-            raise ValueError(f"{self.path}: its index is closed")
+        self._check_open()
         try:  # not by naming(), which takes longer than this call
             data = os.pread(self._fd, nbytes, offset)
             if len(data) < nbytes:
@@ -204,6 +209,10 @@ class LmdbIndex:
         if len(data) < nbytes:
             raise CorruptDatasetError(f"{self.path}: it ends before byte {offset + nbytes}: it was cut off")
         return data
+
+    def _check_open(self) -> None:
+        if not self._closing.alive:
+            raise ValueError(f"{self.path}: its index is closed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.sidecar is not None and self._opened_by is not None:

@@ -46,8 +46,9 @@ class LmdbLoader:
     ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks or workers, and another
     batch size: each of its samples is still given out once.
 
-    Lightning takes the loader as it is, and saves and loads its state. It asks only once how long epochs are: if you
-    resume with another number of ranks, set ``Trainer(reload_dataloaders_every_n_epochs=1)``. Accelerate leaves the
+    Lightning takes the loader as it is, and saves and loads its state. But it asks how long epochs are before it loads
+    the state, and only once: to resume with another number of ranks, or another batch size, use
+    ``fastensor_lightning.FastensorDataModule``, or the end of the epoch may be lost. Accelerate leaves the
     loader alone, too, so ``accelerator.prepare`` may be given it: batches stay on the CPU, and the ranks divide the
     samples as above. ``accelerator.register_for_checkpointing(loader)`` has it save and load the state.
 
@@ -101,9 +102,11 @@ class LmdbLoader:
             blocks_per_group=blocks_per_group,
         )
         """The plan, without the ranks."""
+        self.batch_sampler = _RestOfEpoch(self)
+        """The positions of batches. Lightning finds ``set_epoch`` here."""
         batch_nbytes = max(batch_size * dataset.mean_nbytes, 1)
         sampler = ReadAheadSampler(
-            _RestOfEpoch(self),
+            self.batch_sampler,
             num_workers=num_workers,
             batches_ahead=min(max(int(dataset.read_ahead_nbytes / batch_nbytes), _FEWEST_AHEAD), _MOST_AHEAD),
         )
@@ -194,7 +197,7 @@ class LmdbLoader:
 
 
 class _RestOfEpoch:
-    """The batches from the progress of a loader on."""
+    """The batches from the progress of a loader on, with what Lightning asks of a batch sampler."""
 
     def __init__(self, loader: LmdbLoader) -> None:
         self._loader = loader
@@ -202,6 +205,17 @@ class _RestOfEpoch:
     def __iter__(self) -> Iterator[Positions]:
         progress = self._loader.progress
         return self._loader.plan.batches(progress.epoch, progress.consumed)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one rank."""
+        return self._loader.plan.batch_size
+
+    @property
+    def sampler(self) -> LmdbLoader:
+        """Lightning calls its ``set_epoch`` when an epoch begins. Only that says which epoch is next after a checkpoint
+        that was saved when an epoch had ended: Lightning does not load the loader's state from it."""
+        return self._loader
 
 
 def _ranks_of_job() -> tuple[int, int]:

@@ -12,11 +12,15 @@ import numpy as np
 from fastensor.data.coalescing import Extents, Integers, Merging, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
 from fastensor.data.engines.choice import EngineName, choose_engine, open_chosen, open_engine
+from fastensor.data.node.engine import NodeEngine
+from fastensor.data.node.lease import NodeReader
 from fastensor.data.plan import Positions
+from fastensor.data.staggering import StaggeredEngine, Staggering
 
 EngineOrAuto: TypeAlias = EngineName | Literal["auto"]
 """A way to read a file, or that the fastest is to be chosen."""
 READ_AHEAD_NBYTES = 32 << 20
+_LEAST_RING_NBYTES = 1 << 20
 _CHOICES_PER_PASS = 8
 _LEAST_VALUES_PER_CHOICE = 4096
 
@@ -43,25 +47,39 @@ class ValueReader:
             an epoch that has brought the file into the page cache is followed by one that maps it.
         read_ahead_nbytes: values of at most this many bytes, or one batch, are being brought, and not taken yet.
         merging: what is read together.
+        node: the process that reads for this one; None if this one reads for itself. The node reader chooses the engine
+            when a process begins to read.
+        staggering: when files may be read.
 
     Raises:
         BackendUnavailableError: the engine cannot read this file, or cannot work on this machine.
+        NodeReaderError: the node reader cannot be reached.
+        OSError: the store for staggering cannot be reached.
         ValueError: there is no such engine.
     """
 
     def __init__(
-        self, fd: int, extents: Extents, *, engine: EngineOrAuto, read_ahead_nbytes: int, merging: Merging
+        self,
+        fd: int,
+        extents: Extents,
+        *,
+        engine: EngineOrAuto,
+        read_ahead_nbytes: int,
+        merging: Merging,
+        node: NodeReader | None = None,
+        staggering: Staggering | None = None,
     ) -> None:
         self._fd = fd
         self._extents = extents
         self._merging = merging
         self._read_ahead_nbytes = read_ahead_nbytes
-        self._chooses = engine == "auto"
+        self._node = node
+        self._staggering = staggering
+        self._name: EngineOrAuto = engine
+        self._chooses = engine == "auto" and node is None
         self._until_choice = self._values_per_choice
         self._mean_nbytes = mean_of_some(extents.lengths)
-        self._engine: Engine = (
-            open_chosen(fd, self._mean_nbytes, merging) if engine == "auto" else open_engine(engine, fd, merging)
-        )
+        self._engine = self._open()
         self._expected: deque[tuple[bytes, Positions]] = deque()
         """Batches that were announced and not begun, by keys as in ``_Begun``."""
         self._begun: deque[_Begun] = deque()
@@ -97,10 +115,14 @@ class ValueReader:
         if not len(positions):
             return []
         with self._lock:
-            self._choose_anew(len(positions))
-            fetch, begin, end = self._fetch_of(positions)
-            self._begin_expected()
-            return fetch.take(begin, end)
+            try:
+                self._choose_anew(len(positions))
+                fetch, begin, end = self._fetch_of(positions)
+                self._begin_expected()
+                return fetch.take(begin, end)
+            except BaseException:
+                self._forget_begun()  # a read that has failed, or whose bytes are lost, may be shared by other batches
+                raise
 
     def read_one(self, position: int) -> Value:
         """The value at a position from 0 on, quickly and without regard to what was announced. See :meth:`read`."""
@@ -164,7 +186,25 @@ class ValueReader:
             self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
             self._forget_begun()
             self._engine.close()
-            self._engine = open_chosen(self._fd, self._mean_nbytes, self._merging)
+            self._engine = self._open()
+
+    def _open(self) -> Engine:
+        if self._node is not None:
+            return NodeEngine(
+                self._node,
+                self._fd,
+                engine=self._name,
+                merging=self._merging,
+                ring_nbytes=max(self._read_ahead_nbytes, _LEAST_RING_NBYTES),
+                mean_nbytes=self._mean_nbytes,
+                staggering=self._staggering,
+            )
+        engine: Engine = (
+            open_chosen(self._fd, self._mean_nbytes, self._merging)
+            if self._name == "auto"
+            else open_engine(self._name, self._fd, self._merging)
+        )
+        return engine if self._staggering is None else StaggeredEngine(engine, self._staggering)
 
     @property
     def _values_per_choice(self) -> int:

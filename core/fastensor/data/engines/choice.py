@@ -47,7 +47,20 @@ def open_engine(name: EngineName, fd: int, merging: Merging) -> Engine:
             return DirectEngine(fd, merging)
         case "kvikio":
             return KvikioEngine(fd, merging)
-    raise ValueError(f"engine is 'auto' or one of {ENGINES}, found {name!r}")
+    raise _unknown(name)
+
+
+def check_name(name: str) -> None:
+    """
+    Raises:
+        ValueError: there is no such engine, and it is not ``"auto"``.
+    """
+    if name != "auto" and name not in ENGINES:
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(f"engine is 'auto' or one of {ENGINES}, found {name!r}")
 
 
 def choose_engine(fd: int, mean_nbytes: float) -> EngineName:

@@ -1,0 +1,183 @@
+"""Messages between two processes of a machine, over a Unix socket, with file descriptors."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from array import array
+from collections import deque
+from typing import NamedTuple, TypeAlias
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+_HEAD = struct.Struct("<QB")
+_LONGEST_NBYTES = 1 << 40
+_JOINED_NBYTES = 64 << 10
+_ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class Message(NamedTuple):
+    """What was received."""
+
+    kind: int
+    """A number of the sender's choice, from 0 to 255."""
+    body: memoryview
+    fd: int | None
+    """A descriptor that came along. It belongs to the receiver."""
+
+
+class ConnectionLost(Exception):
+    """The other process has ended, or closed the connection, or what came is no message."""
+
+
+class Connection:
+    """One end of a connected Unix stream socket. Used by one thread at a time.
+
+    Nothing waits for the other process except :meth:`wait`: messages that the kernel does not take at once are kept,
+    and go out by :meth:`flush`. So two processes that send to each other cannot wait for each other.
+
+    Args:
+        endpoint: a connected socket. It belongs to the connection.
+    """
+
+    def __init__(self, endpoint: socket.socket) -> None:
+        endpoint.setblocking(False)
+        self._socket = endpoint
+        self._unsent: deque[tuple[memoryview, int | None]] = deque()
+        """What the kernel has not taken, and a descriptor that goes with it."""
+        self._head = bytearray(_HEAD.size)
+        self._kind = 0
+        self._into: memoryview | None = None
+        """The body of the message that is arriving; None while its head is."""
+        self._filled = 0
+        """Bytes of that body, or head, that have arrived."""
+        self._fd: int | None = None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close this process's end. If the other process is not told by a forked copy, it finds the connection lost."""
+        self._socket.close()
+        for _, fd in self._unsent:
+            _close(fd)
+        self._unsent.clear()
+        _close(self._fd)
+        self._fd = None
+
+    @property
+    def peer(self) -> tuple[int, int]:
+        """The process and the user at the other end, as the kernel knows them."""
+        found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(found)
+        return pid, uid
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return sum(len(piece) for piece, _ in self._unsent)
+
+    def send(self, kind: int, *parts: Bytes, fd: int | None = None) -> None:
+        """Send a message, or as much of it as the kernel takes.
+
+        Args:
+            kind: from 0 to 255.
+            parts: of the body. They are kept, and not changed, until they are sent.
+            fd: a descriptor to send along. The caller keeps ownership, and may close it.
+
+        Raises:
+            ConnectionLost: the other process has ended.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        nbytes = sum(map(len, views))
+        head = _HEAD.pack(nbytes, kind)
+        if nbytes <= _JOINED_NBYTES:  # a copy is quicker than a system call for each part
+            head, views = b"".join([head, *views]), []
+        self._unsent.append((memoryview(head), None if fd is None else os.dup(fd)))
+        self._unsent.extend((view, None) for view in views if view)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what was not sent yet, or as much of it as the kernel takes.
+
+        Raises:
+            ConnectionLost: the other process has ended.
+        """
+        while self._unsent:
+            piece, fd = self._unsent[0]
+            try:
+                sent = socket.send_fds(self._socket, [piece], [fd]) if fd is not None else self._socket.send(piece)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            self._unsent[0] = piece[sent:], None
+            _close(fd)
+            if sent == len(piece):
+                self._unsent.popleft()
+
+    def receive(self) -> Message | None:
+        """The next message, if all of it has arrived.
+
+        Raises:
+            ConnectionLost: the other process has ended.
+        """
+        while True:
+            into = memoryview(self._head) if self._into is None else self._into
+            if self._filled < len(into) and not self._fill(into[self._filled :]):
+                return None
+            if self._filled < len(into):
+                continue
+            self._filled = 0
+            if self._into is None:
+                nbytes, self._kind = _HEAD.unpack(self._head)
+                if nbytes > _LONGEST_NBYTES:
+                    raise ConnectionLost(f"it sent a message of {nbytes} bytes")
+                self._into = memoryview(bytearray(nbytes))
+                continue
+            self._into, fd, self._fd = None, self._fd, None
+            return Message(self._kind, into, fd)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until something arrives. Sends meanwhile what was not sent yet.
+
+        Returns:
+            False if nothing has arrived within ``seconds``.
+
+        Raises:
+            ConnectionLost: the other process has ended.
+        """
+        while True:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            events = poll.poll(None if seconds is None else seconds * 1000)
+            if not events:
+                return False
+            if events[0][1] & ~select.POLLOUT:
+                return True
+            self.flush()
+
+    def _fill(self, room: memoryview) -> bool:
+        """Receive some bytes; False if none have arrived."""
+        try:
+            count, ancillary, _, _ = self._socket.recvmsg_into([room], _ONE_FD_NBYTES, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                _close(self._fd)
+                (self._fd,) = array("i", data)
+        if count == 0:
+            raise ConnectionLost("the other end is closed")
+        self._filled += count
+        return True
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)

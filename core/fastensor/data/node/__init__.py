@@ -1,0 +1,1 @@
+"""One process of a machine that reads data for all others."""

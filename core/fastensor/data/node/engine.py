@@ -1,0 +1,199 @@
+"""The engine that has the node reader read, and takes the values from its ring."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from fastensor.data.coalescing import Extents, Merging
+from fastensor.data.connection import ConnectionLost, Message
+from fastensor.data.engines.base import Value
+from fastensor.data.node.lease import NodeReader
+from fastensor.data.node.protocol import (
+    NO_SLOT,
+    PLACED,
+    REQUEST,
+    WANT,
+    Say,
+    error_of,
+    extents_as_bytes,
+    json_of,
+    layout,
+)
+from fastensor.data.ring import RingReader, Slot
+from fastensor.data.staggering import Staggering
+from fastensor.errors import NodeReaderError
+
+
+class NodeEngine:
+    """Reads by way of a node reader. See :class:`fastensor.data.engines.base.Engine`.
+
+    Values are views of the ring. A value that is kept keeps the slot that it came in. Only this process is affected by
+    that: it has a ring of its own.
+
+    Args:
+        node: the node reader.
+        fd: the file, open for reading. The node reader gets a descriptor of its own.
+        engine: how the node reader reads.
+        merging: what is read together. Requests of several processes that come at the same time are merged, too.
+        ring_nbytes: of the ring.
+        mean_nbytes: the mean length of the values.
+        staggering: when the node reader may read.
+
+    Raises:
+        BackendUnavailableError: the engine cannot read this file.
+        NodeReaderError: the node reader does not run, or has ended.
+        OSError: there is no memory for the ring.
+        ValueError: there is no such engine.
+    """
+
+    reads_ahead = True
+
+    def __init__(
+        self,
+        node: NodeReader,
+        fd: int,
+        *,
+        engine: str,
+        merging: Merging,
+        ring_nbytes: int,
+        mean_nbytes: float,
+        staggering: Staggering | None,
+    ) -> None:
+        self._connection = node.connect()
+        self._reader_pid = node.pid
+        self._numbers = itertools.count()
+        self._fetches: WeakValueDictionary[int, NodeFetch] = WeakValueDictionary()
+        self._cancelled: deque[int] = deque()
+        """Requests nobody takes values of any more."""
+        opening = {
+            "engine": engine,
+            "merging": asdict(merging),
+            "ring_nbytes": ring_nbytes,
+            "mean_nbytes": mean_nbytes,
+            "staggering": None if staggering is None else asdict(staggering),
+        }
+        with self._talking():
+            self._connection.send(Say.OPEN, json.dumps(opening).encode(), fd=fd)
+            answer = self._next_message()
+            if answer.kind == Say.FAILED:
+                raise error_of(answer)
+            assert answer.fd is not None
+            try:
+                self._ring = RingReader(answer.fd)
+            finally:
+                os.close(answer.fd)
+        self.name = f"node/{json_of(answer.body)['engine']}"
+
+    def fetch(self, extents: Extents) -> NodeFetch:
+        number = next(self._numbers)
+        fetch = NodeFetch(self, number, extents)
+        self._fetches[number] = fetch
+        weakref.finalize(fetch, self._cancelled.append, number).atexit = False
+        with self._talking():
+            self._send_credits()
+            self._connection.send(Say.REQUEST, REQUEST.pack(number), *extents_as_bytes(extents))
+        return fetch
+
+    def bring(self, fetch: NodeFetch, end: int) -> None:
+        """Wait until the values of a fetch before number ``end`` have arrived.
+
+        Raises:
+            NodeReaderError: the node reader has ended.
+        """
+        wanted = False
+        with self._talking():
+            self._send_credits()
+            while fetch.arrived < end and fetch.failure is None:
+                message = self._connection.receive()
+                if message is not None:
+                    self._dispatch(message)
+                elif wanted:
+                    self._connection.wait()
+                else:
+                    self._connection.send(Say.WANT, WANT.pack(fetch.number, end))
+                    wanted = True
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _send_credits(self) -> None:
+        while self._cancelled:
+            self._connection.send(Say.CANCEL, REQUEST.pack(self._cancelled.popleft()))
+        if dropped := self._ring.dropped():
+            self._connection.send(Say.RELEASE, np.array(dropped, np.int64).data)
+
+    def _dispatch(self, message: Message) -> None:
+        (number,) = REQUEST.unpack_from(message.body)
+        fetch = self._fetches.get(number)
+        if message.kind == Say.FAILED:
+            if fetch is not None:
+                fetch.failure = error_of(message)
+            return
+        _, first, count, *where = PLACED.unpack_from(message.body)
+        slot = Slot(*where)
+        body = message.body[PLACED.size :].toreadonly() if slot.sequence == NO_SLOT else self._ring.view(slot)
+        if fetch is not None:
+            fetch.put(first, count, body)
+
+    def _next_message(self) -> Message:
+        while (message := self._connection.receive()) is None:
+            self._connection.wait()
+        return message
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Have what interrupts a conversation close the connection: half a message may have come or gone."""
+        try:
+            yield
+        except ConnectionLost as error:
+            self._connection.close()
+            raise NodeReaderError(
+                f"the process {self._reader_pid}, which reads for this machine, cannot be reached any more ({error}). "
+                f"It was killed, perhaps for want of memory, or has failed: see its messages. Make the dataset anew; "
+                f"the state of an LmdbLoader says where to go on"
+            ) from error
+        except BaseException:
+            self._connection.close()
+            raise
+
+
+class NodeFetch:
+    """See :class:`fastensor.data.engines.base.Fetch`."""
+
+    def __init__(self, engine: NodeEngine, number: int, extents: Extents) -> None:
+        self.number = number
+        self.arrived = 0
+        """Values before this number have arrived."""
+        self.failure: Exception | None = None
+        self._engine = engine
+        self._lengths = extents.lengths
+        self._values: deque[Value] = deque()
+        """Values that have arrived, and were not taken. The last one is number ``arrived - 1``."""
+
+    def put(self, first: int, count: int, body: memoryview) -> None:
+        """Add the next values, which have arrived."""
+        lengths = self._lengths[first : first + count]
+        begins = layout(lengths)[:-1]
+        self._values.extend(
+            body[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)
+        )
+        self.arrived = first + count
+
+    def take(self, begin: int, end: int) -> list[Value]:
+        self._engine.bring(self, end)
+        if self.arrived < end:
+            assert self.failure is not None
+            raise self.failure
+        for _ in range(begin - (self.arrived - len(self._values))):
+            self._values.popleft()
+        return [self._values.popleft() for _ in range(begin, end)]

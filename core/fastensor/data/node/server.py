@@ -1,0 +1,350 @@
+"""The node reader: one thread of one process, which reads for all clients of a machine.
+
+The reader goes round its clients, and gives each one the next slot of values, as far as its ring has room. What several
+clients have requested by then is merged into one fetch, in the order in which they need it. So the engine sees the
+order of the whole machine, and one process has reads in flight.
+
+A client whose ring is full waits for itself only. A client that ends, however it does, is seen by the end of its
+connection, and what it has requested is dropped. The reader ends with its last client.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fastensor.data.coalescing import Extents, Integers, Merging
+from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.engines.base import Engine, Fetch
+from fastensor.data.engines.choice import open_chosen, open_engine
+from fastensor.data.node.protocol import NO_SLOT, PLACED, REQUEST, WANT, Say, error_as_json, extents_of, json_of, layout
+from fastensor.data.ring import RingWriter, Slot
+from fastensor.data.staggering import StaggeredEngine, Staggering
+
+_SLOT_NBYTES = 256 << 10
+"""A slot takes values of about so many bytes, or a quarter of the ring, or one value."""
+_FIRST_CLIENT_SECONDS = 60
+"""For how long the reader waits for its first client: whoever has started it may have died."""
+_Key: TypeAlias = tuple[object, ...]
+
+
+class Span(NamedTuple):
+    """Consecutive values of a request that go into one slot."""
+
+    first: int
+    values: int
+
+
+def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
+    """Cut a request into slots.
+
+    Args:
+        lengths: of its values.
+        nbytes: that a slot should have at most. It has one value at least.
+
+    >>> spans_of(np.array([64, 10, 64, 1000, 1]), 128)
+    [Span(first=0, values=2), Span(first=2, values=1), Span(first=3, values=1), Span(first=4, values=1)]
+    """
+    ends = layout(lengths)[1:]
+    spans: list[Span] = []
+    first = 0
+    while first < len(lengths):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + nbytes, side="right")), first + 1)
+        spans.append(Span(first, last - first))
+        first = last
+    return spans
+
+
+def interleaved(requests: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
+    """The spans of several requests, each with the number of its request: first those that come first."""
+    numbered = [(place, number, span) for number, spans in enumerate(requests) for place, span in enumerate(spans)]
+    return [(number, span) for _, number, span in sorted(numbered)]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A fetch, which several requests may share; or the error with which it has failed, as JSON."""
+
+    fetch: Fetch | None = None
+    failure: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Values that go into one slot."""
+
+    reading: _Reading
+    begin: int
+    """The number of the first one in the fetch."""
+    first: int
+    """Its number in the request."""
+    lengths: Integers
+
+
+@dataclass(slots=True)
+class _Source:
+    """A file that is open, and how it is read."""
+
+    fd: int
+    engine: Engine
+    key: _Key
+    clients: int = 0
+    requested: list[tuple[_Client, int, Extents]] = field(default_factory=list)
+    """Requests that were not begun: of whom, its number, and the values."""
+
+    def begin_requested(self) -> None:
+        """Begin what clients have requested, as one fetch."""
+        requested, self.requested = [one for one in self.requested if one[1] in one[0].pieces], []
+        if not requested:
+            return
+        spans = [spans_of(extents.lengths, client.slot_nbytes) for client, _, extents in requested]
+        order = interleaved(spans)
+        extents = Extents(
+            _joined(requested[number][2].offsets[span.first : span.first + span.values] for number, span in order),
+            _joined(requested[number][2].lengths[span.first : span.first + span.values] for number, span in order),
+        )
+        reading = _Reading()
+        try:
+            reading.fetch = self.engine.fetch(extents)
+        except OSError as error:
+            reading.failure = error_as_json(error)
+        begin = 0
+        for number, span in order:
+            client, request, _ = requested[number]
+            lengths = extents.lengths[begin : begin + span.values]
+            client.pieces[request].append(_Piece(reading, begin, span.first, lengths))
+            begin += span.values
+
+
+class _Client:
+    """A process that is connected. It opens one file, or none: then it only keeps the reader alive."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.source: _Source | None = None
+        self.ring: RingWriter | None = None
+        self.slot_nbytes = 0
+        self.pieces: dict[int, deque[_Piece]] = {}
+        """By request what was not sent yet, in the order of the requests."""
+        self.wanted: tuple[int, int] | None = None
+        """The request whose values the client waits for, and the number of the first one that it does not wait for."""
+
+    def send_next(self) -> bool:
+        """Send the next slot of values, if there are any and there is room. Waits for the disk.
+
+        Returns:
+            whether it did.
+        """
+        if self.connection.unsent_nbytes > _SLOT_NBYTES:
+            return False
+        request = self._next_request()
+        if request is None or self.ring is None:
+            return False
+        piece = self.pieces[request][0]
+        if piece.reading.failure:
+            del self.pieces[request]
+            self.connection.send(Say.FAILED, REQUEST.pack(request), piece.reading.failure)
+            return True
+        places = layout(piece.lengths)
+        placed = self.ring.place(int(places[-1]))
+        if placed is None and not self._waits_for(request, piece):
+            return False
+        slot, room = placed or (Slot(NO_SLOT, 0, int(places[-1])), memoryview(bytearray(int(places[-1]))))
+        try:
+            _fill(room, piece, places)
+        except OSError as error:
+            if placed is not None:
+                self.ring.release(slot.sequence)
+            piece.reading.failure = error_as_json(error)
+            return True
+        self._next_is_sent(request)
+        said = PLACED.pack(request, piece.first, len(piece.lengths), *slot)
+        self.connection.send(Say.VALUES, said, *(() if placed is not None else (room,)))
+        return True
+
+    def _next_request(self) -> int | None:
+        """What the client waits for, or else its oldest request."""
+        if self.wanted is not None:
+            request, end = self.wanted
+            if (pieces := self.pieces.get(request)) and pieces[0].first < end:
+                return request
+            if pieces is None or pieces:  # all that was wanted is sent
+                self.wanted = None
+        return next((request for request, pieces in self.pieces.items() if pieces), None)
+
+    def _waits_for(self, request: int, piece: _Piece) -> bool:
+        return self.wanted is not None and self.wanted[0] == request and piece.first < self.wanted[1]
+
+    def _next_is_sent(self, request: int) -> None:
+        pieces = self.pieces[request]
+        pieces.popleft()
+        if not pieces:
+            del self.pieces[request]
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.ring is not None:
+            self.ring.close()
+        self.pieces.clear()
+
+
+class Server:
+    """The node reader.
+
+    Args:
+        listener: a Unix socket that listens. It belongs to the server.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._clients: set[_Client] = set()
+        self._sources: dict[_Key, _Source] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the last client has gone."""
+        seconds: float | None = _FIRST_CLIENT_SECONDS
+        while self._await_events(seconds) and self._clients:
+            for source in self._sources.values():
+                source.begin_requested()
+            busy = [self._each(client, client.send_next) for client in list(self._clients)]
+            seconds = 0 if any(busy) else None
+        self._listener.close()
+        self._selector.close()
+
+    def _await_events(self, seconds: float | None) -> bool:
+        """Receive what has come. False if nothing has within ``seconds``, and there is no client."""
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            client = key.data
+            if client is None:
+                self._accept()
+            else:
+                self._each(client, lambda client=client: self._receive(client))
+        return bool(events or self._clients)
+
+    def _accept(self) -> None:
+        try:
+            endpoint, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # the client has gone
+        client = _Client(Connection(endpoint))
+        if client.connection.peer[1] != os.geteuid():
+            client.close()
+            return
+        self._clients.add(client)
+        self._selector.register(client.connection, selectors.EVENT_READ, client)
+        hello = json.dumps({"pid": os.getpid()}).encode()
+        self._each(client, lambda: client.connection.send(Say.HELLO, hello))
+
+    def _each(self, client: _Client, do: Any) -> bool:
+        """Do something for a client, which may be lost meanwhile."""
+        try:
+            done = bool(do())
+            sends = client.connection.unsent_nbytes > 0
+        except ConnectionLost:
+            self._drop(client)
+            return False
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if sends else 0)
+        if self._selector.get_key(client.connection).events != events:
+            self._selector.modify(client.connection, events, client)
+        return done
+
+    def _receive(self, client: _Client) -> None:
+        client.connection.flush()
+        while (message := client.connection.receive()) is not None:
+            self._obey(client, message)
+
+    def _obey(self, client: _Client, message: Message) -> None:
+        body = message.body
+        match message.kind:
+            case Say.OPEN:
+                assert message.fd is not None
+                self._open(client, message.fd, json_of(body))
+            case Say.REQUEST:
+                assert client.source is not None
+                (request,) = REQUEST.unpack_from(body)
+                client.pieces[request] = deque()
+                client.source.requested.append((client, request, extents_of(body)))
+            case Say.WANT:
+                client.wanted = WANT.unpack(body)
+            case Say.CANCEL:
+                client.pieces.pop(REQUEST.unpack(body)[0], None)
+            case Say.RELEASE:
+                assert client.ring is not None
+                for sequence in np.frombuffer(body, np.int64).tolist():
+                    client.ring.release(sequence)
+
+    def _open(self, client: _Client, fd: int, opening: dict[str, Any]) -> None:
+        """Open a file for a client; with the engine of others that read the same file in the same way."""
+        try:
+            client.ring = RingWriter(opening["ring_nbytes"])
+            client.slot_nbytes = min(_SLOT_NBYTES, opening["ring_nbytes"] // 4)
+            client.source = self._source(fd, opening)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            os.close(fd)
+            client.connection.send(Say.FAILED, REQUEST.pack(-1), error_as_json(error))
+            return
+        client.source.clients += 1
+        ready = json.dumps({"engine": client.source.engine.name}).encode()
+        client.connection.send(Say.READY, ready, fd=client.ring.fd)
+
+    def _source(self, fd: int, opening: dict[str, Any]) -> _Source:
+        status = os.fstat(fd)
+        merging, staggering = Merging(**opening["merging"]), opening["staggering"]
+        key = (status.st_dev, status.st_ino, opening["engine"], merging, json.dumps(staggering))
+        if (source := self._sources.get(key)) is not None:
+            os.close(fd)
+            return source
+        engine: Engine = (
+            open_chosen(fd, opening["mean_nbytes"], merging)
+            if opening["engine"] == "auto"
+            else open_engine(opening["engine"], fd, merging)
+        )
+        if staggering is not None:
+            engine = StaggeredEngine(engine, Staggering(**staggering))
+        return self._sources.setdefault(key, _Source(fd, engine, key))
+
+    def _drop(self, client: _Client) -> None:
+        self._selector.unregister(client.connection)
+        self._clients.discard(client)
+        client.close()
+        source = client.source
+        if source is not None:
+            source.clients -= 1
+            if not source.clients:
+                del self._sources[source.key]
+                source.engine.close()
+                os.close(source.fd)
+
+
+def _fill(room: memoryview, piece: _Piece, places: Integers) -> None:
+    assert piece.reading.fetch is not None
+    values = piece.reading.fetch.take(piece.begin, piece.begin + len(piece.lengths))
+    for place, value in zip(places.tolist(), values, strict=False):
+        assert isinstance(value, memoryview)  # no engine of a node reader reads to a GPU
+        room[place : place + len(value)] = value
+
+
+def _joined(parts: Iterable[Integers]) -> Integers:
+    return np.concatenate(list(parts))
+
+
+def main(fd: int) -> None:
+    """Run in a process of its own.
+
+    Args:
+        fd: the socket that listens.
+    """
+    Server(socket.socket(fileno=fd)).run()

@@ -1,0 +1,187 @@
+"""Shared memory in which one process hands bytes to another one, slot by slot.
+
+The writer places a slot and fills it. Then it tells the reader where the slot is, over a socket or any other channel.
+The reader uses the bytes where they are, and tells the writer the sequence number of the slot when nothing uses it any
+more. The free bytes of the ring are the credit of the writer: without a gap that is large enough, it has to wait.
+
+- **Slots.** A slot is contiguous, and begins at a multiple of :data:`ALIGNMENT`. Slots follow each other round the
+  ring. A slot that the reader keeps is skipped, so it costs its own bytes and holds nothing else up.
+- **Sequence numbers.** Slots are numbered from 0 on, as they are placed. A number is never used again.
+- **Memory.** The memory has no name, so nothing is left in ``/dev/shm``. The kernel frees it when both processes have
+  ended, however they end, and nothing uses its views.
+- **Ownership.** The writer owns a slot until it tells the reader; the reader owns it until it gives the number back.
+- **Memory ordering.** The ring has no counters in shared memory. Each hand-over is a message through the kernel, whose
+  system calls order memory on every architecture: the reader sees all that was written before the message was sent.
+- **Threads.** One thread of each process uses its end. Views may be used and dropped in any thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+ALIGNMENT = 64
+"""Slots begin at multiples of this number of bytes: enough for any dtype, and for instructions on vectors."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Neither process can truncate the memory, which would kill the other one (SIGBUS)."""
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class RingSpace:
+    """Which bytes of a ring are free. Pure bookkeeping.
+
+    >>> space = RingSpace(256)
+    >>> [space.take(100), space.take(100), space.take(1)]
+    [0, 128, None]
+    >>> space.give_back(0)
+    >>> space.take(1)
+    0
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
+        """Bytes of the ring that can be used."""
+        self._next = 0
+        """Where the next slot begins, if there is room."""
+        self._begins: list[int] = []
+        """Where the slots in use begin, sorted."""
+        self._ends: dict[int, int] = {}
+        """Where the slot that begins here ends."""
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of all slots in use."""
+        return sum(end - begin for begin, end in self._ends.items())
+
+    def take(self, nbytes: int) -> int | None:
+        """Where a new slot begins: at the first gap behind the last slot, round the ring. None if no gap is large
+        enough.
+
+        Args:
+            nbytes: of the slot. It takes the next multiple of :data:`ALIGNMENT`, and at least one.
+        """
+        needed = max(aligned(nbytes), ALIGNMENT)
+        for begin, end in self._gaps():
+            if end - begin >= needed:
+                insort(self._begins, begin)
+                self._ends[begin] = self._next = begin + needed
+                return begin
+        return None
+
+    def give_back(self, begin: int) -> None:
+        """Free the slot that begins here.
+
+        Raises:
+            KeyError: there is none.
+        """
+        del self._ends[begin]
+        del self._begins[bisect_left(self._begins, begin)]
+        if not self._begins:
+            self._next = 0  # memory that was used before is in the processor's caches, and costs no page faults
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """From the next slot on, round the ring. The last gap may reach beyond where the first one begins."""
+        ahead = bisect_left(self._begins, self._next)
+        stop = self._begins[ahead] if ahead < len(self._begins) else self.nbytes
+        begin = self._next
+        for slot in self._begins[ahead:]:
+            yield begin, slot
+            begin = self._ends[slot]
+        yield begin, self.nbytes
+        begin = 0
+        for slot in self._begins[:ahead]:
+            yield begin, slot
+            begin = self._ends[slot]
+        yield begin, stop
+
+
+class Slot(NamedTuple):
+    """Where bytes are in a ring. The writer sends this to the reader."""
+
+    sequence: int
+    offset: int
+    nbytes: int
+
+
+class RingWriter:
+    """The end that fills slots.
+
+    Args:
+        nbytes: of the ring. The kernel provides them as they are first used.
+
+    Raises:
+        OSError: there is no memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._space = RingSpace(nbytes)
+        self._begins: dict[int, int] = {}
+        """By the sequence number of each slot in use where it begins."""
+        self._placed = 0
+        self.fd = os.memfd_create("fastensor-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """The memory, to be sent to the reader. It belongs to this object."""
+        self.close = weakref.finalize(self, os.close, self.fd)
+        """Give up the descriptor. The memory stays while the reader, or a view, uses it."""
+        os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._bytes = memoryview(mmap.mmap(self.fd, nbytes))
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that the writer cannot use, because the reader owns them or is about to."""
+        return self._space.used_nbytes
+
+    def place(self, nbytes: int) -> tuple[Slot, memoryview] | None:
+        """A new slot, and its bytes to be filled. None if there is no room: wait until the reader gives slots back."""
+        offset = self._space.take(nbytes)
+        if offset is None:
+            return None
+        slot = Slot(self._placed, offset, nbytes)
+        self._placed += 1
+        self._begins[slot.sequence] = offset
+        return slot, self._bytes[offset : offset + nbytes]
+
+    def release(self, sequence: int) -> None:
+        """Free a slot: the reader has given it back, or was never told of it.
+
+        Raises:
+            KeyError: no slot in use has this number.
+        """
+        self._space.give_back(self._begins.pop(sequence))
+
+
+class RingReader:
+    """The end that uses slots.
+
+    Args:
+        fd: the memory of a :class:`RingWriter`. May be closed afterwards.
+
+    Raises:
+        OSError: the memory cannot be mapped.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._bytes = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
+        self._dropped: deque[int] = deque()  # views are dropped in any thread, at any time
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of a slot, read-only. While they or a view of them are kept, the slot is in use."""
+        array = self._bytes[slot.offset : slot.offset + slot.nbytes]
+        weakref.finalize(array, self._dropped.append, slot.sequence).atexit = False
+        return memoryview(array)
+
+    def dropped(self) -> list[int]:
+        """The sequence numbers of slots that nothing uses any more, each once. Send them to the writer."""
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]

@@ -1,0 +1,173 @@
+"""Taking turns: only some of the processes of a job read at a time.
+
+The paper on LMDBIO (section 4.6) calls this I/O staggering. Disks that seek, and servers of parallel filesystems, serve
+few large reads at a time faster than many.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fastensor.backends.threads import open_pool, shut_down, submit
+from fastensor.data.coalescing import Extents
+from fastensor.data.engines.base import Engine, Value
+
+_CONNECT = timedelta(seconds=60)
+_logger = logging.getLogger("fastensor")
+
+
+def _store_of_job() -> str:
+    try:
+        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    except KeyError as error:
+        raise ValueError(
+            f"staggering needs the store of torch.distributed, and {error} is not in the environment: pass "
+            f"store='host:port' of a TCPStore"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Staggering:
+    """How many processes may read at a time. The same in all of them.
+
+    There are ``active`` tokens. A process that wants to read draws a number from the store. Number i gets the token
+    that number ``i - active`` has had, once that one has passed it on. So tokens go to those that wait, in the order in
+    which they came. (In the paper they go round a fixed order; there a process that does not read would hold up the
+    others.)
+
+    Tokens spread reads, they protect nothing: if a process holds a token for longer than ``timeout``, the next one goes
+    on without waiting for it.
+    """
+
+    active: int = 1
+    """Processes that may read at a time."""
+    store: str = ""
+    """``host:port`` of a ``TCPStore``. By default that of the job, which ``MASTER_ADDR`` and ``MASTER_PORT`` name."""
+    timeout: float = 30.0
+    """For how many seconds a process may hold a token, before it is taken for dead."""
+    name: str = "fastensor/staggering"
+    """Processes with the same name take turns with each other."""
+
+    def __post_init__(self) -> None:
+        if self.active < 1:
+            raise ValueError(f"active is at least 1, found {self.active}")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout is a positive number of seconds, found {self.timeout}")
+        if not self.store:
+            object.__setattr__(self, "store", _store_of_job())
+
+
+class Tokens:
+    """This process's part in taking turns. Used by one thread at a time.
+
+    Raises:
+        OSError: the store cannot be reached.
+    """
+
+    def __init__(self, staggering: Staggering) -> None:
+        self._staggering = staggering
+        host, _, port = staggering.store.rpartition(":")
+        with self._reaching():
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
+        self._store: Any = dist.PrefixStore(f"{staggering.name}/{staggering.active}/", store)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait for a token, and hold it.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        with self._reaching():
+            place, token = divmod(self._store.add("numbers", 1) - 1, self._staggering.active)
+            self._await(token, place)
+        try:
+            yield
+        finally:
+            with self._reaching():
+                self._pass_on(token, place)
+
+    def _await(self, token: int, place: int) -> None:
+        """Wait until those that come before have had the token, or seem to be dead."""
+        while (turn := self._store.add(f"{token}/turn", 0)) < place:
+            try:
+                self._store.wait([f"{token}/{place}"], timedelta(seconds=self._staggering.timeout))
+                return
+            except RuntimeError as error:  # torch.distributed.DistStoreError is one
+                if self._store.add(f"{token}/turn", 0) == turn:
+                    _logger.warning(
+                        "a process has held the token for reading for %g s (%s): the next one goes on without it",
+                        self._staggering.timeout, error,
+                    )  # fmt: skip
+                    self._pass_on(token, turn)
+
+    def _pass_on(self, token: int, place: int) -> None:
+        """Let the next one read, unless somebody has done so."""
+        self._store.compare_set(f"{token}/turn", str(place), str(place + 1))
+        self._store.set(f"{token}/{place + 1}", "")
+        self._store.delete_key(f"{token}/{place}")
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # torch.distributed.DistError is one
+            message = f"the store {self._staggering.store} for staggering cannot be reached: {error}"
+            raise OSError(errno.ENOTCONN, message) from error
+
+
+class StaggeredEngine:
+    """Reads by another engine, while it has a token. See :class:`fastensor.data.engines.base.Engine`.
+
+    All values of a fetch are read in one turn, by a thread, before any is taken. So memory holds them all, and the more
+    a fetch brings, the larger the reads of a turn are.
+
+    Args:
+        engine: belongs to this one.
+        staggering: when it may read.
+
+    Raises:
+        OSError: the store cannot be reached.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, engine: Engine, staggering: Staggering) -> None:
+        self._engine = engine
+        self._tokens = Tokens(staggering)
+        self._pool = open_pool(1, "fastensor-staggered")
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    def fetch(self, extents: Extents) -> StaggeredFetch:
+        return StaggeredFetch(submit(self._pool, self._read, extents))
+
+    def close(self) -> None:
+        shut_down(self._pool)
+        self._engine.close()
+
+    def _read(self, extents: Extents) -> Sequence[Value]:
+        with self._tokens.held():
+            return self._engine.fetch(extents).take(0, len(extents))
+
+
+class StaggeredFetch:
+    """See :class:`fastensor.data.engines.base.Fetch`."""
+
+    def __init__(self, values: Future[Sequence[Value]]) -> None:
+        self._values = values
+
+    def take(self, begin: int, end: int) -> Sequence[Value]:
+        return self._values.result()[begin:end]

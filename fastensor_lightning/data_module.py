@@ -1,0 +1,152 @@
+"""A data module that trains from LMDB databases and resumes within an epoch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader
+from fastensor.data.plan import Shuffle
+from fastensor_lightning.frameworks import load_classes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule
+else:
+    LightningDataModule = type(
+        "LightningDataModule", load_classes("LightningDataModule", "lightning.pytorch", "pytorch_lightning"), {}
+    )
+
+Source: TypeAlias = str | os.PathLike[str] | LmdbDataset[Any]
+"""The path of an LMDB environment or of its data file; or a dataset."""
+_Split: TypeAlias = Literal["train", "val", "test", "predict"]
+
+
+class FastensorDataModule(LightningDataModule):
+    """Gives a Trainer the batches of LMDB databases: one for training, others for validation, tests and prediction.
+
+    Ranks divide the samples, as the strategy says: ranks that hold parts of one model get the same ones. Checkpoints
+    have the state of the training data. A Trainer that resumes from one, with the same number of ranks or another,
+    gives out each remaining sample of the epoch once, then goes on with the next epoch.
+
+    If the number of ranks or the batch size is not what the checkpoint was saved with, the epochs after the resumed one
+    have another number of batches. So that Lightning counts them anew, the module then sets
+    ``trainer.reload_dataloaders_every_n_epochs`` to 1.
+
+    Paths are opened by each process when it needs them, and indexed by one process of each machine. A dataset that you
+    have made is used as it is.
+
+    Args:
+        train, val, test, predict: the data of each stage. A database has to be there for the stages that are run.
+        batch_size: samples of a batch of one rank.
+        decode: makes samples of values, see :class:`fastensor.data.LmdbDataset`. For paths only.
+        shuffle: how training samples are shuffled, see :class:`fastensor.data.EpochPlan`. Others are not shuffled.
+        seed: of the shuffling, the same on all ranks.
+        drop_last: leave out training samples at the end of an epoch that are too few for a whole step of all ranks.
+        num_workers: processes that read and decode, for each loader.
+        collate_fn, pin_memory, persistent_workers: as for a ``DataLoader``.
+
+    Raises:
+        ValueError: ``decode`` is given, and no path is.
+
+    >>> module = FastensorDataModule("train.lmdb", val="val.lmdb", batch_size=64, num_workers=4)
+    """
+
+    def __init__(
+        self,
+        train: Source | None = None,
+        *,
+        val: Source | None = None,
+        test: Source | None = None,
+        predict: Source | None = None,
+        batch_size: int = 1,
+        decode: Callable[[Any], Any] | None = None,
+        shuffle: Shuffle = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+    ) -> None:
+        super().__init__()
+        self._sources: dict[_Split, Source | None] = {"train": train, "val": val, "test": test, "predict": predict}
+        if decode is not None and not self._paths():
+            raise ValueError("decode= is for paths, and no path is given: give it to the LmdbDataset")
+        self._decode = decode
+        self._batch_size = batch_size
+        self._shuffle: Shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._num_workers = num_workers
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._persistent_workers = persistent_workers
+        self._training: LmdbLoader | None = None
+        """The loader that the Trainer was given last for training."""
+        self._resumed: dict[str, Any] | None = None
+        """A state that no loader has been given yet."""
+
+    def prepare_data(self) -> None:
+        """Index the databases of paths, in one process of each machine, so that others find the sidecars."""
+        for path in self._paths():
+            LmdbIndex.open(path).close()
+
+    def train_dataloader(self) -> LmdbLoader:
+        """A shuffled loader, which goes on with the epoch of the checkpoint that the Trainer resumes from."""
+        self._training = loader = self._loader("train", shuffle=self._shuffle, drop_last=self._drop_last)
+        state, self._resumed = self._resumed, None
+        # Lightning loads the state itself, but only after it has asked how long the epoch is.
+        if state and self.trainer is not None and self.trainer.fit_loop.restarting:
+            loader.load_state_dict(state)
+            if len(loader) != loader.plan.steps():
+                self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
+        return loader
+
+    def val_dataloader(self) -> LmdbLoader | list[Any]:
+        """A loader in the order of the database; no loader without such data, and then there is no validation."""
+        return [] if self._sources["val"] is None else self._loader("val")
+
+    def test_dataloader(self) -> LmdbLoader:
+        """A loader in the order of the database."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> LmdbLoader:
+        """A loader in the order of the database."""
+        return self._loader("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the training data; the same on all ranks."""
+        return {} if self._training is None else self._training.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state of the training data for the loader that the Trainer asks for next."""
+        self._resumed = state_dict
+
+    def _paths(self) -> list[str | os.PathLike[str]]:
+        given = (source for source in self._sources.values() if source is not None)
+        return [source for source in given if not isinstance(source, LmdbDataset)]
+
+    def _loader(self, split: _Split, *, shuffle: Shuffle = "none", drop_last: bool = False) -> LmdbLoader:
+        source = self._sources[split]
+        if source is None:
+            raise ValueError(f"there is no data for this stage: give FastensorDataModule {split}=, a path or a dataset")
+        return LmdbLoader(
+            source if isinstance(source, LmdbDataset) else LmdbDataset(source, decode=self._decode),
+            self._batch_size,
+            shuffle=shuffle,
+            seed=self._seed,
+            drop_last=drop_last,
+            ranks=self._ranks(),
+            num_workers=self._num_workers,
+            collate_fn=self._collate_fn,
+            pin_memory=self._pin_memory,
+            persistent_workers=self._persistent_workers,
+        )
+
+    def _ranks(self) -> tuple[int, int] | None:
+        """This rank, and the number of ranks, among those that divide the samples; None without a Trainer."""
+        if self.trainer is None:
+            return None
+        divided = self.trainer.distributed_sampler_kwargs
+        return (0, 1) if divided is None else (divided["rank"], divided["num_replicas"])

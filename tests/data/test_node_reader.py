@@ -1,0 +1,293 @@
+"""A node reader brings the same values as reading does, and nobody hangs or leaves anything behind, whoever is
+killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data.databases import make, some_records
+from programs import Program, run_ranks
+
+from fastensor.data import LmdbDataset, LmdbLoader, Merging, decoders
+from fastensor.data.node import lease
+from fastensor.data.node.lease import NodeReader, name_of_job
+from fastensor.data.node.server import Span, interleaved, spans_of
+from fastensor.errors import CorruptDatasetError, NodeReaderError
+
+RECORDS = some_records(300)
+VALUES = [RECORDS[key] for key in sorted(RECORDS)]
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("node") / "db", RECORDS.items())
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeReader]:
+    """One reader for the tests that do not kill it: each costs an import of torch."""
+    reader = NodeReader("fastensor-tests-" + tmp_path_factory.mktemp("name").as_posix().replace("/", "-"))
+    yield reader
+    reader.close()
+    assert ended(reader.pid)
+
+
+@pytest.fixture
+def shared(node: NodeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datasets join that reader."""
+    monkeypatch.setattr(lease, "name_of_job", lambda: node.name)
+
+
+def ended(pid: int) -> bool:
+    """Wait until a process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], SECONDS)[0])
+    finally:
+        os.close(fd)
+
+
+def rings_of(pid: int) -> int:
+    """How many rings a process holds."""
+    links = Path(f"/proc/{pid}/fd")
+    return sum("fastensor-ring" in os.readlink(link) for link in links.iterdir() if link.is_symlink())
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("engine", ["auto", "mapped", "pread", "willneed", "direct"])
+def test_values_are_those_of_the_file(path: Path, engine: Any) -> None:
+    dataset = LmdbDataset(path, engine=engine, reader="node")
+    chance = np.random.default_rng(0)
+    order = chance.permutation(len(dataset))
+    batches = np.array_split(order, 10)
+    dataset.read_ahead(batches)
+    for number, batch in enumerate(batches):
+        assert dataset.__getitems__(batch) == [VALUES[position] for position in batch]
+        if number % 3 == 0:  # nobody has announced these
+            assert dataset[number] == VALUES[number]
+            assert dataset.__getitems__([5, 5, 7]) == [VALUES[5], VALUES[5], VALUES[7]]
+    assert dataset.reading_by.startswith("node/")
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_read_by_the_reader(path: Path, context: str) -> None:
+    dataset = LmdbDataset(path, reader="node")
+    loader = LmdbLoader(dataset, 16, num_workers=2, collate_fn=list, multiprocessing_context=context)
+    assert sorted(value for batch in loader for value in batch) == sorted(VALUES)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_client_that_keeps_all_values_gets_the_others_too(path: Path) -> None:
+    """It keeps more than its ring holds: what finds no room comes through the socket."""
+    views = LmdbDataset(path, reader="node", decode=decoders.Array("u1", (-1,)), read_ahead_nbytes=1 << 20)
+    batches = np.array_split(np.arange(len(views)), 20)
+    views.read_ahead(batches)
+    kept = [view for batch in batches for view in views.__getitems__(batch)]
+    assert sum(view.nbytes for view in kept) > 2 << 20
+    assert [view.tobytes() for view in kept] == VALUES
+    assert not any(view.flags.writeable for view in kept)
+
+
+@pytest.mark.usefixtures("shared")
+def test_views_are_aligned(path: Path) -> None:
+    views = LmdbDataset(path, reader="node", decode=decoders.Array("u1", (-1,)))
+    assert {view.ctypes.data % 64 for view in views.__getitems__(range(50)) if view.size} == {0}
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_value_that_is_larger_than_the_ring(tmp_path: Path) -> None:
+    value = os.urandom(3 << 20)
+    dataset = LmdbDataset(make(tmp_path / "db", [(b"a", value), (b"b", b"small")]), reader="node", read_ahead_nbytes=1)
+    assert dataset.__getitems__([0, 1, 0]) == [value, b"small", value]
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_full_ring_waits_for_its_client_alone(path: Path) -> None:
+    """One client announces everything and takes nothing; the other one gets on."""
+    idle, busy = (LmdbDataset(path, reader="node", read_ahead_nbytes=1 << 20) for _ in range(2))
+    batches = np.array_split(np.arange(len(idle)), 20)
+    idle.read_ahead(batches)
+    taken = idle.__getitems__(batches[0])
+    assert busy.__getitems__(range(len(busy))) == VALUES
+    for batch in batches[1:]:
+        taken += idle.__getitems__(batch)
+    assert taken == VALUES
+
+
+@pytest.mark.usefixtures("shared")
+def test_announced_batches_may_be_left_out(path: Path) -> None:
+    dataset = LmdbDataset(path, reader="node")
+    dataset.read_ahead([[0, 1], [2, 3], [4, 5], [6]])
+    assert dataset.__getitems__([0, 1]) == VALUES[:2]
+    assert dataset.__getitems__([4, 5]) == VALUES[4:6]
+    assert dataset.__getitems__([2, 3]) == VALUES[2:4]
+    assert dataset.__getitems__([6]) == VALUES[6:7]
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_file_that_was_cut_off(tmp_path: Path, node: NodeReader) -> None:
+    dataset = LmdbDataset(make(tmp_path / "db", RECORDS.items()), engine="pread", reader="node", merging=Merging(0, 1))
+    assert dataset[0] == VALUES[0]
+    os.truncate(tmp_path / "db/data.mdb", 100_000)
+    with pytest.raises(CorruptDatasetError, match="cut off"):
+        dataset.__getitems__(range(len(dataset)))
+    assert LmdbDataset(make(tmp_path / "other", RECORDS.items()), reader="node")[3] == VALUES[3]
+    assert os.path.exists(f"/proc/{node.pid}")
+
+
+@pytest.mark.usefixtures("shared")
+def test_without_memory_for_a_ring_there_is_an_error(path: Path, node: NodeReader) -> None:
+    before = resource.prlimit(node.pid, resource.RLIMIT_AS)
+    resource.prlimit(node.pid, resource.RLIMIT_AS, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="memory"):
+            LmdbDataset(path, reader="node", read_ahead_nbytes=64 << 20)[0]
+    finally:
+        resource.prlimit(node.pid, resource.RLIMIT_AS, before)
+    assert LmdbDataset(path, reader="node")[0] == VALUES[0]
+
+
+def _rank(rank: int, name: str, path: Path, folder: Path) -> None:
+    """Reads its share of two epochs, with a worker."""
+    os.environ[lease.NAME_VARIABLE] = name
+    dataset = LmdbDataset(path, reader="node", engine="pread")
+    loader = LmdbLoader(dataset, 7, ranks=(rank, 3), num_workers=1, collate_fn=list)
+    taken = [value for _ in range(2) for batch in loader for value in batch]
+    assert dataset._node is not None
+    torch.save((taken, dataset._node.pid), folder / str(rank))
+
+
+def test_ranks_share_a_reader_which_ends_with_the_last(path: Path, tmp_path: Path) -> None:
+    run_ranks(_rank, 3, tmp_path.name, path, tmp_path)
+    found = [torch.load(tmp_path / str(rank)) for rank in range(3)]
+    assert sorted(value for taken, _ in found for value in taken) == sorted(2 * VALUES)
+    (pid,) = {pid for _, pid in found}
+    assert ended(pid)
+
+
+CLIENT = """
+import sys, time
+from fastensor.data import LmdbDataset
+dataset = LmdbDataset(sys.argv[1], reader="node", read_ahead_nbytes=1 << 20)
+dataset.read_ahead([range(10)] * 100)
+dataset.__getitems__(range(10))
+print(dataset._node.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_client_frees_its_ring(path: Path) -> None:
+    """Its ring is full, and requests are left."""
+    with Program("-c", CLIENT, path, FASTENSOR_NODE_READER=f"killed-client-{os.getpid()}") as first:
+        pid = int(first.stdout.readline())
+        with Program("-c", CLIENT, path, FASTENSOR_NODE_READER=f"killed-client-{os.getpid()}") as second:
+            assert int(second.stdout.readline()) == pid
+            assert rings_of(pid) == 2
+            second.kill()
+            second.wait()
+            deadline = time.monotonic() + SECONDS
+            while rings_of(pid) == 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert rings_of(pid) == 1
+        first.kill()
+        first.wait()
+    assert ended(pid)
+
+
+def test_a_killed_reader_is_an_error_and_a_new_dataset_starts_another(path: Path) -> None:
+    dataset = LmdbDataset(path, reader="node")
+    loader = LmdbLoader(dataset, 10, num_workers=2, collate_fn=list)
+    assert dataset[1] == VALUES[1]
+    assert dataset._node is not None
+    os.kill(dataset._node.pid, signal.SIGKILL)
+    assert ended(dataset._node.pid)
+    with pytest.raises(NodeReaderError, match=r"cannot be reached any more .* Make the dataset anew"):
+        dataset[1]
+    with pytest.raises(NodeReaderError, match="does not run"):
+        next(iter(loader))
+    again = LmdbDataset(path, reader="node")
+    assert again[1] == VALUES[1]
+    assert again._node is not None
+    pid = again._node.pid
+    del again
+    gc.collect()
+    assert ended(pid)
+
+
+TRAINING = """
+import sys
+from fastensor.data import LmdbDataset, LmdbLoader
+dataset = LmdbDataset(sys.argv[1], reader="node")
+loader = LmdbLoader(dataset, 4, num_workers=2, collate_fn=list)
+for epoch in range(1 << 30):
+    for batch in loader:
+        if epoch == 0:
+            print(dataset._node.pid, dataset._node.name, flush=True)
+            epoch = 1
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_behind(path: Path, number: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with Program("-c", TRAINING, path) as program:
+        pid, name = program.stdout.readline().split()
+        assert name in Path("/proc/net/unix").read_text()
+        program.send_signal(number)
+        program.wait()
+    assert ended(int(pid))
+    assert name not in Path("/proc/net/unix").read_text()
+    assert not {entry for entry in set(os.listdir("/dev/shm")) - before if "fastensor" in entry}
+
+
+def test_arguments_that_make_no_sense(path: Path) -> None:
+    with pytest.raises(ValueError, match="found 'rack'"):
+        LmdbDataset(path, reader="rack")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not to a GPU"):
+        LmdbDataset(path, reader="node", engine="kvikio")
+
+
+@pytest.mark.usefixtures("shared")
+def test_an_unknown_engine_is_refused_by_the_reader(path: Path) -> None:
+    with pytest.raises(ValueError, match="found 'wish'"):
+        LmdbDataset(path, reader="node", engine="wish")[0]  # type: ignore[arg-type]
+
+
+def test_ranks_of_a_job_have_one_name_and_other_jobs_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (lease.NAME_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert name_of_job() != name_of_job()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    first = name_of_job()
+    assert first == name_of_job()
+    assert re.fullmatch(r"fastensor-data-\d+-[0-9a-f]{24}", first)
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert name_of_job() != first
+
+
+def test_requests_of_several_clients_are_merged_in_the_order_of_need() -> None:
+    first = spans_of(np.full(5, 60), 128)
+    second = spans_of(np.full(3, 60), 128)
+    assert first == [Span(0, 2), Span(2, 2), Span(4, 1)]
+    assert [(number, span.first) for number, span in interleaved([first, second])] == [
+        (0, 0), (1, 0), (0, 2), (1, 2), (0, 4),
+    ]  # fmt: skip

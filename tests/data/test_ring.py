@@ -1,0 +1,179 @@
+"""Rings never lend a byte twice, and use all room that there is. Messages arrive whole, whatever their size."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.ring import ALIGNMENT, RingReader, RingSpace, RingWriter
+
+BLOCKS = 12
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5 * ALIGNMENT)), max_size=200))
+def test_space_is_lent_once_and_refused_only_if_no_gap_fits(steps: list[tuple[bool, int]]) -> None:
+    space = RingSpace(BLOCKS * ALIGNMENT)
+    used: dict[int, int] = {}
+    for takes, number in steps:
+        if not takes:
+            if used:
+                begin = sorted(used)[number % len(used)]
+                space.give_back(begin)
+                del used[begin]
+            continue
+        blocks = max(-(-number // ALIGNMENT), 1)
+        map_of_blocks = "".join(
+            "x" if any(begin <= block < begin + count for begin, count in occupied(used)) else "."
+            for block in range(BLOCKS)
+        )
+        begin_or_none = space.take(number)
+        assert (begin_or_none is None) == ("." * blocks not in map_of_blocks)
+        if begin_or_none is not None:
+            assert begin_or_none % ALIGNMENT == 0
+            first = begin_or_none // ALIGNMENT
+            assert map_of_blocks[first : first + blocks] == "." * blocks
+            used[begin_or_none] = blocks * ALIGNMENT
+        assert space.used_nbytes == sum(used.values())
+
+
+def occupied(used: dict[int, int]) -> Iterator[tuple[int, int]]:
+    return ((begin // ALIGNMENT, nbytes // ALIGNMENT) for begin, nbytes in used.items())
+
+
+def test_slots_go_round_the_ring() -> None:
+    space = RingSpace(4 * ALIGNMENT)
+    begins = [space.take(ALIGNMENT), space.take(ALIGNMENT)]
+    space.give_back(0)
+    begins += [space.take(ALIGNMENT), space.take(ALIGNMENT), space.take(ALIGNMENT)]
+    assert begins == [block * ALIGNMENT for block in (0, 1, 2, 3, 0)]
+
+
+def test_a_slot_that_is_not_in_use_cannot_be_given_back() -> None:
+    writer = RingWriter(1 << 12)
+    assert writer.place(100) is not None
+    writer.release(0)
+    with pytest.raises(KeyError):
+        writer.release(0)
+
+
+VIEWS: list[Callable[[memoryview], Any]] = [
+    lambda view: view,
+    lambda view: view[3:5],
+    lambda view: np.frombuffer(view, np.float32)[1:],
+    lambda view: torch.from_numpy(np.frombuffer(view, np.uint8).copy()) if not view else np.asarray(view),
+    lambda view: memoryview(np.asarray(view[1:])).toreadonly(),
+]
+
+
+@pytest.mark.parametrize("use", VIEWS)
+def test_a_slot_is_in_use_while_a_view_of_a_view_is(use: Callable[[memoryview], Any]) -> None:
+    writer = RingWriter(1 << 14)
+    reader = RingReader(writer.fd)
+    placed = writer.place(1000)
+    assert placed is not None
+    slot, room = placed
+    room[:] = bytes(range(250)) * 4
+    view = reader.view(slot)
+    assert view.readonly
+    assert bytes(view) == bytes(range(250)) * 4
+    kept = use(view)
+    del view
+    assert reader.dropped() == []
+    del kept
+    assert reader.dropped() == [slot.sequence]
+    assert reader.dropped() == []
+    writer.release(slot.sequence)
+    assert writer.used_nbytes == 0
+
+
+def test_a_slot_without_bytes() -> None:
+    writer = RingWriter(1 << 12)
+    reader = RingReader(writer.fd)
+    placed = writer.place(0)
+    assert placed is not None
+    assert bytes(reader.view(placed[0])) == b""
+    assert reader.dropped() == [0]
+
+
+def test_views_outlive_the_writer_and_the_reader() -> None:
+    writer = RingWriter(1 << 12)
+    reader = RingReader(writer.fd)
+    slot, room = writer.place(4) or pytest.fail("no room")
+    room[:] = b"kept"
+    view = reader.view(slot)
+    writer.close()
+    del writer, reader, room
+    assert bytes(view) == b"kept"
+
+
+def test_the_memory_cannot_be_truncated() -> None:
+    writer = RingWriter(1 << 14)
+    for nbytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(writer.fd, nbytes)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    one, other = map(Connection, socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def received(end: Connection) -> Message:
+    while (message := end.receive()) is None:
+        assert end.wait(60)
+    return message
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 65535, 65536, 3_000_000])
+def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection], nbytes: int) -> None:
+    """Both ends send more than the kernel takes, and neither receives meanwhile."""
+    bodies = [bytes([number]) * nbytes for number in range(3)]
+    for end in ends:
+        for number, body in enumerate(bodies):
+            end.send(number, body[: nbytes // 2], body[nbytes // 2 :])
+    threads = [threading.Thread(target=lambda: [received(ends[1]) for _ in bodies])]
+    threads[0].start()
+    found = [received(ends[0]) for _ in bodies]
+    while ends[0].unsent_nbytes:
+        ends[0].wait(0.01)
+    threads[0].join()
+    assert [(message.kind, bytes(message.body)) for message in found] == list(enumerate(bodies))
+
+
+def test_a_descriptor_comes_with_its_message(ends: tuple[Connection, Connection]) -> None:
+    reading, writing = os.pipe()
+    ends[0].send(1, b"before")
+    ends[0].send(2, b"with it", fd=writing)
+    ends[0].send(3, b"after")
+    os.close(writing)
+    messages = [received(ends[1]) for _ in range(3)]
+    assert [message.fd is None for message in messages] == [True, False, True]
+    fd = messages[1].fd
+    assert fd is not None
+    os.write(fd, b"!")
+    os.close(fd)
+    assert os.read(reading, 10) == b"!"
+    os.close(reading)
+
+
+def test_the_end_of_the_other_process_is_noticed(ends: tuple[Connection, Connection]) -> None:
+    ends[0].send(1, b"last")
+    ends[0].close()
+    assert bytes(received(ends[1]).body) == b"last"
+    with pytest.raises(ConnectionLost):
+        received(ends[1])
+    with pytest.raises(ConnectionLost):
+        ends[1].send(1, b"")
