@@ -13,7 +13,7 @@ from data.databases import make, some_records
 from programs import Program
 from torch.distributed import TCPStore
 
-from fastensor.data import LmdbDataset, LmdbLoader, Staggering
+from fastensor.data import LmdbDataset, Staggering
 from fastensor.data.staggering import Tokens
 
 RECORDS = some_records(200)
