@@ -1,6 +1,7 @@
 """The optimisations of the paper on LMDBIO, by their names, for an ablation like that of its figures 15 to 22.
 
-A strategy is named as in the paper, such as ``LMM-DIO-PROV-COAL``. All of them are switches of ``LmdbDataset``, but one:
+A strategy is named as in the paper, such as ``LMM-DIO-PROV-COAL``. All of them are switches of ``LmdbDataset``, but
+one:
 
 - LMM, one process of a machine reads for all: ``reader="node"``
 - DIO, explicit reads instead of page faults: ``engine="pread"`` instead of ``"mapped"``
@@ -107,9 +108,9 @@ def handed_on(
 ) -> Iterator[list[bytes]]:
     """DM: the batches of one reader. Each reader begins where the one before has ended, so nobody searches.
 
-    A position is handed on as a key. The paper hands on py-lmdb's cursor itself, with the file mapped at the same address
-    everywhere; by a key, LMDB goes down the tree once for each batch. While a reader waits for its position, the kernel
-    reads where the batch is expected.
+    A position is handed on as a key. The paper hands on py-lmdb's cursor itself, with the file mapped at the same
+    address everywhere; by a key, LMDB goes down the tree once for each batch. While a reader waits for its position,
+    the kernel reads where the batch is expected.
 
     Args:
         path: the data file.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -144,13 +144,15 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection],
     for end in ends:
         for number, body in enumerate(bodies):
             end.send(number, body[: nbytes // 2], body[nbytes // 2 :])
-    threads = [threading.Thread(target=lambda: [received(ends[1]) for _ in bodies])]
-    threads[0].start()
-    found = [received(ends[0]) for _ in bodies]
-    while ends[0].unsent_nbytes:
-        ends[0].wait(0.01)
-    threads[0].join()
-    assert [(message.kind, bytes(message.body)) for message in found] == list(enumerate(bodies))
+
+    def exchanged(end: Connection) -> list[tuple[int, bytes]]:
+        messages = [received(end) for _ in bodies]
+        while end.unsent_nbytes:
+            end.wait(0.01)
+        return [(message.kind, bytes(message.body)) for message in messages]
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(exchanged, ends)) == [list(enumerate(bodies))] * 2
 
 
 def test_a_descriptor_comes_with_its_message(ends: tuple[Connection, Connection]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data.databases import make, some_records
-from programs import Program, run_ranks
+from programs import Program
 from torch.distributed import TCPStore
 
-from fastensor.data import LmdbDataset, LmdbLoader, Staggering
+from fastensor.data import LmdbDataset, Staggering
 from fastensor.data.staggering import Tokens
 
 RECORDS = some_records(200)
@@ -94,18 +94,22 @@ def test_a_store_that_is_lost_is_an_error(store: str) -> None:
         pass
 
 
-def _rank(rank: int, store: str, path: Path, folder: Path) -> None:
-    dataset = LmdbDataset(path, engine="pread", staggering=Staggering(1, store=store))
-    loader = LmdbLoader(dataset, 5, ranks=(rank, 3), num_workers=rank % 2, collate_fn=list)
-    with (folder / str(rank)).open("wb") as file:
-        np.save(file, [len(value) for batch in loader for value in batch])
+RANK = """
+import sys
+from fastensor.data import LmdbDataset, LmdbLoader, Staggering
+dataset = LmdbDataset(sys.argv[1], engine="pread", staggering=Staggering(1, store=sys.argv[2]))
+rank = int(sys.argv[3])
+loader = LmdbLoader(dataset, 5, ranks=(rank, 3), num_workers=rank % 2, collate_fn=list)
+print(*(len(value) for batch in loader for value in batch))
+"""
 
 
 def test_ranks_that_take_turns_read_every_sample(store: str, tmp_path: Path) -> None:
     path = make(tmp_path / "db", RECORDS.items())
-    run_ranks(_rank, 3, store, path, tmp_path)
-    found = np.concatenate([np.load(tmp_path / str(rank)) for rank in range(3)])
-    assert sorted(found) == sorted(map(len, VALUES))
+    ranks = [Program("-c", RANK, path, store, rank) for rank in range(3)]
+    found = [rank.communicate() for rank in ranks]
+    assert [error for _, error in found] == ["", "", ""]
+    assert sorted(int(length) for out, _ in found for length in out.split()) == sorted(map(len, VALUES))
 
 
 def test_node_readers_take_turns(store: str, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ class RingReader:
         """The bytes of a slot, read-only. While they or a view of them are kept, the slot is in use."""
         array = self._bytes[slot.offset : slot.offset + slot.nbytes]
         weakref.finalize(array, self._dropped.append, slot.sequence).atexit = False
-        return memoryview(array)
+        return array.data
 
     def dropped(self) -> list[int]:
         """The sequence numbers of slots that nothing uses any more, each once. Send them to the writer."""

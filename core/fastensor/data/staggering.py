@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.base import Engine, Value
@@ -76,10 +74,13 @@ class Tokens:
 
     def __init__(self, staggering: Staggering) -> None:
         self._staggering = staggering
+        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed.distributed_c10d import PrefixStore
+
         host, _, port = staggering.store.rpartition(":")
         with self._reaching():
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
-        self._store: Any = dist.PrefixStore(f"{staggering.name}/{staggering.active}/", store)
+            store = TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
+        self._store: Any = PrefixStore(f"{staggering.name}/{staggering.active}/", store)
 
     @contextmanager
     def held(self) -> Iterator[None]:

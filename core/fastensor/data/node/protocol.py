@@ -102,4 +102,4 @@ def error_of(message: Message) -> Exception:
 
 
 def _as_bytes(numbers: Integers) -> memoryview:
-    return memoryview(np.ascontiguousarray(numbers, np.int64)).cast("B")
+    return np.ascontiguousarray(numbers, np.int64).data.cast("B")
