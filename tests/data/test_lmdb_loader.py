@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed(dataset: LmdbDataset[torch.Tensor]) -> None:
     """The others do not wait for it."""
     deadly: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_Kill(50))
     with pytest.raises(RuntimeError, match=r"is killed by signal|exited unexpectedly"):
-        list(LmdbLoader(deadly, 10, shuffle="none", num_workers=2))
+        list(LmdbLoader(deadly, 10, shuffle="none", num_workers=2, collate_fn=list))  # lists need no descriptors
 
 
 class Seen:

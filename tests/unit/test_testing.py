@@ -31,7 +31,7 @@ HARMLESS = {
     *("environ", "fspath", "fsencode", "fsdecode", "getpid", "path", "strerror"),
     *("sched_getaffinity", "register_at_fork", "stat_result", "PathLike"),
     *("makedirs", "dup2", "devnull", "kill", "cpu_count", "major", "minor"),
-    *("pathsep", "statvfs_result", "listdir", "access", "sysconf", "curdir", "geteuid"),
+    *("pathsep", "statvfs_result", "listdir", "access", "sysconf", "curdir", "geteuid", "getcwd"),
 }
 """Attributes of ``os`` that are used, but make no call on a file that could fail by themselves."""
 

@@ -52,9 +52,9 @@ def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[F
 def short_call(number: int) -> AbstractContextManager[Fault]:
     """Make the ``number``-th system call of Fastensor's I/O in the block move about a third of the bytes.
 
-    A signal, a full disk or a network filesystem may do that to any ``pwrite``, ``pread`` or ``preadv``, and the caller has to go
-    on from there. The part is aligned only if the file is open for direct I/O. Calls that move no bytes are made
-    unchanged. Calls are counted as for :func:`failing_call`.
+    A signal, a full disk or a network filesystem may do that to any ``pwrite``, ``pread`` or ``preadv``, and the caller
+    has to go on from there. The part is aligned only if the file is open for direct I/O. Calls that move no bytes are
+    made unchanged. Calls are counted as for :func:`failing_call`.
     """
     return _injected(number, _cut_short)
 
