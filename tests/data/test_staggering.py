@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,16 +32,24 @@ def store() -> Iterator[str]:
 @pytest.mark.parametrize("active", [1, 2])
 def test_so_many_hold_a_token_at_a_time_and_all_get_one(store: str, active: int) -> None:
     """``active`` of five meet in a turn: no fewer, or the barrier breaks; no more are counted."""
-    readers, turns = 2 * active + 1, 4 * active
+    readers = 2 * active + 1
+    turns = deque(range(4 * active * readers))  # of all: a reader that has taken one is met by another one
     together = threading.Barrier(active, timeout=60)
     counting = threading.Lock()
     holding: list[int] = []
     most = 0
 
+    def take_turn() -> bool:
+        try:
+            turns.pop()
+        except IndexError:
+            return False
+        return True
+
     def read(reader: int) -> None:
         nonlocal most
         tokens = Tokens(Staggering(active, store=store))
-        for _ in range(turns):
+        while take_turn():
             with tokens.held():
                 with counting:
                     holding.append(reader)

@@ -7,7 +7,6 @@ import sys
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def test_each_pass_is_as_much_work_as_the_first(tidy: Any, kind: str, options: d
                 found.append(lines_run(run))
             else:
                 run()
-    early, late = median(found[:10]), median(found[10:])  # which lines run depends on how fast the disk is just now
+    early, late = min(found[:10]), min(found[10:])  # more lines run in passes in which the disk is slow
     assert early > 100
     assert late < 1.1 * early
 

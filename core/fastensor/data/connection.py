@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import struct
+import weakref
 from array import array
 from collections import deque
 from typing import NamedTuple, TypeAlias
@@ -46,6 +47,7 @@ class Connection:
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
+        weakref.finalize(self, endpoint.close).atexit = False  # for a client that is dropped
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         """What the kernel has not taken, and a descriptor that goes with it."""
         self._head = bytearray(_HEAD.size)
