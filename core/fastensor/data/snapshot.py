@@ -164,7 +164,7 @@ class Pin:
             raise FastensorError("pinning a snapshot needs py-lmdb: pip install fastensor[lmdb]") from error
         try:
             self._environment: Any = lmdb.open(readonly=True, create=False, readahead=False, **_environment_of(path))
-            self._transaction: Any = self._environment.begin()
+            self._transaction = self._begin()
         except lmdb.Error as error:
             raise FastensorError(f"{path}: py-lmdb cannot pin a snapshot: {error}") from error
         self._process = os.getpid()
@@ -178,7 +178,17 @@ class Pin:
     def renew(self) -> None:
         """Pin the newest snapshot instead."""
         self._transaction.abort()
-        self._transaction = self._environment.begin()
+        self._transaction = self._begin()
+
+    def _begin(self) -> Any:
+        """A transaction of the newest snapshot."""
+        import lmdb
+
+        while True:
+            try:
+                return self._environment.begin()
+            except lmdb.MapResizedError:  # a writer has let the file grow beyond what was mapped
+                self._environment.set_mapsize(0)
 
     def close(self) -> None:
         """End the transaction."""
