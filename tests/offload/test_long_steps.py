@@ -117,7 +117,7 @@ def test_each_pass_is_as_much_work_as_the_first(tidy: Any, kind: str, options: d
                 run()
     early, late = min(found[:10]), min(found[10:])  # more lines run in passes in which the disk is slow
     assert early > 100
-    assert late < 1.1 * early
+    assert late < 1.5 * early, "with work for each pass before, it would be several times as much"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tensors_that_stay"])
