@@ -293,7 +293,7 @@ def copies_to_host(task: Task) -> tuple[float, float]:
                 tensor = torch.ones(4 << 20, device=task.device, requires_grad=True) * 1
                 loss = loss + tensor.square().sum()
         del tensor
-        while offload.usage()["pending"]:
+        while offload.memory_usage()["pending"]:
             time.sleep(1e-4)
         synchronize(task.device)
         offloaded = time.perf_counter() - started

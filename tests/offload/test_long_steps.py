@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor.offload
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks
+from fastensor.offload.jobs import Jobs
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.statistics import Counters
 from fastensor.offload.swapper import Swapper
@@ -104,20 +107,38 @@ def lines_run(action: Pass) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"staging_bytes": 1}, {}])
-def test_each_pass_is_as_much_work_as_the_first(tidy: Any, kind: str, options: dict[str, Any]) -> None:
+def test_each_pass_is_as_much_work_as_the_first(
+    tidy: Any, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    """Which lines run depends on how fast the disk is just now. So writes begin when a pass has ended, and end before
+    the next one; but a pass that may have one pending tensor waits for them."""
+    may_write, write = threading.Event(), Jobs.write
+
+    def when_let_go(self: Jobs, saved: SavedBytes) -> Any:
+        assert may_write.wait(60)
+        return write(self, saved)
+
+    monkeypatch.setattr(Jobs, "write", when_let_go)
     offload: ActivationOffload = tidy(**options)
     passes = Passes()
     run: Pass = getattr(passes, kind)
     found = []
     with offload.step():
         for number in range(70):
+            if options:
+                may_write.set()
+            else:
+                may_write.clear()
             if 5 <= number < 15 or number >= 60:  # before, the latest graphs are fewer
                 found.append(lines_run(run))
             else:
                 run()
-    early, late = min(found[:10]), min(found[10:])  # more lines run in passes in which the disk is slow
+            may_write.set()
+            while offload.memory_usage()["pending"]:
+                os.sched_yield()
+    early, late = median(found[:10]), median(found[10:])
     assert early > 100
-    assert late < 1.5 * early, "with work for each pass before, it would be several times as much"
+    assert late < 1.1 * early
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tensors_that_stay"])
