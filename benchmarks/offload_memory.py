@@ -24,7 +24,6 @@ from measuring import preload
 from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadConfig
-from fastensor.offload.host_memory import return_freed_memory
 
 WAYS: dict[str, dict[str, Any]] = {"without offload": {"min_bytes": 1 << 62}, "with offload": {}}
 RESULT = Path(__file__).parent / "results" / "offload-memory.png"
@@ -66,7 +65,6 @@ def memory_of_step(trace: Path, device: str) -> MemoryOfStep:
 def train(way: str, arguments: argparse.Namespace, trace: str, folder: str) -> None:
     """Train for some steps, and write a trace."""
     device = torch.device(arguments.device)
-    return_freed_memory()
     layer = nn.TransformerEncoderLayer(arguments.width, 8, 4 * arguments.width, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, arguments.layers, enable_nested_tensor=False).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

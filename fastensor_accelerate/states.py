@@ -333,11 +333,12 @@ class StateSaver:
         if directory.is_named_by_accelerate and directory.exists:
             number = self.accelerator.save_iteration
             path = named_state(self.accelerator.project_dir, number).path
-            raise ValueError(  # in Accelerate's words, and more
+            exists = ValueError(  # in Accelerate's words
                 f"Checkpoint directory {path} ({number}) already exists. Please manually override "
-                "`self.save_iteration` with what iteration to start with: set "
-                "accelerator.project_configuration.iteration, which load_state leaves as it is."
+                "`self.save_iteration` with what iteration to start with."
             )
+            exists.add_note("Set accelerator.project_configuration.iteration, which load_state leaves as it is.")
+            raise exists
 
     def _prepare(self, directory: StateDirectory) -> None:
         """Make the staging directory, and remove states that a process which was killed in time had left to remove:

@@ -294,9 +294,7 @@ def test_it_says_what_accelerate_says(tmp_path: Path, config: FastensorConfig) -
 
     stock, ours = failures(tmp_path / "stock", None), failures(tmp_path / "ours", config)
     assert len(stock) == 7
-    assert [kind for kind, _ in ours] == [kind for kind, _ in stock]
-    for (_, text), (_, expected) in zip(ours, stock, strict=True):
-        assert text.startswith(expected.removesuffix("."))
+    assert [(kind.__name__, text) for kind, text in ours] == [(kind.__name__, text) for kind, text in stock]
 
 
 @modes

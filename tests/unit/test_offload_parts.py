@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from programs import run
 
 from fastensor.backends.base import Extent
 from fastensor.files import budgets
@@ -225,6 +226,27 @@ def test_memory_goes_from_one_tensor_to_the_next() -> None:
     kept = [memory.storage(600_000) for _ in range(3)]
     del kept
     assert memory.idle_nbytes <= 1 << 20
+
+
+FREED_MEMORY = """
+import torch
+from fastensor.offload.host_memory import free_heap_bytes, resident_bytes, return_freed_memory
+
+tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(2000)]
+last = tensors[-1]
+del tensors
+free, resident = free_heap_bytes(), resident_bytes()
+return_freed_memory()
+print(free, free - free_heap_bytes(), resident - resident_bytes())
+"""
+
+
+def test_freed_memory_returns_to_the_system_wherever_it_lies(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FREED_MEMORY)
+    free, less_free, less_resident = map(int, run(program).stdout.split())
+    assert free > 150_000_000
+    assert min(less_free, less_resident) > 100_000_000  # what is said to be free may be memory of other allocators
 
 
 @pytest.mark.parametrize(("nbytes", "seconds", "terabytes", "days"), [(0, 1, 5, math.inf), (1, 1, None, math.inf),

@@ -88,10 +88,10 @@ class OffloadConfig:
     verify: bool = True
     """Compare the CRC32 of the bytes that are read with that of the bytes that were written."""
     return_freed_memory: bool = True
-    """For tensors in host memory: have the C library return freed memory of large tensors to the system at once
-    (``mallopt``, glibc), for the whole process and for good. Otherwise gaps in its heap keep much of the memory.
-    Memory that is new each time costs time, much less of it if torch uses huge pages for large tensors: set
-    ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins."""
+    """For tensors in host memory: have the C library return freed memory to the system (``malloc_trim``, glibc) each
+    time that 128 MiB of tensors have gone or come back. Otherwise gaps in its heap keep much of the memory. Memory that
+    is new costs time, less of it if torch uses huge pages for large tensors: set ``THP_MEM_ALLOC_ENABLE=1`` in the
+    environment before the process begins."""
     when_full: WhenFull = "keep"
     """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
     warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""

@@ -150,7 +150,7 @@ class OffloadEngine:
             self.config.staging_bytes,
             self.config.prefetch_bytes,
             each,
-            measured.cpu_seconds_per_byte / len(os.sched_getaffinity(0)),
+            measured.cpu_seconds_per_byte * _share_of_processors(),
         )
 
     def estimate(self, config: OffloadConfig) -> OffloadEstimate:
@@ -264,6 +264,12 @@ class OffloadEngine:
             self._swapper.forget()
         self.trace = None
         self.begin()
+
+
+def _share_of_processors() -> float:
+    """The part of the processors that computing uses. Transfers delay it by that part of their time: the threads of an
+    operation wait for the slowest of them."""
+    return min(torch.get_num_threads() / len(os.sched_getaffinity(0)), 1.0)
 
 
 def _by_name(counts: Counter[str], prefix: str) -> dict[str, int]:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -20,20 +21,24 @@ import torch
 from fastensor.offload.copying import PAGE_NBYTES
 
 _HUGE_PAGES_FROM = 4 << 20
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_MAPPED_FROM = 1 << 20
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 """A fork during a direct read into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
 
 
-@cache
 def return_freed_memory() -> None:
-    """Have the C library map large allocations one by one, so that freeing them returns memory to the system. This
-    switches off the C library's own choice of what is large."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM):
-        _logger.warning("this C library has no mallopt: memory of offloaded tensors may stay with the process")
+    """Return memory that was freed to the system, wherever it lies in the C library's heap (``malloc_trim``). Does
+    nothing with a C library that cannot."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        _logger.warning("this C library has no malloc_trim: memory of offloaded tensors may stay with the process")
+    return trim
 
 
 class _MallInfo2(ctypes.Structure):
@@ -45,12 +50,21 @@ class _MallInfo2(ctypes.Structure):
 
 
 def free_heap_bytes() -> int:
-    """Bytes that were freed, and that the C library keeps for the next allocations. 0 if it does not say."""
+    """Bytes of this process's memory that were freed, and that the C library keeps for the next allocations. What it
+    has returned to the system is not counted; memory of other allocators may be. 0 if it does not say."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0
     mallinfo2.restype = _MallInfo2
-    return int(mallinfo2().fordblks)
+    found = mallinfo2()
+    return int(min(max(resident_bytes() - found.uordblks - found.hblkhd, 0), found.fordblks))
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory, without pages of files."""
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * mmap.PAGESIZE
 
 
 def keep_on_fork(memory: memoryview) -> None:

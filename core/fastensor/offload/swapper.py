@@ -39,6 +39,8 @@ from fastensor.offload.trace import Trace
 
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
+_MOST_IDLE_BYTES = 128 << 20
+"""Bytes of tensors that go or come back before freed memory is returned to the system."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -72,6 +74,8 @@ class Swapper:
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
         """By mark, how many times smaller codecs have made a saved tensor last."""
+        self._freed_nbytes = 0
+        """Bytes that have gone or come back since freed memory was last returned: as many may lie idle."""
         self.externally_referenced: set[int] = set()
         """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
@@ -84,8 +88,7 @@ class Swapper:
             OffloadError: see :meth:`raise_failure`.
         """
         self.raise_failure()
-        if saved.device.type == "cpu" and self._config.return_freed_memory:
-            return_freed_memory()
+        self._return_freed_memory(saved)
         while True:
             with self._lock:
                 self._let_go_released()
@@ -121,6 +124,7 @@ class Swapper:
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
         """
+        self._return_freed_memory(saved)
         with self._lock:
             self._let_go_released()
             if saved.unread:
@@ -138,6 +142,13 @@ class Swapper:
                 self._let_go_released()
                 found = self._find(saved)
         return found
+
+    def _return_freed_memory(self, saved: SavedBytes) -> None:
+        if saved.device.type == "cpu" and self._config.return_freed_memory:
+            self._freed_nbytes += saved.nbytes
+            if self._freed_nbytes >= _MOST_IDLE_BYTES:
+                self._freed_nbytes = 0
+                return_freed_memory()
 
     def _wait_for(self, job: Future[Any], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
