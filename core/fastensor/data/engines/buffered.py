@@ -55,10 +55,10 @@ class BufferedEngine:
 def advise(fd: int, offset: int, nbytes: int) -> None:
     """Have the kernel begin to read a part of a file into the page cache."""
     if nbytes <= _ADVICE_NBYTES:
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        posix.advise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
         return
     for begin in range(offset, offset + nbytes, _ADVICE_NBYTES):
-        os.posix_fadvise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
+        posix.advise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
 
 
 def read_up_to(fd: int, offset: int, nbytes: int) -> memoryview:
