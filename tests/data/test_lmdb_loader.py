@@ -98,6 +98,29 @@ def test_other_ranks_resume_an_epoch(dataset: LmdbDataset[torch.Tensor], before:
     assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
 
 
+def test_who_was_told_of_a_shorter_epoch_is_warned(dataset: LmdbDataset[torch.Tensor]) -> None:
+    """Lightning asks for the length of the epoch before it loads the state, and leaves the rest out."""
+    loader = LmdbLoader(dataset, 10, ranks=(0, 1))
+    next_of(iter(loader), 5)
+    more_ranks = LmdbLoader(dataset, 10, ranks=(0, 2))
+    assert len(more_ranks) == 6
+    with pytest.warns(UserWarning, match=r"has 8 batches .* has 6.* loses the last 2: give it a fastensor_lightning"):
+        more_ranks.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_who_can_know_the_length_of_an_epoch_is_not_warned(dataset: LmdbDataset[torch.Tensor]) -> None:
+    loader = LmdbLoader(dataset, 10, ranks=(0, 2))
+    next_of(iter(loader), 3)
+    for ranks, asks in (((0, 2), True), ((0, 1), True), ((0, 3), False)):
+        resumed = LmdbLoader(dataset, 10, ranks=ranks)
+        if asks:
+            assert len(resumed) == resumed.plan.steps()
+        resumed.load_state_dict(loader.state_dict())
+        assert len(resumed) == 3 + resumed.plan.steps(60)
+        resumed.load_state_dict(loader.state_dict())
+
+
 def test_the_state_of_a_whole_epoch_leads_to_the_next(dataset: LmdbDataset[torch.Tensor]) -> None:
     loader = LmdbLoader(dataset, 10)
     list(loader)

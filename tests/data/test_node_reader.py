@@ -11,8 +11,10 @@ import re
 import resource
 import select
 import signal
+import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,14 @@ from data.databases import make, some_records
 from programs import Program
 
 from fastensor.data import LmdbDataset, LmdbLoader, Merging, decoders
+from fastensor.data.connection import Connection, ConnectionLost
+from fastensor.data.engines.choice import Strategy
 from fastensor.data.node import lease
 from fastensor.data.node.lease import NodeReader, name_of_job
+from fastensor.data.node.protocol import REQUEST, Opening, Say
 from fastensor.data.node.server import Span, interleaved, spans_of
 from fastensor.errors import CorruptDatasetError, NodeReaderError
+from fastensor.files.launchers import NODE_READER_VARIABLE
 
 RECORDS = some_records(300)
 VALUES = [RECORDS[key] for key in sorted(RECORDS)]
@@ -97,7 +103,7 @@ def test_workers_read_by_the_reader(path: Path, context: str) -> None:
 
 @pytest.mark.usefixtures("shared")
 def test_a_client_that_keeps_all_values_gets_the_others_too(path: Path) -> None:
-    """It keeps more than its ring holds: what finds no room comes through the socket."""
+    """The values are larger than its ring. Those for which the ring has no room come through the socket."""
     views = LmdbDataset(path, reader="node", decode=decoders.Array("u1", (-1,)), read_ahead_nbytes=1 << 20)
     batches = np.array_split(np.arange(len(views)), 20)
     views.read_ahead(batches)
@@ -136,11 +142,106 @@ def test_a_full_ring_waits_for_its_client_alone(path: Path) -> None:
 @pytest.mark.usefixtures("shared")
 def test_announced_batches_may_be_left_out(path: Path) -> None:
     dataset = LmdbDataset(path, reader="node")
-    dataset.read_ahead([[0, 1], [2, 3], [4, 5], [6]])
+    dataset.read_ahead([[]])
+    assert dataset[9] == VALUES[9]
+    dataset.read_ahead([[0, 1], [2, 3], [], [4, 5], [6]])
     assert dataset.__getitems__([0, 1]) == VALUES[:2]
     assert dataset.__getitems__([4, 5]) == VALUES[4:6]
     assert dataset.__getitems__([2, 3]) == VALUES[2:4]
     assert dataset.__getitems__([6]) == VALUES[6:7]
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("read", [lambda dataset: dataset[1], lambda dataset: dataset.__getitems__([1, 2])])
+def test_reading_goes_on_after_an_interrupt(path: Path, node: NodeReader, read: Callable[[Any], object]) -> None:
+    """Ctrl-C comes while the dataset waits for the reader."""
+    dataset = LmdbDataset(path, reader="node")
+    assert dataset[0] == VALUES[0]
+
+    def interrupted() -> None:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+        read(dataset)
+
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    assert dataset[1] == VALUES[1]
+    assert dataset.__getitems__(range(len(dataset))) == VALUES
+
+
+def open_wrongly(connection: Connection) -> None:
+    connection.send(Say.OPEN, b"{}")
+
+
+def request_without_a_file(connection: Connection) -> None:
+    connection.send(Say.REQUEST, REQUEST.pack(1), bytes(16))
+
+
+def release_what_is_free(connection: Connection) -> None:
+    with open("/proc/self/exe") as file:
+        opening = Opening(Strategy("pread"), 1.0, 1 << 20)
+        connection.send(Say.OPEN, opening.as_json(), fd=file.fileno())
+    connection.send(Say.RELEASE, bytes(8))
+
+
+def announce_more_than_memory(connection: Connection) -> None:
+    os.write(connection.fileno(), struct.pack("<QB", 1 << 40, Say.REQUEST))
+
+
+NONSENSE = [open_wrongly, request_without_a_file, release_what_is_free, announce_more_than_memory]
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("talk", NONSENSE)
+def test_a_client_that_talks_nonsense_is_dropped_alone(
+    path: Path, node: NodeReader, talk: Callable[[Connection], None]
+) -> None:
+    dataset = LmdbDataset(path, reader="node")
+    assert dataset[0] == VALUES[0]
+    connection = node.connect()
+    talk(connection)
+
+    def listen() -> None:
+        while connection.wait(SECONDS):
+            connection.receive()
+
+    with pytest.raises(ConnectionLost):
+        listen()
+    connection.close()
+    assert dataset[1] == VALUES[1]
+
+
+SERVER = """
+import os, resource, socket, sys
+from fastensor.data.node.server import Server
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(chr(0) + sys.argv[1])
+listener.listen()
+server = Server(listener)
+lowest = os.dup(0)
+os.close(lowest)
+resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print("listens", flush=True)
+server.run()
+"""
+
+
+def test_a_reader_without_descriptors_refuses_further_clients_and_keeps_the_others() -> None:
+    name = f"fastensor-tests-full-{os.getpid()}"
+    with Program("-c", SERVER, name) as program:
+        assert program.stdout.readline() == "listens\n"
+        first = NodeReader(name)
+        assert first.pid == program.pid
+        with pytest.raises(NodeReaderError, match="has ended before it answered"):
+            first.connect()
+        with pytest.raises(NodeReaderError, match="does not run"):
+            first.connect()
+        assert program.poll() is None
+        first.close()
+        assert program.wait() == 0
 
 
 @pytest.mark.usefixtures("shared")
@@ -282,7 +383,7 @@ def test_an_unknown_engine_is_refused_by_the_reader(path: Path) -> None:
 
 
 def test_ranks_of_a_job_have_one_name_and_other_jobs_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (lease.NAME_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):
+    for name in (NODE_READER_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert name_of_job() != name_of_job()
     monkeypatch.setenv("MASTER_ADDR", "localhost")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from fastensor.data.dataset import LmdbDataset
 from fastensor.data.plan import EpochPlan, Positions, Shuffle
 from fastensor.data.samplers import ReadAheadSampler
+from fastensor.files.launchers import rank_and_world_size
 
 T = TypeVar("T")
 
@@ -47,10 +48,11 @@ class LmdbLoader:
     batch size: each of its samples is still given out once.
 
     Lightning takes the loader as it is, and saves and loads its state. But it asks how long epochs are before it loads
-    the state, and only once: to resume with another number of ranks, or another batch size, use
-    ``fastensor_lightning.FastensorDataModule``, or the end of the epoch may be lost. Accelerate leaves the
-    loader alone, too, so ``accelerator.prepare`` may be given it: batches stay on the CPU, and the ranks divide the
-    samples as above. ``accelerator.register_for_checkpointing(loader)`` has it save and load the state.
+    the state, and only once. So if you resume with more ranks than before, or a larger batch size, it loses the end of
+    the epoch, and :meth:`load_state_dict` warns: use ``fastensor_lightning.FastensorDataModule`` then.
+
+    Accelerate's ``accelerator.prepare`` returns the loader as it is: batches stay on the CPU, and the ranks divide the
+    samples as above. After ``accelerator.register_for_checkpointing(loader)``, Accelerate saves and loads its state.
 
     Args:
         dataset: what is read.
@@ -62,8 +64,8 @@ class LmdbLoader:
         blocks_per_group: blocks whose samples are mixed.
         ranks: this rank, and the number of ranks that divide the samples. By default those of ``torch.distributed``
             when an iteration begins; without it, those that ``torchrun`` has set.
-        num_workers: processes that read and decode; with 0 this one does. Reading ahead needs no processes, only
-            decoding gains by them.
+        num_workers: processes that read and decode; with 0 this one does. They make decoding faster; reading ahead
+            does not need them.
         collate_fn, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context, worker_init_fn: as for a
             ``DataLoader``.
 
@@ -124,6 +126,8 @@ class LmdbLoader:
         self._progress = Progress()
         self._begins_here = True
         """Whether the next iteration begins at the progress, because no batch of that epoch was given out since."""
+        self._told_batches = 0
+        """What ``len`` has said last."""
 
     @property
     def plan(self) -> EpochPlan:
@@ -133,11 +137,15 @@ class LmdbLoader:
 
     @property
     def progress(self) -> Progress:
-        """How far the epoch has come of which the last batch was."""
+        """How far the epoch of the last batch has come."""
         return self._progress
 
     def __len__(self) -> int:
         """The number of batches of the epoch, those before it was resumed included."""
+        self._told_batches = self._batches_of_epoch()
+        return self._told_batches
+
+    def _batches_of_epoch(self) -> int:
         rest = self.plan.steps(self._progress.consumed)
         if not rest and self._begins_here:
             return self.plan.steps()
@@ -165,6 +173,10 @@ class LmdbLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where a state was taken; with the next epoch, if that one was complete.
 
+        Warns:
+            UserWarning: ``len`` has said before that the epoch is shorter. Whoever goes by that, as Lightning does,
+                loses the end of the epoch.
+
         Raises:
             ValueError: the state is of other samples, or of another order.
         """
@@ -175,6 +187,14 @@ class LmdbLoader:
             raise ValueError(f"the state was taken with {', '.join(other)}: the order of its epoch is not known here")
         self._progress = Progress(*(state[entry.name] for entry in fields(Progress)))
         self._begins_here = True
+        if 0 < self._told_batches < (batches := self._batches_of_epoch()):
+            warnings.warn(
+                f"the resumed epoch has {batches} batches on each rank, those before it was resumed included, and "
+                f"len() has said before that it has {self._told_batches}. Lightning goes by that and loses the last "
+                f"{batches - self._told_batches}: give it a fastensor_lightning.FastensorDataModule. In a loop of your "
+                f"own, ask for len() after load_state_dict()",
+                stacklevel=2,
+            )
 
     def _batches(self, plan: EpochPlan) -> Iterator[Any]:
         for batch in self._loader:
@@ -213,8 +233,9 @@ class _RestOfEpoch:
 
     @property
     def sampler(self) -> LmdbLoader:
-        """Lightning calls its ``set_epoch`` when an epoch begins. Only that says which epoch is next after a checkpoint
-        that was saved when an epoch had ended: Lightning does not load the loader's state from it."""
+        """The loader itself, whose ``set_epoch`` Lightning calls when an epoch begins. From a checkpoint that was saved
+        at the end of an epoch Lightning does not load the loader's state, so only this call says which epoch is
+        next."""
         return self._loader
 
 
@@ -222,6 +243,4 @@ def _ranks_of_job() -> tuple[int, int]:
     """This rank, and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return 0, 1
+    return rank_and_world_size()

@@ -14,12 +14,9 @@ import time
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.data.node.protocol import Say, json_of
 from fastensor.errors import NodeReaderError
+from fastensor.files import launchers
 
-NAME_VARIABLE = "FASTENSOR_NODE_READER"
-"""The environment variable by which processes name the node reader that they share."""
 _RETRY_SECONDS = 0.01
-_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-"""What all ranks of a job have in common, and no other job on the machine has."""
 _START = """
 import json, os, sys
 if os.fork():
@@ -28,28 +25,26 @@ sys.path[:] = json.loads(sys.argv[2])
 from fastensor.data.node.server import main
 main(int(sys.argv[1]))
 """
-"""The reader is nobody's child: it may outlive the process that has started it, and nobody has to wait for it."""
+"""The program of the reader. It forks and leaves its parent: the reader may outlive the process that has started it,
+which would otherwise have to wait for it."""
 
 
 def name_of_job() -> str:
-    """The name of this job's node reader: processes with the same name share it."""
-    if given := os.environ.get(NAME_VARIABLE):
-        job = given
-    elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        job = " ".join(os.environ.get(name, "") for name in _JOB_VARIABLES)
-    else:
-        job = secrets.token_hex()
+    """The name of this job's node reader: processes with the same name share it. Outside of a job, a new name."""
+    job = launchers.job() or secrets.token_hex()
     return f"fastensor-data-{os.geteuid()}-{hashlib.blake2b(job.encode(), digest_size=12).hexdigest()}"
 
 
 class NodeReader:
-    """The node reader of a job, kept alive by this object.
+    """The node reader of a job. This object keeps it running.
 
-    The first process that joins starts it. It runs until all processes that have joined have ended, or have dropped
-    this object: the kernel tells it. So it leaves nothing behind, however they end. Its socket has a name, but no file.
-    It is in a session of its own, so Ctrl-C in a terminal does not reach it.
+    The first process that makes such an object starts the reader. The reader ends when all processes of the job have
+    ended, however they end, or have dropped their objects: it holds a connection to each, and the kernel says when one
+    is closed. It leaves nothing behind: its socket has a name, but no file. It is in a session of its own, so Ctrl-C in
+    a terminal does not reach it.
 
-    A pickled copy, and a forked child, can :meth:`connect`, but do not keep the reader alive on their own.
+    A pickled copy can :meth:`connect`, but does not keep the reader running, and neither does a forked child. But if a
+    process is killed, its forked children still have copies of its connection: the reader then outlives them, too.
 
     Args:
         name: of the job, see :func:`name_of_job`.
@@ -100,7 +95,7 @@ class NodeReader:
         return connection
 
     def _greeted(self, connection: Connection) -> int:
-        """The process id of the reader, from its greeting."""
+        """Wait for the reader's greeting. Returns the reader's process id."""
         _, uid = connection.peer
         if uid != os.geteuid():
             raise NodeReaderError(f"the node reader {self.name} belongs to user {uid}, not to user {os.geteuid()}")
