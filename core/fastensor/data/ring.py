@@ -62,6 +62,11 @@ class RingSpace:
         self._ends: dict[int, int] = {}
         """Where the slot that begins here ends."""
 
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of all slots in use."""
+        return sum(end - begin for begin, end in self._ends.items())
+
     def take(self, nbytes: int) -> int | None:
         """Take the first gap that is large enough, from the end of the last slot on and round the ring.
 
@@ -136,6 +141,11 @@ class RingWriter:
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._bytes = memoryview(mmap.mmap(self.fd, nbytes))
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that the writer cannot use, because the reader owns them or is about to."""
+        return self._space.used_nbytes
 
     def place(self, nbytes: int) -> tuple[Slot, memoryview] | None:
         """A new slot, and its bytes to be filled. None if there is no room: wait until the reader gives slots back."""
