@@ -104,7 +104,7 @@ def test_who_was_told_of_a_shorter_epoch_is_warned(dataset: LmdbDataset[torch.Te
     next_of(iter(loader), 5)
     more_ranks = LmdbLoader(dataset, 10, ranks=(0, 2))
     assert len(more_ranks) == 6
-    with pytest.warns(UserWarning, match=r"has 8 batches .* has 6.* loses the last 2: give it a fastensor_lightning"):
+    with pytest.warns(UserWarning, match=r"has 8 batches .* has 6.* loses the last 2: load the state before"):
         more_ranks.load_state_dict(loader.state_dict())
 
 

@@ -32,7 +32,6 @@ from fastensor.data.node.lease import NodeReader, name_of_job
 from fastensor.data.node.protocol import REQUEST, Opening, Say
 from fastensor.data.node.server import Span, interleaved, spans_of
 from fastensor.errors import CorruptDatasetError, NodeReaderError
-from fastensor.files.launchers import NODE_READER_VARIABLE
 
 RECORDS = some_records(300)
 VALUES = [RECORDS[key] for key in sorted(RECORDS)]
@@ -383,7 +382,7 @@ def test_an_unknown_engine_is_refused_by_the_reader(path: Path) -> None:
 
 
 def test_ranks_of_a_job_have_one_name_and_other_jobs_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (NODE_READER_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):
+    for name in (lease.NAME_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert name_of_job() != name_of_job()
     monkeypatch.setenv("MASTER_ADDR", "localhost")

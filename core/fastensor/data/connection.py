@@ -1,4 +1,4 @@
-"""Messages between two processes of a machine, over a Unix socket, with file descriptors."""
+"""Messages between two processes: over a Unix socket, with file descriptors; or over TCP, without."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from typing import NamedTuple, TypeAlias
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD = struct.Struct("<QB")
-_LONGEST_NBYTES = 8 << 30
-"""A value of LMDB has less than 4 GiB."""
 _JOINED_NBYTES = 64 << 10
 """The parts of a message of at most this length are copied into one."""
 _ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
@@ -38,7 +36,8 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """One end of a connected Unix stream socket. Used by one thread at a time, in the process that has made it.
+    """One end of a connected stream socket. Used by one thread at a time, in the process that has made it. Descriptors
+    go along, and the peer is known, if it is a Unix socket.
 
     Only :meth:`wait` waits for the other process. What the kernel does not take at once, :meth:`send` keeps, and
     :meth:`flush` or :meth:`wait` sends later. So two processes that send to each other cannot block each other.
@@ -52,6 +51,9 @@ class Connection:
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
+        self.longest_nbytes = 8 << 30
+        """The connection counts as lost if the other process announces a message with a longer body. A value of LMDB
+        has less than 4 GiB."""
         self._hang_up = weakref.finalize(self, _hang_up, endpoint, os.getpid())
         self._hang_up.atexit = False  # the kernel closes it then
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
@@ -144,7 +146,7 @@ class Connection:
             self._filled = 0
             if self._into is None:
                 nbytes, self._kind = _HEAD.unpack(self._head)
-                if nbytes > _LONGEST_NBYTES:
+                if nbytes > self.longest_nbytes:
                     raise ConnectionLost(f"it sent a message of {nbytes} bytes")
                 self._into = memoryview(bytearray(nbytes))
                 continue

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-NODE_READER_VARIABLE = "FASTENSOR_NODE_READER"
-"""The environment variable in which users name a job themselves: processes with the same name share a node reader."""
 _LOCAL_PROCESSES = (
     "LOCAL_WORLD_SIZE",
     "SLURM_STEP_TASKS_PER_NODE",
@@ -52,8 +50,6 @@ def store_address() -> str | None:
 
 
 def job() -> str | None:
-    """What all ranks of this job have in common, and no other job on the machine has; None if nothing says it."""
-    if given := os.environ.get(NODE_READER_VARIABLE):
-        return given
+    """What all ranks of this job have in common, and no other job on the machine has; None if no launcher says it."""
     store = store_address()
     return None if store is None else f"{store} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
