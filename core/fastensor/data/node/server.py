@@ -32,7 +32,7 @@ from fastensor.data.node.protocol import NO_SLOT, PLACED, REQUEST, WANT, Opening
 from fastensor.data.ring import RingWriter, Slot
 
 _SLOT_NBYTES = 256 << 10
-"""A slot takes values of about so many bytes, or a quarter of the ring, or one value."""
+"""A slot has values of at most this many bytes together, or a quarter of the ring if that is less; but one at least."""
 _FIRST_CLIENT_SECONDS = 60
 """For how long the reader waits for its first client: whoever has started it may have died."""
 _Key: TypeAlias = tuple[int, int, Strategy]
@@ -69,7 +69,11 @@ def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
 
 
 def interleaved(requests: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
-    """The spans of several requests, each with the number of its request: first those that come first."""
+    """The spans of several requests in turns: the first span of each, then the second one of each, and so on.
+
+    Returns:
+        For each span the number of its request, and the span.
+    """
     numbered = [(place, number, span) for number, spans in enumerate(requests) for place, span in enumerate(spans)]
     return [(number, span) for _, number, span in sorted(numbered)]
 
@@ -88,9 +92,9 @@ class _Piece:
 
     reading: _Reading
     begin: int
-    """The number of the first one in the fetch."""
+    """The number of the first of them in the fetch."""
     first: int
-    """Its number in the request."""
+    """The number of the first of them in the request."""
     lengths: Integers
 
 
