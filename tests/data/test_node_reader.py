@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,9 @@ def test_a_client_that_talks_nonsense_is_dropped_alone(
 
     def listen() -> None:
         while connection.wait(SECONDS):
-            connection.receive()
+            message = connection.receive()
+            if message is not None and message.fd is not None:
+                os.close(message.fd)
 
     with pytest.raises(ConnectionLost):
         listen()
@@ -340,29 +341,30 @@ def test_a_killed_reader_is_an_error_and_a_new_dataset_starts_another(path: Path
 TRAINING = """
 import sys
 from fastensor.data import LmdbDataset, LmdbLoader
-dataset = LmdbDataset(sys.argv[1], reader="node")
-loader = LmdbLoader(dataset, 4, num_workers=2, collate_fn=list)
+dataset = LmdbDataset(sys.argv[1], reader="node", decode=len)
+loader = LmdbLoader(dataset, 4, num_workers=2, collate_fn=list, persistent_workers=True)
 for epoch in range(1 << 30):
-    for batch in loader:
-        if epoch == 0:
+    for number, batch in enumerate(loader):
+        if (epoch, number) == (0, 1):
             print(dataset._node.pid, dataset._node.name, flush=True)
-            epoch = 1
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(path: Path, number: signal.Signals) -> None:
+    """Neither the reader nor workers, which keep it running.
+
+    Workers of torch whose parent is killed end within 5 s, but for two cases, whatever dataset they read: a worker
+    whose batches fill the pipe to the parent (64 KiB) waits for ever for its thread that writes to the pipe, whose read
+    end it has open itself (``Queue._finalize_join``); and a worker that is being started takes the process that has
+    adopted it for its parent (``ManagerWatchdog``). So batches are small here, and both workers have given one out.
+    """
     before = set(os.listdir("/dev/shm"))
     with Program("-c", TRAINING, path) as program:
         pid, name = program.stdout.readline().split()
         assert name in Path("/proc/net/unix").read_text()
-        children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
         program.send_signal(number)
         program.wait()
-    if number == signal.SIGKILL:  # as a launcher does: torch's workers may wait for ever for a parent that was killed
-        for child in {*children} - {pid}:
-            with suppress(ProcessLookupError):
-                os.kill(int(child), number)
     assert ended(int(pid))
     assert name not in Path("/proc/net/unix").read_text()
     assert not {entry for entry in set(os.listdir("/dev/shm")) - before if "fastensor" in entry}
