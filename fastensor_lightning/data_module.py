@@ -74,14 +74,17 @@ class FastensorDataModule(LightningDataModule):
         if decode is not None and not self._paths():
             raise ValueError("decode= is for paths, and no path is given: give it to the LmdbDataset")
         self._decode = decode
-        self._batch_size = batch_size
         self._shuffle: Shuffle = shuffle
-        self._seed = seed
         self._drop_last = drop_last
-        self._num_workers = num_workers
-        self._collate_fn = collate_fn
-        self._pin_memory = pin_memory
-        self._persistent_workers = persistent_workers
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "persistent_workers": persistent_workers,
+        }
+        """Arguments of the loaders of all stages."""
         self._training: LmdbLoader | None = None
         """The loader that the Trainer was given last for training."""
         self._resumed: dict[str, Any] | None = None
@@ -131,18 +134,8 @@ class FastensorDataModule(LightningDataModule):
         source = self._sources[split]
         if source is None:
             raise ValueError(f"there is no data for this stage: give FastensorDataModule {split}=, a path or a dataset")
-        return LmdbLoader(
-            source if isinstance(source, LmdbDataset) else LmdbDataset(source, decode=self._decode),
-            self._batch_size,
-            shuffle=shuffle,
-            seed=self._seed,
-            drop_last=drop_last,
-            ranks=self._ranks(),
-            num_workers=self._num_workers,
-            collate_fn=self._collate_fn,
-            pin_memory=self._pin_memory,
-            persistent_workers=self._persistent_workers,
-        )
+        dataset = source if isinstance(source, LmdbDataset) else LmdbDataset(source, decode=self._decode)
+        return LmdbLoader(dataset, shuffle=shuffle, drop_last=drop_last, ranks=self._ranks(), **self._options)
 
     def _ranks(self) -> tuple[int, int] | None:
         """This rank, and the number of ranks, among those that divide the samples; None without a Trainer."""

@@ -157,6 +157,15 @@ def test_files_without_direct_io_are_read_by_willneed(fd: int, monkeypatch: pyte
     assert open_chosen(fd, 1e6, Merging()).name == "willneed"
 
 
+def test_files_that_cannot_be_mapped_are_read_by_willneed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "choose_engine", lambda fd, mean_nbytes: "mapped")
+    fd = os.open("/sys/kernel/mm/transparent_hugepage/enabled", os.O_RDONLY)
+    with pytest.raises(OSError, match="No such device"):
+        open_engine("mapped", fd, Merging())
+    assert open_chosen(fd, 1e6, Merging()).name == "willneed"
+    os.close(fd)
+
+
 def test_an_unknown_engine(fd: int) -> None:
     unknown: Any = "mmap"
     with pytest.raises(ValueError, match=r"engine is 'auto' or one of .*'mapped'.* found 'mmap'"):

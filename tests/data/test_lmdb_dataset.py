@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSamp
 
 from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders
 from fastensor.data.coalescing import Extents
-from fastensor.data.engines.choice import EngineName
+from fastensor.data.engines.choice import EngineName, Strategy
 from fastensor.data.reading import ValueReader
 from fastensor.errors import (
     BackendUnavailableError,
@@ -83,9 +83,8 @@ def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
     reader = ValueReader(
         index.fileno(),
         Extents(index.offsets, index.lengths),
-        engine="pread",
+        Strategy("pread"),
         read_ahead_nbytes=300_000,
-        merging=Merging(),
     )
     batches = np.random.default_rng(1).permutation(COUNT).reshape(60, 5)
     reader.expect(batches)

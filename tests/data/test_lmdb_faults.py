@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data.databases import make, some_records
@@ -15,6 +17,7 @@ from fastensor.data import LmdbDataset, LmdbIndex
 from fastensor.data.engines.choice import EngineName
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.testing import Fault, failing_call, short_call
+from fastensor.testing.calls import Call, intercepted
 
 COUNT = 40
 
@@ -58,3 +61,21 @@ def test_every_call_may_fail(
     if inject is failing_call:
         assert failed > 3
     read_all()
+
+
+@pytest.mark.parametrize("engine", ["mapped", "willneed"])
+def test_advice_that_is_refused_is_no_error(tmp_path: Path, engine: EngineName) -> None:
+    records = some_records(COUNT)
+    path = make(tmp_path / "db", records.items())
+    refused: Counter[str] = Counter()
+
+    def refuse(call: Call) -> Any:
+        if call.name != "posix_fadvise":
+            return call.perform()
+        refused[call.name] += 1
+        raise OSError(errno.ENOSYS, "no advice is taken")
+
+    with intercepted(refuse):
+        dataset: LmdbDataset[bytes] = LmdbDataset(path, engine=engine)
+        assert dataset.__getitems__(range(COUNT)) == list(records.values())
+    assert refused["posix_fadvise"] > (2 if engine == "willneed" else 0)

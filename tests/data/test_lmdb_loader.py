@@ -98,6 +98,29 @@ def test_other_ranks_resume_an_epoch(dataset: LmdbDataset[torch.Tensor], before:
     assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
 
 
+def test_who_was_told_of_a_shorter_epoch_is_warned(dataset: LmdbDataset[torch.Tensor]) -> None:
+    """Lightning asks for the length of the epoch before it loads the state, and leaves the rest out."""
+    loader = LmdbLoader(dataset, 10, ranks=(0, 1))
+    next_of(iter(loader), 5)
+    more_ranks = LmdbLoader(dataset, 10, ranks=(0, 2))
+    assert len(more_ranks) == 6
+    with pytest.warns(UserWarning, match=r"has 8 batches .* has 6.* loses the last 2: load the state before"):
+        more_ranks.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_who_can_know_the_length_of_an_epoch_is_not_warned(dataset: LmdbDataset[torch.Tensor]) -> None:
+    loader = LmdbLoader(dataset, 10, ranks=(0, 2))
+    next_of(iter(loader), 3)
+    for ranks, asks in (((0, 2), True), ((0, 1), True), ((0, 3), False)):
+        resumed = LmdbLoader(dataset, 10, ranks=ranks)
+        if asks:
+            assert len(resumed) == resumed.plan.steps()
+        resumed.load_state_dict(loader.state_dict())
+        assert len(resumed) == 3 + resumed.plan.steps(60)
+        resumed.load_state_dict(loader.state_dict())
+
+
 def test_the_state_of_a_whole_epoch_leads_to_the_next(dataset: LmdbDataset[torch.Tensor]) -> None:
     loader = LmdbLoader(dataset, 10)
     list(loader)
@@ -205,25 +228,39 @@ def model_of(pl: Any, seen: Seen) -> Any:
     return Model()
 
 
-@pytest.mark.parametrize("steps", [4, 11, 15])
-def test_lightning_resumes_within_an_epoch(dataset: LmdbDataset[torch.Tensor], tmp_path: Path, steps: int) -> None:
-    """Interrupted and resumed, two epochs are those that nothing has interrupted."""
+def trained(
+    dataset: LmdbDataset[torch.Tensor], folder: Path, steps: int, resumed: int = 0, batch: int = 10
+) -> list[int]:
+    """The numbers that a Trainer takes up to a step, from the checkpoint of an earlier one on."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    def trained(steps: int, resumed: int = 0) -> list[int]:
-        seen, loader = Seen(), LmdbLoader(dataset, 10)
-        checkpoints = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = pl.Trainer(
-            max_steps=steps, max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[checkpoints],
-        )  # fmt: skip
-        trainer.fit(model_of(pl, seen), loader, ckpt_path=tmp_path / f"step={resumed}.ckpt" if resumed else None)
-        return seen.numbers
+    seen, loader = Seen(), LmdbLoader(dataset, batch)
+    checkpoints = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = pl.Trainer(
+        max_steps=steps, max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=[checkpoints],
+    )  # fmt: skip
+    trainer.fit(model_of(pl, seen), loader, ckpt_path=folder / f"step={resumed}.ckpt" if resumed else None)
+    return seen.numbers
 
+
+@pytest.mark.parametrize("steps", [4, 11, 15])
+def test_lightning_resumes_within_an_epoch(dataset: LmdbDataset[torch.Tensor], tmp_path: Path, steps: int) -> None:
+    """Interrupted and resumed, two epochs are those that nothing has interrupted."""
     whole = numbers(EpochOf(dataset, 0)) + numbers(EpochOf(dataset, 1))
-    first, second, third = trained(steps), trained(steps + 3, steps), trained(22, steps + 3)
-    assert first + second + third == whole
+    taken = trained(dataset, tmp_path, steps)
+    taken += trained(dataset, tmp_path, steps + 3, steps)
+    assert taken + trained(dataset, tmp_path, 22, steps + 3) == whole
+
+
+def test_lightning_loses_the_end_of_an_epoch_of_fewer_batches_and_there_is_a_warning(
+    dataset: LmdbDataset[torch.Tensor], tmp_path: Path
+) -> None:
+    taken = trained(dataset, tmp_path, 4)
+    with pytest.warns(UserWarning, match="has 8 batches .* has 6.* loses the last 2"):
+        taken += trained(dataset, tmp_path, 6, 4, batch=20)
+    assert taken == numbers(EpochOf(dataset, 0))[:80]
 
 
 def test_accelerate_leaves_the_loader_alone(dataset: LmdbDataset[torch.Tensor], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.data.ring import ALIGNMENT, RingReader, RingSpace, RingWriter
+from fastensor.data.ring import ALIGNMENT, RingReader, RingSpace, RingWriter, Slot
 
 BLOCKS = 12
 
@@ -94,6 +95,13 @@ def test_a_slot_is_in_use_while_a_view_of_a_view_is(use: Callable[[memoryview], 
     assert reader.dropped() == []
     writer.release(slot.sequence)
     assert writer.used_nbytes == 0
+
+
+@pytest.mark.parametrize("slot", [Slot(0, 4000, 97), Slot(0, -1, 5), Slot(0, 0, -1)])
+def test_a_slot_that_is_not_in_the_ring(slot: Slot) -> None:
+    writer = RingWriter(1 << 12)
+    with pytest.raises(ValueError, match=r"slot 0 has bytes .* and the ring has 4096"):
+        RingReader(writer.fd).view(slot)
 
 
 def test_a_slot_without_bytes() -> None:
@@ -179,3 +187,36 @@ def test_the_end_of_the_other_process_is_noticed(ends: tuple[Connection, Connect
         received(ends[1])
     with pytest.raises(ConnectionLost):
         ends[1].send(1, b"")
+
+
+def test_a_connection_ends_although_a_forked_child_has_a_copy(ends: tuple[Connection, Connection]) -> None:
+    copy = os.dup(ends[0].fileno())  # as a child has
+    ends[0].close()
+    with pytest.raises(ConnectionLost):
+        received(ends[1])
+    os.close(copy)
+
+
+def test_a_forked_child_that_closes_a_connection_closes_its_copy_only(ends: tuple[Connection, Connection]) -> None:
+    child = os.fork()
+    if not child:
+        ends[0].close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    ends[0].send(1, b"still here")
+    assert bytes(received(ends[1]).body) == b"still here"
+
+
+def test_a_descriptor_for_which_there_is_no_room_is_an_error(ends: tuple[Connection, Connection]) -> None:
+    reading, writing = os.pipe()
+    ends[0].send(1, b"with it", fd=writing)
+    os.close(reading)
+    lowest, limits = os.dup(writing), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(ConnectionLost, match="too many files are open"):
+            ends[1].receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    os.close(writing)

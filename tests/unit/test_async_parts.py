@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.settings import staging_limit
-from fastensor.files import budgets
+from fastensor.files import launchers
 from fastensor.files.afterwards import Worker
-from fastensor.files.budgets import available_memory, local_processes
+from fastensor.files.budgets import available_memory
+from fastensor.files.launchers import local_processes
 
 GIB = 1 << 30
 
@@ -133,7 +134,7 @@ def test_available_memory_of_this_machine() -> None:
 def test_launchers_say_how_many_processes_there_are(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
 ) -> None:
-    for name in budgets._LAUNCHERS:
+    for name in launchers._LOCAL_PROCESSES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from programs import run
 
 from fastensor.backends.base import Extent
-from fastensor.files import budgets
+from fastensor.files import launchers
 from fastensor.offload import OffloadConfig, slots, tiers
 from fastensor.offload.config import with_default_folder
 from fastensor.offload.extents import Extents
@@ -264,7 +264,7 @@ def test_folders_on_one_filesystem_share_its_space(tmp_path: Path) -> None:
 
 def test_the_budget_of_host_memory_is_what_a_container_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "available_memory", lambda: 8 << 30)
-    for name in budgets._LAUNCHERS:
+    for name in launchers._LOCAL_PROCESSES:
         monkeypatch.delenv(name, raising=False)
     assert tiers._dram_budget(OffloadConfig(target="dram")) == 4 << 30
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
@@ -272,7 +272,7 @@ def test_the_budget_of_host_memory_is_what_a_container_may_take(monkeypatch: pyt
 
 
 def test_processes_of_any_launcher_share_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in budgets._LAUNCHERS:
+    for name in launchers._LOCAL_PROCESSES:
         monkeypatch.delenv(name, raising=False)
     (alone,) = slots._limits([str(tmp_path)], OffloadConfig())
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")

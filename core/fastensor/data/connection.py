@@ -1,4 +1,4 @@
-"""Messages between two processes of a machine, over a Unix socket, with file descriptors."""
+"""Messages between two processes: over a Unix socket, with file descriptors; or over TCP, without."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import struct
 import weakref
 from array import array
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD = struct.Struct("<QB")
-_LONGEST_NBYTES = 1 << 40
 _JOINED_NBYTES = 64 << 10
+"""The parts of a message of at most this length are copied into one."""
 _ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -35,10 +36,13 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """One end of a connected Unix stream socket. Used by one thread at a time.
+    """One end of a connected stream socket. Used by one thread at a time, in the process that has made it. Descriptors
+    go along, and the peer is known, if it is a Unix socket.
 
-    Nothing waits for the other process except :meth:`wait`: messages that the kernel does not take at once are kept,
-    and go out by :meth:`flush`. So two processes that send to each other cannot wait for each other.
+    Only :meth:`wait` waits for the other process. What the kernel does not take at once, :meth:`send` keeps, and
+    :meth:`flush` or :meth:`wait` sends later. So two processes that send to each other cannot block each other.
+
+    After an interrupt within a method (``KeyboardInterrupt``), half a message may have come or gone: close it.
 
     Args:
         endpoint: a connected socket. It belongs to the connection.
@@ -47,7 +51,11 @@ class Connection:
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
-        weakref.finalize(self, endpoint.close).atexit = False  # for a client that is dropped
+        self.longest_nbytes = 8 << 30
+        """The connection counts as lost if the other process announces a message with a longer body. A value of LMDB
+        has less than 4 GiB."""
+        self._hang_up = weakref.finalize(self, _hang_up, endpoint, os.getpid())
+        self._hang_up.atexit = False  # the kernel closes it then
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         """What the kernel has not taken, and a descriptor that goes with it."""
         self._head = bytearray(_HEAD.size)
@@ -62,8 +70,9 @@ class Connection:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close this process's end. If the other process is not told by a forked copy, it finds the connection lost."""
-        self._socket.close()
+        """End the connection: the other process finds it lost, even while forked children have copies of the socket. In
+        a forked child, only the child's copy is closed. A second call does nothing."""
+        self._hang_up()
         for _, fd in self._unsent:
             _close(fd)
         self._unsent.clear()
@@ -87,7 +96,7 @@ class Connection:
 
         Args:
             kind: from 0 to 255.
-            parts: of the body. They are kept, and not changed, until they are sent.
+            parts: of the body. They must not change until :attr:`unsent_nbytes` is 0.
             fd: a descriptor to send along. The caller keeps ownership, and may close it.
 
         Raises:
@@ -125,7 +134,8 @@ class Connection:
         """The next message, if all of it has arrived.
 
         Raises:
-            ConnectionLost: the other process has ended.
+            ConnectionLost: the other process has ended, or what came is no message.
+            MemoryError: there is no memory for the message.
         """
         while True:
             into = memoryview(self._head) if self._into is None else self._into
@@ -136,7 +146,7 @@ class Connection:
             self._filled = 0
             if self._into is None:
                 nbytes, self._kind = _HEAD.unpack(self._head)
-                if nbytes > _LONGEST_NBYTES:
+                if nbytes > self.longest_nbytes:
                     raise ConnectionLost(f"it sent a message of {nbytes} bytes")
                 self._into = memoryview(bytearray(nbytes))
                 continue
@@ -165,7 +175,7 @@ class Connection:
     def _fill(self, room: memoryview) -> bool:
         """Receive some bytes; False if none have arrived."""
         try:
-            count, ancillary, _, _ = self._socket.recvmsg_into([room], _ONE_FD_NBYTES, socket.MSG_CMSG_CLOEXEC)
+            count, ancillary, flags, _ = self._socket.recvmsg_into([room], _ONE_FD_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -174,10 +184,19 @@ class Connection:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 _close(self._fd)
                 (self._fd,) = array("i", data)
+        if flags & socket.MSG_CTRUNC:
+            raise ConnectionLost("a descriptor that came could not be received: too many files are open")
         if count == 0:
             raise ConnectionLost("the other end is closed")
         self._filled += count
         return True
+
+
+def _hang_up(endpoint: socket.socket, process: int) -> None:
+    if os.getpid() == process:
+        with suppress(OSError):  # the other end is closed already
+            endpoint.shutdown(socket.SHUT_RDWR)
+    endpoint.close()
 
 
 def _close(fd: int | None) -> None:

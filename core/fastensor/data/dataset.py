@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 from fastensor.data import snapshot as snapshots
 from fastensor.data.coalescing import Extents, Merging, mean_of_some
 from fastensor.data.engines.base import Value
-from fastensor.data.engines.choice import check_name
+from fastensor.data.engines.choice import EngineOrAuto, Strategy
 from fastensor.data.index import LmdbIndex
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.plan import Positions
-from fastensor.data.reading import READ_AHEAD_NBYTES, EngineOrAuto, ValueReader
+from fastensor.data.reading import READ_AHEAD_NBYTES, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
 from fastensor.data.staggering import Staggering
 from fastensor.errors import UnknownKeyError
@@ -57,9 +57,11 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
         merging: what is read together.
-        reader: which process reads. ``"process"``: each one for itself. ``"node"``: one for all ranks and workers of
-            the job on this machine (LMM in the paper), which this call starts, if none has yet. Each of them has a ring
-            of ``read_ahead_nbytes`` in shared memory. See :class:`fastensor.data.node.lease.NodeReader`.
+        reader: which process reads. ``"process"``: each one for itself. ``"node"``: a process that reads for all ranks
+            and workers of the job on this machine (LMM in the paper); this call starts it if it does not run yet. Each
+            rank and worker has a ring of ``read_ahead_nbytes`` in shared memory, and decoders get views of it: a sample
+            that is a view, and that a forked process has inherited, is valid while the parent keeps it, too. See
+            :class:`fastensor.data.node.lease.NodeReader`.
         staggering: how many of the processes that read may do so at a time (STAG in the paper). By default, all.
 
     Raises:
@@ -68,10 +70,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
         UnsupportedDatasetError: its version, byte order or encryption is not supported.
         UnknownKeyError: there is no database of that name.
         DatasetChangedError: the file is being written to.
-        ValueError: there is no such engine; or ``db`` is given with an index.
+        ValueError: there is no such engine or reader; ``db`` is given with an index; or the engine is ``"kvikio"`` and
+            the reader ``"node"``.
         BackendUnavailableError: raised by the first read: the engine cannot be used.
         NodeReaderError: the node reader cannot be started or reached; or, raised by any read, it has ended.
-        ValueError: ``reader`` is neither of these, or the engine is ``"kvikio"`` and the reader ``"node"``.
     """
 
     def __init__(
@@ -88,20 +90,17 @@ class LmdbDataset(Dataset[T], Generic[T]):
     ) -> None:
         if isinstance(source, LmdbIndex) and db is not None:
             raise ValueError(f"db= goes with a path: an index is of one database, found an index and db={db!r}")
-        check_name(engine)
+        self._strategy = Strategy(engine, merging or Merging(), staggering)
         self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
         """Where the records are."""
         self.decode = decode
-        self.engine = engine
         self.read_ahead_nbytes = read_ahead_nbytes
-        self.merging = merging or Merging()
-        self.staggering = staggering
         if reader not in ("process", "node"):
             raise ValueError(f"reader is 'process' or 'node', found {reader!r}")
         if reader == "node" and engine == "kvikio":
             raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
         self._node = NodeReader() if reader == "node" else None
-        """Kept alive by this object, and its copies in this process."""
+        """It runs as long as this object, or a copy in this process."""
         self._positions: Positions | None = None
         """The records of the index that are the samples, if not all are."""
         self._reader: ValueReader | None = None
@@ -228,11 +227,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
             self._reader = ValueReader(
                 fd,
                 Extents(self.index.offsets, self.index.lengths),
-                engine=self.engine,
+                self._strategy,
                 read_ahead_nbytes=self.read_ahead_nbytes,
-                merging=self.merging,
                 node=self._node,
-                staggering=self.staggering,
             )
             self._process = os.getpid()
         return self._reader

@@ -69,7 +69,8 @@ class Array:
 
 
 def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor of an array, with memory of its own, because tensors may be written to. To be used behind others."""
+    """A tensor of an array. It has memory of its own, because tensors may be written to. Put it at the end of a
+    :class:`Chain`."""
     return torch.from_numpy(array.copy())
 
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Integers, Merging, mean_of_some
+from fastensor.data.coalescing import Extents, Integers, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
-from fastensor.data.engines.choice import EngineName, choose_engine, open_chosen, open_engine
+from fastensor.data.engines.choice import Strategy, choose_engine
 from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
+from fastensor.data.node.protocol import Opening
 from fastensor.data.plan import Positions
-from fastensor.data.staggering import StaggeredEngine, Staggering
 
-EngineOrAuto: TypeAlias = EngineName | Literal["auto"]
-"""A way to read a file, or that the fastest is to be chosen."""
 READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
 _CHOICES_PER_PASS = 8
@@ -43,43 +41,38 @@ class ValueReader:
     Args:
         fd: open for reading. The caller keeps ownership, and keeps it open.
         extents: where each value is, by position.
-        engine: the way to read. With ``"auto"`` the choice is made anew several times while all values are read once:
-            an epoch that has brought the file into the page cache is followed by one that maps it.
+        strategy: how values are read. The engine ``"auto"`` is chosen anew several times while all values are read
+            once, so an epoch that has brought the file into the page cache is followed by one that maps it. A node
+            reader chooses it once.
         read_ahead_nbytes: values of at most this many bytes, or one batch, are being brought, and not taken yet.
-        merging: what is read together.
-        node: the process that reads for this one; None if this one reads for itself. The node reader chooses the engine
-            when a process begins to read.
-        staggering: when files may be read.
+        node: the process that reads for this one; None if this one reads for itself.
 
     Raises:
         BackendUnavailableError: the engine cannot read this file, or cannot work on this machine.
         NodeReaderError: the node reader cannot be reached.
         OSError: the store for staggering cannot be reached.
-        ValueError: there is no such engine.
     """
 
     def __init__(
         self,
         fd: int,
         extents: Extents,
+        strategy: Strategy,
         *,
-        engine: EngineOrAuto,
         read_ahead_nbytes: int,
-        merging: Merging,
         node: NodeReader | None = None,
-        staggering: Staggering | None = None,
     ) -> None:
         self._fd = fd
         self._extents = extents
-        self._merging = merging
+        self._strategy = strategy
         self._read_ahead_nbytes = read_ahead_nbytes
         self._node = node
-        self._staggering = staggering
-        self._name: EngineOrAuto = engine
-        self._chooses = engine == "auto" and node is None
+        self._chooses = strategy.engine == "auto" and node is None
         self._until_choice = self._values_per_choice
         self._mean_nbytes = mean_of_some(extents.lengths)
         self._engine = self._open()
+        self._interrupted = False
+        """Whether an interrupt has cut the engine short, so that its next values may be lost."""
         self._expected: deque[tuple[bytes, Positions]] = deque()
         """Batches that were announced and not begun, by keys as in ``_Begun``."""
         self._begun: deque[_Begun] = deque()
@@ -99,11 +92,11 @@ class ValueReader:
     def expect(self, batches: Iterable[Positions]) -> None:
         """Announce batches that will be read, in this order, after those announced before.
 
-        A batch that is read earlier than batches before it cancels those. A batch that is never read costs the memory
-        of its values until then.
+        Reading a batch cancels those that were announced before it. Until then, a batch that is never read takes the
+        memory of its values.
         """
         with self._lock:
-            self._expected.extend((positions.tobytes(), positions) for positions in batches)
+            self._expected.extend((positions.tobytes(), positions) for positions in batches if len(positions))
 
     def read(self, positions: Positions) -> Sequence[Value]:
         """The values at positions, in their order. Positions may repeat.
@@ -120,21 +113,26 @@ class ValueReader:
                 fetch, begin, end = self._fetch_of(positions)
                 self._begin_expected()
                 return fetch.take(begin, end)
-            except BaseException:
-                self._forget_begun()  # a read that has failed, or whose bytes are lost, may be shared by other batches
+            except BaseException as error:
+                self._give_up(error)
                 raise
 
     def read_one(self, position: int) -> Value:
         """The value at a position from 0 on, quickly and without regard to what was announced. See :meth:`read`."""
         here = slice(position, position + 1)
+        extents = Extents(self._extents.offsets[here], self._extents.lengths[here])
         with self._lock:
-            self._choose_anew(1)
-            return self._engine.fetch(Extents(self._extents.offsets[here], self._extents.lengths[here])).take(0, 1)[0]
+            try:
+                self._choose_anew(1)
+                return self._engine.fetch(extents).take(0, 1)[0]
+            except BaseException as error:
+                self._give_up(error)
+                raise
 
     def close(self) -> None:
         """Give up what was announced, and the engine. In a forked child, only the child's own resources."""
         self._expected.clear()
-        self._begun.clear()
+        self._forget_begun()
         self._engine.close()
 
     def _fetch_of(self, positions: Positions) -> tuple[Fetch, int, int]:
@@ -177,38 +175,36 @@ class ValueReader:
             begin += len(positions)
 
     def _choose_anew(self, count: int) -> None:
-        """Choose the engine again now and then, if it is ours to choose."""
+        """Choose the engine again now and then, if it is ours to choose; and open another one after an interrupt."""
         self._until_choice -= count
-        if not self._chooses or self._until_choice > 0:
-            return
-        self._until_choice = self._values_per_choice
-        if choose_engine(self._fd, self._mean_nbytes) != self._engine.name:
-            self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
-            self._forget_begun()
-            self._engine.close()
-            self._engine = self._open()
+        if self._chooses and self._until_choice <= 0:
+            self._until_choice = self._values_per_choice
+            if choose_engine(self._fd, self._mean_nbytes) != self._engine.name:
+                self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
+                self._forget_begun()
+                self._replace_engine()
+        if self._interrupted:
+            self._replace_engine()
+
+    def _replace_engine(self) -> None:
+        replaced, self._engine = self._engine, self._open()
+        self._interrupted = False
+        replaced.close()
 
     def _open(self) -> Engine:
-        if self._node is not None:
-            return NodeEngine(
-                self._node,
-                self._fd,
-                engine=self._name,
-                merging=self._merging,
-                ring_nbytes=max(self._read_ahead_nbytes, _LEAST_RING_NBYTES),
-                mean_nbytes=self._mean_nbytes,
-                staggering=self._staggering,
-            )
-        engine: Engine = (
-            open_chosen(self._fd, self._mean_nbytes, self._merging)
-            if self._name == "auto"
-            else open_engine(self._name, self._fd, self._merging)
-        )
-        return engine if self._staggering is None else StaggeredEngine(engine, self._staggering)
+        if self._node is None:
+            return self._strategy.open(self._fd, self._mean_nbytes)
+        ring_nbytes = max(self._read_ahead_nbytes, _LEAST_RING_NBYTES)
+        return NodeEngine(self._node, self._fd, Opening(self._strategy, self._mean_nbytes, ring_nbytes))
 
     @property
     def _values_per_choice(self) -> int:
         return max(len(self._extents) // _CHOICES_PER_PASS, _LEAST_VALUES_PER_CHOICE)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Forget what was begun: batches may share the read that has failed, or that an interrupt has cut short."""
+        self._forget_begun()
+        self._interrupted |= not isinstance(error, Exception)
 
     def _forget_begun(self) -> None:
         self._begun.clear()

@@ -1,17 +1,19 @@
 """Shared memory in which one process hands bytes to another one, slot by slot.
 
-The writer places a slot and fills it. Then it tells the reader where the slot is, over a socket or any other channel.
-The reader uses the bytes where they are, and tells the writer the sequence number of the slot when nothing uses it any
-more. The free bytes of the ring are the credit of the writer: without a gap that is large enough, it has to wait.
+The writer places a slot, fills it, and sends the reader its place, over a socket or any other channel. The reader uses
+the bytes where they are. When nothing uses them any more, it sends the slot's sequence number back, and the writer
+frees the slot. A writer that finds no gap that is large enough has to wait, or to send the bytes by another way.
 
 - **Slots.** A slot is contiguous, and begins at a multiple of :data:`ALIGNMENT`. Slots follow each other round the
-  ring. A slot that the reader keeps is skipped, so it costs its own bytes and holds nothing else up.
+  ring. The writer skips slots that the reader keeps, so a slot that is kept for long costs its own bytes only.
 - **Sequence numbers.** Slots are numbered from 0 on, as they are placed. A number is never used again.
 - **Memory.** The memory has no name, so nothing is left in ``/dev/shm``. The kernel frees it when both processes have
-  ended, however they end, and nothing uses its views.
-- **Ownership.** The writer owns a slot until it tells the reader; the reader owns it until it gives the number back.
+  unmapped it or ended, however they end.
+- **Ownership.** The writer owns a slot until it sends the place; then the reader does until it sends the number back.
 - **Memory ordering.** The ring has no counters in shared memory. Each hand-over is a message through the kernel, whose
   system calls order memory on every architecture: the reader sees all that was written before the message was sent.
+- **Forks.** A forked child has the memory mapped, but slots are given back when the parent drops its views: what a
+  child has inherited may be overwritten then.
 - **Threads.** One thread of each process uses its end. Views may be used and dropped in any thread.
 """
 
@@ -40,7 +42,7 @@ def aligned(nbytes: int) -> int:
 
 
 class RingSpace:
-    """Which bytes of a ring are free. Pure bookkeeping.
+    """Which bytes of a ring are free. Touches no memory of the ring.
 
     >>> space = RingSpace(256)
     >>> [space.take(100), space.take(100), space.take(1)]
@@ -66,8 +68,10 @@ class RingSpace:
         return sum(end - begin for begin, end in self._ends.items())
 
     def take(self, nbytes: int) -> int | None:
-        """Where a new slot begins: at the first gap behind the last slot, round the ring. None if no gap is large
-        enough.
+        """Take the first gap that is large enough, from the end of the last slot on and round the ring.
+
+        Returns:
+            Where the slot begins; None if no gap is large enough.
 
         Args:
             nbytes: of the slot. It takes the next multiple of :data:`ALIGNMENT`, and at least one.
@@ -79,6 +83,17 @@ class RingSpace:
                 self._ends[begin] = self._next = begin + needed
                 return begin
         return None
+
+    def shrink(self, begin: int, nbytes: int) -> None:
+        """Let the slot that begins here be shorter, so that the next one can begin sooner.
+
+        Raises:
+            KeyError: there is none.
+        """
+        end = self._ends[begin]
+        self._ends[begin] = min(begin + max(aligned(nbytes), ALIGNMENT), end)
+        if self._next == end:
+            self._next = self._ends[begin]
 
     def give_back(self, begin: int) -> None:
         """Free the slot that begins here.
@@ -151,7 +166,20 @@ class RingWriter:
         slot = Slot(self._placed, offset, nbytes)
         self._placed += 1
         self._begins[slot.sequence] = offset
-        return slot, self._bytes[offset : offset + nbytes]
+        return slot, self.view(slot)
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of a slot."""
+        return self._bytes[slot.offset : slot.offset + slot.nbytes]
+
+    def shrink(self, slot: Slot, nbytes: int) -> Slot:
+        """The slot with fewer bytes, when it is known how many are needed. What is behind them is free.
+
+        Raises:
+            KeyError: no slot in use has this number.
+        """
+        self._space.shrink(self._begins[slot.sequence], nbytes)
+        return slot._replace(nbytes=nbytes)
 
     def release(self, sequence: int) -> None:
         """Free a slot: the reader has given it back, or was never told of it.
@@ -167,17 +195,30 @@ class RingReader:
 
     Args:
         fd: the memory of a :class:`RingWriter`. May be closed afterwards.
+        writable: whether views can be written to, as the reader owns its slots.
 
     Raises:
         OSError: the memory cannot be mapped.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._bytes = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._bytes = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=protection), np.uint8)
         self._dropped: deque[int] = deque()  # views are dropped in any thread, at any time
 
     def view(self, slot: Slot) -> memoryview:
-        """The bytes of a slot, read-only. While they or a view of them are kept, the slot is in use."""
+        """The bytes of a slot. While they or a view of them are kept, the slot is in use.
+
+        In a forked child, they are valid only as long as the parent keeps them, too.
+
+        Raises:
+            ValueError: the slot is not in the ring.
+        """
+        if not 0 <= slot.offset <= slot.offset + slot.nbytes <= len(self._bytes):
+            raise ValueError(
+                f"slot {slot.sequence} has bytes {slot.offset} to {slot.offset + slot.nbytes}, and the "
+                f"ring has {len(self._bytes)}"
+            )
         array = self._bytes[slot.offset : slot.offset + slot.nbytes]
         weakref.finalize(array, self._dropped.append, slot.sequence).atexit = False
         return array.data

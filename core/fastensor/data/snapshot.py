@@ -67,7 +67,10 @@ def data_file(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A descriptor for reading the file, in a block whose errors are those of this file.
+    """Open a file for reading, in a block whose errors name the file.
+
+    Yields:
+        The descriptor, which is closed at the end of the block.
 
     Raises:
         CorruptDatasetError: the path leads to something else than a regular file; or the block has met the file's end.
@@ -85,10 +88,10 @@ def opened(path: str) -> Iterator[int]:
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Have every ``OSError`` of the block that names no file name this one; that a file has ended is an error of ours.
+    """Add the path to each ``OSError`` of the block that names no file.
 
     Raises:
-        CorruptDatasetError: the file ended too early.
+        CorruptDatasetError: a ``posix.EndOfFile`` has left the block.
     """
     try:
         yield

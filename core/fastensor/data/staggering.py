@@ -8,30 +8,20 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.base import Engine, Value
+from fastensor.files import launchers
 
 _CONNECT = timedelta(seconds=60)
 _logger = logging.getLogger("fastensor")
-
-
-def _store_of_job() -> str:
-    try:
-        return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    except KeyError as error:
-        raise ValueError(
-            f"staggering needs the store of torch.distributed, and {error} is not in the environment: pass "
-            f"store='host:port' of a TCPStore"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +51,16 @@ class Staggering:
             raise ValueError(f"active is at least 1, found {self.active}")
         if self.timeout <= 0:
             raise ValueError(f"timeout is a positive number of seconds, found {self.timeout}")
-        if not self.store:
-            object.__setattr__(self, "store", _store_of_job())
+        store = self.store or launchers.store_address()
+        if store is None:
+            raise ValueError(
+                "staggering needs the store of torch.distributed, and MASTER_ADDR and MASTER_PORT, which name that of "
+                "the job, are not set: pass store='host:port' of a TCPStore"
+            )
+        host, _, port = store.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"store is the 'host:port' of a TCPStore, found {store!r}")
+        object.__setattr__(self, "store", store)
 
 
 class Tokens:
@@ -73,14 +71,13 @@ class Tokens:
     """
 
     def __init__(self, staggering: Staggering) -> None:
-        self._staggering = staggering
-        from torch._C._distributed_c10d import TCPStore
-        from torch.distributed.distributed_c10d import PrefixStore
+        from torch.distributed import PrefixStore, TCPStore  # torch can be built without
 
+        self._staggering = staggering
         host, _, port = staggering.store.rpartition(":")
         with self._reaching():
             store = TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
-        self._store: Any = PrefixStore(f"{staggering.name}/{staggering.active}/", store)
+        self._store = PrefixStore(f"{staggering.name}/{staggering.active}/", store)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -130,8 +127,8 @@ class Tokens:
 class StaggeredEngine:
     """Reads by another engine, while it has a token. See :class:`fastensor.data.engines.base.Engine`.
 
-    All values of a fetch are read in one turn, by a thread, before any is taken. So memory holds them all, and the more
-    a fetch brings, the larger the reads of a turn are.
+    A thread reads all values of a fetch in one turn, before any of them is taken. So memory holds all of them, and the
+    more values a fetch has, the more is read in a turn.
 
     Args:
         engine: belongs to this one.
@@ -169,6 +166,7 @@ class StaggeredFetch:
 
     def __init__(self, values: Future[Sequence[Value]]) -> None:
         self._values = values
+        weakref.finalize(self, values.cancel).atexit = False  # what has not begun is not read for nobody
 
     def take(self, begin: int, end: int) -> Sequence[Value]:
         return self._values.result()[begin:end]

@@ -245,7 +245,7 @@ class TreeReader:
         columns = (inside[firsts] * size, firsts * size, ends * size)
         runs = list(zip(*(column.tolist() for column in columns), strict=True))
         for offset, first, end in runs:
-            os.posix_fadvise(self._fd, offset, end - first, os.POSIX_FADV_WILLNEED)
+            posix.advise(self._fd, offset, end - first, os.POSIX_FADV_WILLNEED)
         return _Chunk(numbers, order, runs)
 
     def _load(self, chunk: _Chunk) -> Pages:

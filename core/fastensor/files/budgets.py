@@ -1,8 +1,7 @@
-"""How much memory this process may take, and how many processes share the machine."""
+"""How much memory this process may take."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -13,31 +12,8 @@ _CGROUP_FILES = (
 )
 """The files of a limit and of what is in use, for both versions of cgroups. Above ``memory.high`` the kernel makes
 processes wait."""
-_LAUNCHERS = (
-    "LOCAL_WORLD_SIZE",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_NTASKS_PER_NODE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "PMI_LOCAL_SIZE",
-)
-"""Environment variables in which launchers say how many processes of the job they have started on this machine."""
-_PER_MACHINE = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", re.ASCII)
-"""``8``, or SLURM's ``8(x2),4``: 8 on each of two machines, and 4 on another."""
 _PROCESS_LIMITS = (("data size", "VmData"), ("address space", "VmSize"))
 """Limits in ``/proc/self/limits``, and what counts against them in ``/proc/self/status``."""
-
-
-def local_processes() -> int:
-    """The number of processes of this job on this machine, as launchers say it: torchrun, SLURM, Open MPI, other MPIs.
-
-    If SLURM gives different numbers for the machines of a job, the largest counts. Without a launcher, 1.
-    """
-    for name in _LAUNCHERS:
-        found = _PER_MACHINE.fullmatch(os.environ.get(name, "").strip())
-        if found and (most := max(int(number) for number in re.findall(r"(?:^|,)(\d+)", found[0]))):
-            return most
-    return 1
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -125,7 +125,18 @@ def read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
 def write_back(fd: int, offset: int, nbytes: int) -> None:
     """Move a part of a file from the page cache to the disk. Not durable: the part may still be in the disk's cache."""
     _call("sync_file_range", fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_AND_WAIT)
-    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    advise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+    """``posix_fadvise``: tell the kernel how a part of a file will be used. A length of 0 means up to the end.
+
+    Some filesystems and sandboxes refuse advice. Nothing depends on it but speed, so a refusal is no error.
+    """
+    try:  # noqa: SIM105  # contextlib.suppress takes longer than the call; training data has one for each read
+        os.posix_fadvise(fd, offset, nbytes, advice)
+    except OSError:
+        pass
 
 
 def sync_file(fd: int) -> None:
@@ -399,7 +410,7 @@ def _resident_samples(fd: int, nbytes: int) -> float:
     samples = min(_RESIDENCY_SAMPLES, -(-nbytes // ASSUMED_ALIGNMENT))
     byte = bytearray(1)
     hits = 0
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         for sample in range(samples):
             try:
@@ -411,7 +422,7 @@ def _resident_samples(fd: int, nbytes: int) -> float:
                     raise
                 return 1.0  # the filesystem (9p, some FUSE) cannot say; such filesystems have no direct I/O either
     finally:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
     return hits / samples
 
 
@@ -422,5 +433,5 @@ def evict(fd: int, nbytes: int) -> float:
         The part of the file that is still in the page cache: pages that processes have mapped, pages that are not on
         the disk yet, and everything if the filesystem is in memory.
     """
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    advise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return resident_fraction(fd, nbytes)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastensor.files.budgets import available_memory, local_processes
+from fastensor.files.budgets import available_memory
+from fastensor.files.launchers import local_processes
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import free_heap_bytes
 from fastensor.offload.scheduler import OffloadPlan, ProfiledTensor, StepProfile, TransferRates, plan, predict

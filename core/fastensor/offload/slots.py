@@ -21,7 +21,7 @@ from fastensor.backends.base import DeviceSlots, Extent, SlotBackend, Slots
 from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
 from fastensor.files import posix
-from fastensor.files.budgets import local_processes
+from fastensor.files.launchers import local_processes
 from fastensor.offload.config import OffloadConfig, folders_to_try
 from fastensor.offload.extents import Extents
 from fastensor.select.machine import StorageKind, identity, storage_kind

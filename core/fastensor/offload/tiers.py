@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.errors import OffloadError
-from fastensor.files.budgets import available_memory, local_processes
+from fastensor.files.budgets import available_memory
+from fastensor.files.launchers import local_processes
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes

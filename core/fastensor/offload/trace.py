@@ -26,6 +26,7 @@ import torch
 
 from fastensor.errors import OffloadError
 from fastensor.files.atomic import NewFile
+from fastensor.files.launchers import rank_and_world_size
 
 MOST_EVENTS = 1 << 16
 """Events after which a trace ends. They take about 30 MB of memory."""
@@ -225,6 +226,6 @@ def _of_rank(path: str) -> str:
     if distributed.is_available() and distributed.is_initialized():
         rank, count = distributed.get_rank(), distributed.get_world_size()
     else:
-        rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, count = rank_and_world_size()
     stem, ending = os.path.splitext(path)
     return f"{stem}-rank{rank}{ending}" if count > 1 else path

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.files.budgets import available_memory, local_processes
+from fastensor.files.budgets import available_memory
+from fastensor.files.launchers import local_processes
 
 WhenBusy: TypeAlias = Literal["wait", "skip", "latest"]
 _SHARE = 2

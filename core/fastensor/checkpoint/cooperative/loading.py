@@ -107,6 +107,6 @@ def _begin_to_read(path: str, number: int, count: int) -> None:
         nbytes = os.fstat(fd).st_size
         begin, end = nbytes * number // count, nbytes * (number + 1) // count
         if end > begin:  # a length of 0 would mean all of the file
-            os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+            posix.advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
     finally:
         posix.close_read_only(fd)

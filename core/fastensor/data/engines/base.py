@@ -17,8 +17,8 @@ it is kept. Meanwhile the whole read that has brought it stays in memory, or the
 
 _READS_AHEAD = 256
 _NBYTES_AHEAD = 16 << 20
-"""So many reads or bytes are under way beyond those that are needed now; twice what was just taken, if that is more.
-More would make no disk faster, and to begin them takes time."""
+"""At most so many reads and bytes are under way beyond those that are needed now, or twice what was just taken, if that
+is more. More would make no disk faster, and to begin them takes time."""
 
 
 class Fetch(Protocol):
@@ -27,7 +27,7 @@ class Fetch(Protocol):
     def take(self, begin: int, end: int) -> Sequence[Value]:
         """The values from number ``begin`` to before ``end``, waiting for those that are not there yet.
 
-        Values are taken in order, each once.
+        Each value is taken once at most. Values that are taken in the order of their numbers arrive soonest.
 
         Raises:
             OSError: the file cannot be read.

@@ -13,8 +13,8 @@ _ADVICE_NBYTES = 128 << 10
 """The kernel may ignore what one call of ``posix_fadvise`` asks for beyond the largest read-ahead of the device, whose
 default is this."""
 _READ_NBYTES = 64 << 10
-"""What is begun ahead is read in parts of this size: larger ones are no faster, as many are under way, and values that
-are larger then have a read of their own, out of which nothing is to be copied."""
+"""With advice, reads are merged up to this size only. Larger ones are no faster, since many are under way. And a value
+that is larger has a read of its own then, which is the value without a copy."""
 
 
 class BufferedEngine:
@@ -55,10 +55,10 @@ class BufferedEngine:
 def advise(fd: int, offset: int, nbytes: int) -> None:
     """Have the kernel begin to read a part of a file into the page cache."""
     if nbytes <= _ADVICE_NBYTES:
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        posix.advise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
         return
     for begin in range(offset, offset + nbytes, _ADVICE_NBYTES):
-        os.posix_fadvise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
+        posix.advise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
 
 
 def read_up_to(fd: int, offset: int, nbytes: int) -> memoryview:

@@ -1,9 +1,10 @@
-"""Which engine reads a file."""
+"""How a file is read, and which engine is the fastest for it."""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.data.coalescing import Merging
@@ -12,18 +13,54 @@ from fastensor.data.engines.buffered import BufferedEngine
 from fastensor.data.engines.direct import DirectEngine
 from fastensor.data.engines.kvikio import KvikioEngine
 from fastensor.data.engines.mapped import MappedEngine
+from fastensor.data.staggering import StaggeredEngine, Staggering
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.files.budgets import available_memory
 
 EngineName: TypeAlias = Literal["mapped", "pread", "willneed", "direct", "kvikio"]
 """A way to read a file."""
+EngineOrAuto: TypeAlias = EngineName | Literal["auto"]
+"""A way to read a file, or that the fastest is to be chosen."""
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _RESIDENT = 0.95
 """A file of which at least this part is in the page cache is mapped: rare page faults cost less than all the copies."""
 _LARGE_NBYTES = 64 << 10
 """From this mean length on, cold values arrive sooner by direct I/O: one copy less outweighs the work of threads."""
 _logger = logging.getLogger("fastensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How values of a file are read."""
+
+    engine: EngineOrAuto = "auto"
+    merging: Merging = Merging()  # noqa: RUF009  # frozen
+    """What is read together."""
+    staggering: Staggering | None = None
+    """How many processes may read at a time; None for all."""
+
+    def __post_init__(self) -> None:
+        if self.engine != "auto" and self.engine not in ENGINES:
+            raise _unknown(self.engine)
+
+    def open(self, fd: int, mean_nbytes: float) -> Engine:
+        """The engine, chosen now if it is not named.
+
+        Args:
+            fd: open for reading, of a file that is not empty. The caller keeps ownership, and keeps it open while the
+                engine is.
+            mean_nbytes: the mean length of the values.
+
+        Raises:
+            BackendUnavailableError: the engine cannot read this file, or cannot work on this machine.
+            OSError: the file cannot be read, or the store for staggering cannot be reached.
+        """
+        if self.engine == "auto":
+            engine = open_chosen(fd, mean_nbytes, self.merging)
+        else:
+            engine = open_engine(self.engine, fd, self.merging)
+        return engine if self.staggering is None else StaggeredEngine(engine, self.staggering)
 
 
 def open_engine(name: EngineName, fd: int, merging: Merging) -> Engine:
@@ -50,15 +87,6 @@ def open_engine(name: EngineName, fd: int, merging: Merging) -> Engine:
     raise _unknown(name)
 
 
-def check_name(name: str) -> None:
-    """
-    Raises:
-        ValueError: there is no such engine, and it is not ``"auto"``.
-    """
-    if name != "auto" and name not in ENGINES:
-        raise _unknown(name)
-
-
 def _unknown(name: str) -> ValueError:
     return ValueError(f"engine is 'auto' or one of {ENGINES}, found {name!r}")
 
@@ -80,12 +108,11 @@ def choose_engine(fd: int, mean_nbytes: float) -> EngineName:
 
 
 def open_chosen(fd: int, mean_nbytes: float, merging: Merging) -> Engine:
-    """The engine of :func:`choose_engine`; ``willneed`` if the file has no direct I/O."""
+    """The engine of :func:`choose_engine`; or ``willneed``, if that one cannot be used: the file has no direct I/O, or
+    cannot be mapped."""
     name = choose_engine(fd, mean_nbytes)
     try:
         return open_engine(name, fd, merging)
-    except BackendUnavailableError as error:
-        if name != "direct":
-            raise
-        _logger.info("the engine direct cannot read the dataset (%s); willneed does", error)
+    except (BackendUnavailableError, OSError) as error:
+        _logger.info("the engine %s cannot read the dataset (%s); willneed does", name, error)
         return open_engine("willneed", fd, merging)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -35,11 +37,12 @@ class KvikioEngine:
             raise BackendUnavailableError("the engine kvikio reads to GPUs, and torch finds none")
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._merging = merging
-        self._resources = ExitStack()
-        self._file = self._resources.enter_context(opened(fd, "r"))
+        resources = ExitStack()
+        self._file = resources.enter_context(opened(fd, "r"))
         self._under_way: dict[int, tuple[Any, torch.Tensor]] = {}
         """kvikio's futures that nobody has waited for, and the memory that they fill: it must not be freed before."""
         self._count = 0
+        self.close = weakref.finalize(self, _close, self._under_way, resources, os.getpid())
 
     def fetch(self, extents: Extents) -> Fetch:
         reads = coalesce(extents, self._merging)
@@ -58,19 +61,23 @@ class KvikioEngine:
 
         return ReadsFetch(extents, reads, begin, finish)
 
-    def close(self) -> None:
-        for future, _ in self._under_way.values():
-            with suppress(OSError, BackendUnavailableError), errors_translated():  # nobody wants these bytes any more
-                future.get()
-        self._under_way.clear()
-        self._resources.close()
-
     def _begin(self, offset: int, nbytes: int) -> tuple[int, Any, torch.Tensor]:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         torch.cuda.current_stream(self._device).synchronize()  # queued work may use the memory; kvikio knows no streams
-        self._under_way = {number: read for number, read in self._under_way.items() if not read[0].done()}
+        for number in [number for number, (future, _) in self._under_way.items() if future.done()]:
+            del self._under_way[number]
         with errors_translated():
             future = self._file.pread(memory, nbytes, offset, BUFFER_NBYTES)
         self._count += 1
         self._under_way[self._count] = future, memory
         return self._count, future, memory
+
+
+def _close(under_way: dict[int, tuple[Any, torch.Tensor]], resources: ExitStack, process: int) -> None:
+    if os.getpid() != process:
+        return  # nobody finishes kvikio's futures in a forked child
+    for future, _ in under_way.values():
+        with suppress(OSError, BackendUnavailableError), errors_translated():  # nobody wants these bytes any more
+            future.get()
+    under_way.clear()
+    resources.close()

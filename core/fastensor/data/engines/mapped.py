@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.base import Value
@@ -25,7 +26,8 @@ class MappedEngine:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-        mapping.madvise(mmap.MADV_RANDOM)
+        with suppress(OSError):  # advice only
+            mapping.madvise(mmap.MADV_RANDOM)
         self._view = memoryview(mapping)  # the last view unmaps the file
 
     def fetch(self, extents: Extents) -> MappedFetch:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Merging
+from fastensor.data.coalescing import Extents
 from fastensor.data.connection import ConnectionLost, Message
 from fastensor.data.engines.base import Value
 from fastensor.data.node.lease import NodeReader
@@ -23,6 +21,7 @@ from fastensor.data.node.protocol import (
     PLACED,
     REQUEST,
     WANT,
+    Opening,
     Say,
     error_of,
     extents_as_bytes,
@@ -30,24 +29,21 @@ from fastensor.data.node.protocol import (
     layout,
 )
 from fastensor.data.ring import RingReader, Slot
-from fastensor.data.staggering import Staggering
 from fastensor.errors import NodeReaderError
 
 
 class NodeEngine:
     """Reads by way of a node reader. See :class:`fastensor.data.engines.base.Engine`.
 
-    Values are views of the ring. A value that is kept keeps the slot that it came in. Only this process is affected by
-    that: it has a ring of its own.
+    Values are views of the ring of this process. While a value is kept, the node reader cannot reuse the slot that it
+    came in. Other processes have rings of their own.
 
     Args:
         node: the node reader.
         fd: the file, open for reading. The node reader gets a descriptor of its own.
-        engine: how the node reader reads.
-        merging: what is read together. Requests of several processes that come at the same time are merged, too.
-        ring_nbytes: of the ring.
-        mean_nbytes: the mean length of the values.
-        staggering: when the node reader may read.
+        opening: how the node reader reads, and the size of the ring. Requests of several processes that come at the
+            same time are merged, too. The node reader chooses the engine ``"auto"`` when it opens the file for the
+            first of the processes that read it.
 
     Raises:
         BackendUnavailableError: the engine cannot read this file.
@@ -58,32 +54,15 @@ class NodeEngine:
 
     reads_ahead = True
 
-    def __init__(
-        self,
-        node: NodeReader,
-        fd: int,
-        *,
-        engine: str,
-        merging: Merging,
-        ring_nbytes: int,
-        mean_nbytes: float,
-        staggering: Staggering | None,
-    ) -> None:
+    def __init__(self, node: NodeReader, fd: int, opening: Opening) -> None:
         self._connection = node.connect()
         self._reader_pid = node.pid
         self._numbers = itertools.count()
         self._fetches: WeakValueDictionary[int, NodeFetch] = WeakValueDictionary()
         self._cancelled: deque[int] = deque()
-        """Requests nobody takes values of any more."""
-        opening = {
-            "engine": engine,
-            "merging": asdict(merging),
-            "ring_nbytes": ring_nbytes,
-            "mean_nbytes": mean_nbytes,
-            "staggering": None if staggering is None else asdict(staggering),
-        }
+        """Requests whose fetches were dropped, and of which the node reader was not told yet."""
         with self._talking():
-            self._connection.send(Say.OPEN, json.dumps(opening).encode(), fd=fd)
+            self._connection.send(Say.OPEN, opening.as_json(), fd=fd)
             answer = self._next_message()
             if answer.kind == Say.FAILED:
                 raise error_of(answer)
@@ -105,7 +84,7 @@ class NodeEngine:
         return fetch
 
     def bring(self, fetch: NodeFetch, end: int) -> None:
-        """Wait until the values of a fetch before number ``end`` have arrived.
+        """Wait until the values of a fetch before number ``end`` have arrived, or the fetch has failed.
 
         Raises:
             NodeReaderError: the node reader has ended.
@@ -127,10 +106,12 @@ class NodeEngine:
         self._connection.close()
 
     def _send_credits(self) -> None:
+        """Say what the node reader need not read, and which slots are free; and send what was left of requests."""
         while self._cancelled:
             self._connection.send(Say.CANCEL, REQUEST.pack(self._cancelled.popleft()))
         if dropped := self._ring.dropped():
             self._connection.send(Say.RELEASE, np.array(dropped, np.int64).data)
+        self._connection.flush()
 
     def _dispatch(self, message: Message) -> None:
         (number,) = REQUEST.unpack_from(message.body)
@@ -152,7 +133,8 @@ class NodeEngine:
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
-        """Have what interrupts a conversation close the connection: half a message may have come or gone."""
+        """Close the connection if the block is left by an error or an interrupt: half a message may have come or
+        gone."""
         try:
             yield
         except ConnectionLost as error:
@@ -181,9 +163,16 @@ class NodeFetch:
         """Values that have arrived, and were not taken. The last one is number ``arrived - 1``."""
 
     def put(self, first: int, count: int, body: memoryview) -> None:
-        """Add the next values, which have arrived."""
+        """Add the next values, which have arrived.
+
+        Raises:
+            ConnectionLost: these are not the next values.
+        """
         lengths = self._lengths[first : first + count]
-        begins = layout(lengths)[:-1]
+        places = layout(lengths)
+        if (first, count, len(body)) != (self.arrived, len(lengths), places[-1]):
+            raise ConnectionLost("it sent other values than were requested")
+        begins = places[:-1]
         self._values.extend(
             body[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)
         )

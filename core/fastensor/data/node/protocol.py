@@ -1,9 +1,9 @@
 """What a node reader and its clients say to each other, over a :class:`~fastensor.data.connection.Connection`.
 
 A client opens a file, and requests values by their extents. It takes them in the order of its requests. The reader
-packs consecutive values into slots of the client's ring, and tells the client. If no slot is free while the client
-waits for values, they come through the socket: a client that keeps old values, or wants one that is larger than the
-ring, gets on.
+packs consecutive values into a slot of the client's ring, and sends the client the place of the slot. If the ring has
+no room for values that the client waits for, the reader sends the values themselves through the socket. So a client
+gets on although it keeps old values, or wants a value that is larger than its ring.
 
 Both processes belong to one user on one machine, so numbers are in the byte order of the machine.
 """
@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Integers
+from fastensor.data.coalescing import Extents, Integers, Merging
 from fastensor.data.connection import Bytes, Message
+from fastensor.data.engines.choice import Strategy
 from fastensor.data.ring import ALIGNMENT
+from fastensor.data.staggering import Staggering
 from fastensor.errors import BackendUnavailableError, NodeReaderError
 from fastensor.files import posix
 
@@ -32,15 +35,15 @@ class Say(IntEnum):
     READY = 1
     """JSON: the engine's name. The memory of the client's ring comes along."""
     VALUES = 2
-    """``PLACED``; the values follow in the body if it says that they have no slot."""
+    """``PLACED``; if that says that the values have no slot, they follow, laid out as in a slot."""
     FAILED = 3
     """``REQUEST``, then JSON: an error, of a request or of ``OPEN``."""
     OPEN = 4
-    """JSON: how to read the file that comes along. See :class:`fastensor.data.node.server.Opening`."""
+    """JSON: an :class:`Opening`. The descriptor of the file comes along."""
     REQUEST = 5
     """``REQUEST``, then offsets and lengths as int64."""
     WANT = 6
-    """``WANT``: the client waits for the values of a request before this one."""
+    """``WANT``: the client waits for the first values of a request."""
     CANCEL = 7
     """``REQUEST``: the client takes no more values of a request."""
     RELEASE = 8
@@ -50,8 +53,9 @@ class Say(IntEnum):
 REQUEST = struct.Struct("=q")
 """The number of a request, which the client chooses."""
 WANT = struct.Struct("=qq")
+"""Number of the request, and of how many values the client waits for."""
 PLACED = struct.Struct("=qqqqqq")
-"""Number of the request, first value, number of values, and the slot: sequence number, offset, bytes."""
+"""Number of the request, number of the first value, count of values, and the slot: sequence number, offset, bytes."""
 NO_SLOT = -1
 """The sequence number if the values have no slot."""
 _ERRORS: dict[str, type[Exception]] = {
@@ -59,8 +63,40 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a client wants a file to be read."""
+
+    strategy: Strategy
+    mean_nbytes: float
+    """The mean length of its values."""
+    ring_nbytes: int
+    """Of the ring that the client gets."""
+
+    def as_json(self) -> bytes:
+        """The body of an ``OPEN``."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of(cls, body: memoryview) -> Self:
+        """The opening in the body of an ``OPEN``.
+
+        Raises:
+            ValueError: there is no such engine.
+        """
+        found = json_of(body)
+        strategy = found.pop("strategy")
+        merging, staggering = Merging(**strategy.pop("merging")), strategy.pop("staggering")
+        staggering = None if staggering is None else Staggering(**staggering)
+        return cls(Strategy(**strategy, merging=merging, staggering=staggering), **found)
+
+
 def layout(lengths: Integers) -> Integers:
-    """Where each value begins in a slot, and then the bytes of the slot. Values are aligned as slots are."""
+    """Where each value begins in a slot; the last number is the length of the slot. Values are aligned as slots are.
+
+    >>> layout(np.array([100, 10])).tolist()
+    [0, 128, 192]
+    """
     ends = np.cumsum(lengths + (-lengths % ALIGNMENT))
     return np.concatenate([np.zeros(1, np.int64), ends])
 

@@ -1,39 +1,43 @@
 """The node reader: one thread of one process, which reads for all clients of a machine.
 
-The reader goes round its clients, and gives each one the next slot of values, as far as its ring has room. What several
-clients have requested by then is merged into one fetch, in the order in which they need it. So the engine sees the
-order of the whole machine, and one process has reads in flight.
+The reader goes round its clients, and gives each one the next slot of values, if its ring has room. What several
+clients have requested since the last round is merged into one fetch, in the order in which they need it. So the engine
+sees the order of the whole machine, and one process has reads in flight.
 
-A client whose ring is full waits for itself only. A client that ends, however it does, is seen by the end of its
-connection, and what it has requested is dropped. The reader ends with its last client.
+A client whose ring is full delays no other client. When a client ends, however it does, the kernel closes its
+connection, and the reader drops what the client has requested. What goes wrong with one client ends its connection
+only. The reader ends with its last client.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import resource
 import selectors
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Integers, Merging
+from fastensor.data.coalescing import Extents, Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.engines.base import Engine, Fetch
-from fastensor.data.engines.choice import open_chosen, open_engine
-from fastensor.data.node.protocol import NO_SLOT, PLACED, REQUEST, WANT, Say, error_as_json, extents_of, json_of, layout
+from fastensor.data.engines.choice import Strategy
+from fastensor.data.node.protocol import NO_SLOT, PLACED, REQUEST, WANT, Opening, Say, error_as_json, extents_of, layout
 from fastensor.data.ring import RingWriter, Slot
-from fastensor.data.staggering import StaggeredEngine, Staggering
 
 _SLOT_NBYTES = 256 << 10
-"""A slot takes values of about so many bytes, or a quarter of the ring, or one value."""
+"""A slot has values of at most this many bytes together, or a quarter of the ring if that is less; but one at least."""
 _FIRST_CLIENT_SECONDS = 60
 """For how long the reader waits for its first client: whoever has started it may have died."""
-_Key: TypeAlias = tuple[object, ...]
+_Key: TypeAlias = tuple[int, int, Strategy]
+"""The device and the inode of a file, and how it is read."""
+_logger = logging.getLogger("fastensor")
 
 
 class Span(NamedTuple):
@@ -65,7 +69,11 @@ def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
 
 
 def interleaved(requests: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
-    """The spans of several requests, each with the number of its request: first those that come first."""
+    """The spans of several requests in turns: the first span of each, then the second one of each, and so on.
+
+    Returns:
+        For each span the number of its request, and the span.
+    """
     numbered = [(place, number, span) for number, spans in enumerate(requests) for place, span in enumerate(spans)]
     return [(number, span) for _, number, span in sorted(numbered)]
 
@@ -84,9 +92,9 @@ class _Piece:
 
     reading: _Reading
     begin: int
-    """The number of the first one in the fetch."""
+    """The number of the first of them in the fetch."""
     first: int
-    """Its number in the request."""
+    """The number of the first of them in the request."""
     lengths: Integers
 
 
@@ -99,7 +107,7 @@ class _Source:
     key: _Key
     clients: int = 0
     requested: list[tuple[_Client, int, Extents]] = field(default_factory=list)
-    """Requests that were not begun: of whom, its number, and the values."""
+    """Requests that were not begun: the client, the number of its request, and the values."""
 
     def begin_requested(self) -> None:
         """Begin what clients have requested, as one fetch."""
@@ -115,7 +123,7 @@ class _Source:
         reading = _Reading()
         try:
             reading.fetch = self.engine.fetch(extents)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # the clients raise it
             reading.failure = error_as_json(error)
         begin = 0
         for number, span in order:
@@ -134,15 +142,16 @@ class _Client:
         self.ring: RingWriter | None = None
         self.slot_nbytes = 0
         self.pieces: dict[int, deque[_Piece]] = {}
-        """By request what was not sent yet, in the order of the requests."""
+        """What was not sent yet of each request; the oldest request comes first."""
         self.wanted: tuple[int, int] | None = None
-        """The request whose values the client waits for, and the number of the first one that it does not wait for."""
+        """The request that the client waits for, and how many of its values it waits for."""
 
     def send_next(self) -> bool:
-        """Send the next slot of values, if there are any and there is room. Waits for the disk.
+        """Send the next slot of values, or the error of a request, if there is one and there is room. Waits for the
+        disk.
 
         Returns:
-            whether it did.
+            Whether there may be more to send.
         """
         if self.connection.unsent_nbytes > _SLOT_NBYTES:
             return False
@@ -161,7 +170,7 @@ class _Client:
         slot, room = placed or (Slot(NO_SLOT, 0, int(places[-1])), memoryview(bytearray(int(places[-1]))))
         try:
             _fill(room, piece, places)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # the clients raise it
             if placed is not None:
                 self.ring.release(slot.sequence)
             piece.reading.failure = error_as_json(error)
@@ -177,7 +186,7 @@ class _Client:
             request, end = self.wanted
             if (pieces := self.pieces.get(request)) and pieces[0].first < end:
                 return request
-            if pieces is None or pieces:  # all that was wanted is sent
+            if pieces is None or pieces:  # all that was wanted is sent; without pieces, the request has not begun
                 self.wanted = None
         return next((request for request, pieces in self.pieces.items() if pieces), None)
 
@@ -224,7 +233,7 @@ class Server:
         self._selector.close()
 
     def _await_events(self, seconds: float | None) -> bool:
-        """Receive what has come. False if nothing has within ``seconds``, and there is no client."""
+        """Receive what comes within ``seconds``. False if nothing does, and there is no client."""
         events = self._selector.select(seconds)
         for key, _ in events:
             client = key.data
@@ -239,6 +248,11 @@ class Server:
             endpoint, _ = self._listener.accept()
         except BlockingIOError:
             return  # the client has gone
+        except OSError:
+            _logger.exception("the node reader takes no more clients: later ones start another node reader")
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            return
         client = _Client(Connection(endpoint))
         if client.connection.peer[1] != os.geteuid():
             client.close()
@@ -248,12 +262,17 @@ class Server:
         hello = json.dumps({"pid": os.getpid()}).encode()
         self._each(client, lambda: client.connection.send(Say.HELLO, hello))
 
-    def _each(self, client: _Client, do: Any) -> bool:
-        """Do something for a client, which may be lost meanwhile."""
+    def _each(self, client: _Client, do: Callable[[], object]) -> bool:
+        """Do something for a client; if that fails, or the client is lost, drop the client. Returns what was returned,
+        as a truth value."""
         try:
             done = bool(do())
             sends = client.connection.unsent_nbytes > 0
         except ConnectionLost:
+            self._drop(client)
+            return False
+        except Exception:
+            _logger.exception("the node reader drops the client %d", client.connection.peer[0])
             self._drop(client)
             return False
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if sends else 0)
@@ -271,12 +290,13 @@ class Server:
         match message.kind:
             case Say.OPEN:
                 assert message.fd is not None
-                self._open(client, message.fd, json_of(body))
+                self._open(client, message.fd, body)
             case Say.REQUEST:
                 assert client.source is not None
-                (request,) = REQUEST.unpack_from(body)
+                (request,), extents = REQUEST.unpack_from(body), extents_of(body)
+                assert len(extents)
+                client.source.requested.append((client, request, extents))
                 client.pieces[request] = deque()
-                client.source.requested.append((client, request, extents_of(body)))
             case Say.WANT:
                 client.wanted = WANT.unpack(body)
             case Say.CANCEL:
@@ -286,13 +306,19 @@ class Server:
                 for sequence in np.frombuffer(body, np.int64).tolist():
                     client.ring.release(sequence)
 
-    def _open(self, client: _Client, fd: int, opening: dict[str, Any]) -> None:
-        """Open a file for a client; with the engine of others that read the same file in the same way."""
+    def _open(self, client: _Client, fd: int, body: memoryview) -> None:
+        """Open a file for a client, and give it a ring.
+
+        Args:
+            fd: the file. It belongs to the server.
+            body: an ``Opening``.
+        """
         try:
-            client.ring = RingWriter(opening["ring_nbytes"])
-            client.slot_nbytes = min(_SLOT_NBYTES, opening["ring_nbytes"] // 4)
+            opening = Opening.of(body)
+            client.ring = RingWriter(opening.ring_nbytes)
+            client.slot_nbytes = min(_SLOT_NBYTES, opening.ring_nbytes // 4)
             client.source = self._source(fd, opening)
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001  # the client raises it
             os.close(fd)
             client.connection.send(Say.FAILED, REQUEST.pack(-1), error_as_json(error))
             return
@@ -300,20 +326,14 @@ class Server:
         ready = json.dumps({"engine": client.source.engine.name}).encode()
         client.connection.send(Say.READY, ready, fd=client.ring.fd)
 
-    def _source(self, fd: int, opening: dict[str, Any]) -> _Source:
+    def _source(self, fd: int, opening: Opening) -> _Source:
+        """The file of a descriptor: opened before, if other clients read the same file in the same way."""
         status = os.fstat(fd)
-        merging, staggering = Merging(**opening["merging"]), opening["staggering"]
-        key = (status.st_dev, status.st_ino, opening["engine"], merging, json.dumps(staggering))
+        key = (status.st_dev, status.st_ino, opening.strategy)
         if (source := self._sources.get(key)) is not None:
             os.close(fd)
             return source
-        engine: Engine = (
-            open_chosen(fd, opening["mean_nbytes"], merging)
-            if opening["engine"] == "auto"
-            else open_engine(opening["engine"], fd, merging)
-        )
-        if staggering is not None:
-            engine = StaggeredEngine(engine, Staggering(**staggering))
+        engine = opening.strategy.open(fd, opening.mean_nbytes)
         return self._sources.setdefault(key, _Source(fd, engine, key))
 
     def _drop(self, client: _Client) -> None:
@@ -347,4 +367,6 @@ def main(fd: int) -> None:
     Args:
         fd: the socket that listens.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client needs some descriptors
     Server(socket.socket(fileno=fd)).run()
