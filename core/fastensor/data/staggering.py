@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
@@ -71,13 +72,15 @@ class Tokens:
     """
 
     def __init__(self, staggering: Staggering) -> None:
-        from torch.distributed import PrefixStore, TCPStore  # torch can be built without
+        # torch can be built without these, and its public names of them have no types
+        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed.distributed_c10d import PrefixStore
 
         self._staggering = staggering
         host, _, port = staggering.store.rpartition(":")
         with self._reaching():
             store = TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
-        self._store = PrefixStore(f"{staggering.name}/{staggering.active}/", store)
+        self._store: Any = PrefixStore(f"{staggering.name}/{staggering.active}/", store)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -240,7 +241,7 @@ class Server:
             if client is None:
                 self._accept()
             else:
-                self._each(client, lambda client=client: self._receive(client))
+                self._each(client, partial(self._receive, client))
         return bool(events or self._clients)
 
     def _accept(self) -> None:
