@@ -1,4 +1,4 @@
-"""Messages between two processes of a machine, over a Unix socket, with file descriptors."""
+"""Messages between two processes: over a Unix socket, with file descriptors; or over TCP, without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD = struct.Struct("<QB")
-_LONGEST_NBYTES = 1 << 40
 _JOINED_NBYTES = 64 << 10
 _ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -35,7 +34,8 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """One end of a connected Unix stream socket. Used by one thread at a time.
+    """One end of a connected stream socket. Used by one thread at a time. Descriptors go along, and the peer is known,
+    if it is a Unix socket.
 
     Nothing waits for the other process except :meth:`wait`: messages that the kernel does not take at once are kept,
     and go out by :meth:`flush`. So two processes that send to each other cannot wait for each other.
@@ -47,6 +47,8 @@ class Connection:
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
+        self.longest_nbytes = 1 << 40
+        """The connection counts as lost if the other process announces a message with a longer body."""
         weakref.finalize(self, endpoint.close).atexit = False  # for a client that is dropped
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         """What the kernel has not taken, and a descriptor that goes with it."""
@@ -136,7 +138,7 @@ class Connection:
             self._filled = 0
             if self._into is None:
                 nbytes, self._kind = _HEAD.unpack(self._head)
-                if nbytes > _LONGEST_NBYTES:
+                if nbytes > self.longest_nbytes:
                     raise ConnectionLost(f"it sent a message of {nbytes} bytes")
                 self._into = memoryview(bytearray(nbytes))
                 continue

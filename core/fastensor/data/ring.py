@@ -80,6 +80,17 @@ class RingSpace:
                 return begin
         return None
 
+    def shrink(self, begin: int, nbytes: int) -> None:
+        """Let the slot that begins here be shorter, so that the next one can begin sooner.
+
+        Raises:
+            KeyError: there is none.
+        """
+        end = self._ends[begin]
+        self._ends[begin] = min(begin + max(aligned(nbytes), ALIGNMENT), end)
+        if self._next == end:
+            self._next = self._ends[begin]
+
     def give_back(self, begin: int) -> None:
         """Free the slot that begins here.
 
@@ -151,7 +162,20 @@ class RingWriter:
         slot = Slot(self._placed, offset, nbytes)
         self._placed += 1
         self._begins[slot.sequence] = offset
-        return slot, self._bytes[offset : offset + nbytes]
+        return slot, self.view(slot)
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of a slot."""
+        return self._bytes[slot.offset : slot.offset + slot.nbytes]
+
+    def shrink(self, slot: Slot, nbytes: int) -> Slot:
+        """The slot with fewer bytes, when it is known how many are needed. What is behind them is free.
+
+        Raises:
+            KeyError: no slot in use has this number.
+        """
+        self._space.shrink(self._begins[slot.sequence], nbytes)
+        return slot._replace(nbytes=nbytes)
 
     def release(self, sequence: int) -> None:
         """Free a slot: the reader has given it back, or was never told of it.
@@ -167,17 +191,19 @@ class RingReader:
 
     Args:
         fd: the memory of a :class:`RingWriter`. May be closed afterwards.
+        writable: whether views can be written to, as the reader owns its slots.
 
     Raises:
         OSError: the memory cannot be mapped.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._bytes = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._bytes = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=protection), np.uint8)
         self._dropped: deque[int] = deque()  # views are dropped in any thread, at any time
 
     def view(self, slot: Slot) -> memoryview:
-        """The bytes of a slot, read-only. While they or a view of them are kept, the slot is in use."""
+        """The bytes of a slot. While they or a view of them are kept, the slot is in use."""
         array = self._bytes[slot.offset : slot.offset + slot.nbytes]
         weakref.finalize(array, self._dropped.append, slot.sequence).atexit = False
         return array.data
