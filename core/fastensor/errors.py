@@ -132,3 +132,10 @@ class UnsupportedSampleError(FastensorError, TypeError):
 
     The message says where in the sample it is, and of which type.
     """
+
+
+class ProvisionError(FastensorError, RuntimeError):
+    """A data service cannot be started, reached, or used in this way; or a worker of it has failed.
+
+    The message has the worker's traceback then.
+    """

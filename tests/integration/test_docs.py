@@ -28,6 +28,7 @@ DOCUMENTS = [
     "docs/data.md",
     "docs/distributed.md",
     "docs/offload.md",
+    "docs/provision.md",
 ]
 
 
@@ -62,6 +63,13 @@ def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
     assert len(blocks) >= 5
     (tmp_path / "tour.py").write_text("\n".join(blocks))
     assert run("tour.py", cwd=tmp_path, lightning=True).splitlines() == ["1000 torch.Size([8, 8]) tensor(7.)", "0.40"]
+
+
+def test_the_python_about_the_data_service_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "provision.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    (tmp_path / "tour.py").write_text("\n".join(blocks))
+    assert run("tour.py", cwd=tmp_path).splitlines() == ["2000 True", "True", "True 1000"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
