@@ -81,6 +81,11 @@ class Cache:
         offset = self._offsets[sample]
         return None if offset < 0 else Extent(offset, self._nbytes[sample])
 
+    def last_use(self) -> int | None:
+        """The furthest next use of the samples that are not held; None if there are none."""
+        last = self._uses.furthest()
+        return None if last is None else last[1]
+
     def place(self, sample: int, nbytes: int, *, next_use: int) -> Extent | None:
         """Make room for a sample, and hold it.
 

@@ -54,7 +54,7 @@ class ProvisionedLoader(EpochLoader):
         registration: what the service has to know.
         plan: without the ranks.
         ranks: see :class:`~fastensor.data.epochs.EpochLoader`.
-        device: where tensors of batches are to be. To a GPU they are copied while the batch before is used.
+        device: where tensors of batches are to be. To a GPU they are copied in a stream of their own.
     """
 
     _kind = "a ProvisionedLoader"
@@ -110,9 +110,8 @@ class ProvisionedLoader(EpochLoader):
         """The batches from a progress to the end of its epoch."""
         self._go_to(plan, progress)
         for _ in range(plan.steps(progress.consumed)):
-            content = self._take()
             progress = progress.after_step(plan)
-            self._next = replace(self._next, consumed=progress.consumed, index=self._next.index + 1)
+            content = self._take(progress)
             yield decode(content)
             del content  # or its memory would be kept until the next batch is here
         self._next = replace(self._next, epoch=progress.epoch + 1, consumed=0)
@@ -126,8 +125,12 @@ class ProvisionedLoader(EpochLoader):
             self._is_started = False
         self._talk(lambda feed: None)
 
-    def _take(self) -> memoryview:
-        """The next batch, in turn."""
+    def _take(self, progress: Progress) -> memoryview:
+        """The next batch, in turn.
+
+        Args:
+            progress: when it is given out.
+        """
         began = time.perf_counter()
         while (pushed := self._arrived.pop(self._next.index, None)) is None:
             self._sort_in(self._talk(lambda feed: feed.pushed(_CHECK_SECONDS)))
@@ -136,8 +139,8 @@ class ProvisionedLoader(EpochLoader):
             raise ProvisionError(f"a batch could not be made. This was raised in a worker:\n\n{pushed.failure}")
         waited_seconds = time.perf_counter() - began
         self._count(pushed, waited_seconds)
-        taken = self._next.index + 1
-        self._talk(lambda feed: feed.credit(self._next.generation, taken, waited_seconds=waited_seconds))
+        self._next = replace(self._next, consumed=progress.consumed, index=self._next.index + 1)
+        self._talk(lambda feed: feed.credit(self._next.generation, self._next.index, waited_seconds=waited_seconds))
         self._recoveries = 0
         return pushed.content
 

@@ -11,8 +11,8 @@ import torch
 
 
 def seed_all(*numbers: int) -> None:
-    """Seed the generators of Python, NumPy and torch (CPU) of this process, by numbers of 64 bits."""
-    digest = hashlib.blake2b(struct.pack(f"={len(numbers)}q", *numbers), digest_size=8).digest()
+    """Seed the generators of Python, NumPy and torch (CPU) of this process."""
+    digest = hashlib.blake2b(str(numbers).encode(), digest_size=8).digest()
     (seed,) = struct.unpack("=Q", digest)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -24,6 +24,7 @@ T = TypeVar("T")
 NAME_VARIABLE = "FASTENSOR_DATA_SERVICE"
 """The environment variable by which processes name the service that they share."""
 _LEAST_CACHE_NBYTES = 1 << 12
+_MOST_SEED = 1 << 63
 
 
 class DataService:
@@ -155,6 +156,8 @@ class DataService:
         Raises:
             ValueError: an argument is out of its range.
         """
+        if seed >= _MOST_SEED:
+            raise ValueError(f"seed is less than 2**63, found {seed}")
         plan = EpochPlan(
             len(self),
             seed=seed,

@@ -98,6 +98,7 @@ class EmbeddedEngine:
             ) from error
         if pickled and not self._name and not self._token:
             raise ProvisionError("a service takes functions only over its machine's own sockets, or with a token")
+        self._talking()  # or who has left would start it again
         head = {"buffer_nbytes": registration.buffer_nbytes, "ahead": registration.ahead}
         return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid if self._name else None)
 
@@ -145,7 +146,7 @@ class EmbeddedEngine:
             EngineLost: there is none.
         """
         with _lost_as_engine_lost():
-            connection = processes.reach(self._name) if self._name else self._called()
+            connection = self._reached() if self._name else self._called()
             try:
                 hello = self._greeted(connection)
                 if self._spec_fd is not None and hello["facts"] is None:
@@ -159,6 +160,12 @@ class EmbeddedEngine:
             self._pid, self.facts = int(hello["pid"]), Facts(**hello["facts"])
             self._listened = self.facts.listen
             return connection
+
+    def _reached(self) -> Connection:
+        try:
+            return processes.reach(self._name)
+        except PermissionError as error:
+            raise ProvisionError(f"the data service {error}") from error
 
     def _called(self) -> Connection:
         endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(_TCP)), _ANSWER_SECONDS)

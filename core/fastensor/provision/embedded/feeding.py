@@ -138,10 +138,12 @@ class Stream:
         self._batches = batches_from(start, orders)
 
     def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
-        """The trainer has been given batches before this number. What it says of other generations, or of batches that
-        it cannot have, is not believed."""
-        if generation == self.generation and self.taken < taken <= self.issued:
-            self.taken = taken
+        """The trainer has been given batches before this number. It may have got some of them from a server that has
+        ended: they are not made. What it says of other generations is of no use."""
+        if generation == self.generation and self.taken < taken <= self.issued + self.registration.ahead:
+            while self.issued < taken and self.next_batch() is not None:
+                pass
+            self.taken = min(taken, self.issued)
             self._pace = self._pace.taken(at=now, waited=waited_seconds)
             self.needed = self._pace.needed(self.nbytes)
 

@@ -56,6 +56,15 @@ class Stock:
             return positions[:0]
         return np.array([one for one in positions.tolist() if self.cache.find(one) is None], np.int64)
 
+    def would_keep(self, count: int, next_use: int) -> bool:
+        """Whether there is likely to be room for so many samples more, the last of which is used then."""
+        if self.cache is None:
+            return False
+        mean_nbytes = self.cache.used_nbytes / max(self.cache.samples, 1)
+        last_use = self.cache.last_use()
+        has_room = self.cache.nbytes - self.cache.used_nbytes >= count * mean_nbytes
+        return has_room or (last_use is not None and last_use > next_use)
+
     def give_back(self, positions: Integers, next_uses: Integers) -> None:
         """A task that has taken samples, or has been told to write them, does not use them any more."""
         for position, next_use in zip(positions.tolist(), next_uses.tolist(), strict=True):

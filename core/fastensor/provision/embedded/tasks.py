@@ -65,7 +65,7 @@ class Tasks:
         """What workers have been killed with."""
         self._preloading: Preloading | None = None
         self._cache_is_full = False
-        """Whether it has refused a sample that was preloaded, and no batch was made since."""
+        """Whether it has had no room for samples that come next, and no batch was made since."""
 
     def start(self, start: Start, loaders: Iterable[Stream]) -> None:
         """A loader begins, or preloading does: the cache follows its order, unless another loader has the order that it
@@ -116,6 +116,10 @@ class Tasks:
             position, chunk = found
             if len(lacking := self.stock.lacking(chunk)):
                 self._preloading.found_missing()
+                if not self.stock.would_keep(len(lacking), position + len(chunk)):
+                    self._preloading.go_back(position)
+                    self._cache_is_full = True
+                    return None
                 self.stock.counts.preloaded += len(lacking)
                 return Task(self._next_number(), None, None, self._preloading.plan, position, lacking)
         return None
