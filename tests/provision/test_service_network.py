@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program
+from provision.conftest import has_ended
 from provision.datasets import Numbers, ids_only
 
 from fastensor.data import EpochPlan, processes
@@ -70,7 +72,9 @@ def test_a_remote_client_goes_on_when_the_server_was_killed(service: DataService
         for number, batches in enumerate(zip(*pair, strict=True)):
             found += ids(batches)
             if number == 1:
-                os.kill(service.status()["pid"], 9)
+                pid = service.status()["pid"]
+                os.kill(pid, signal.SIGKILL)
+                assert has_ended(pid)
         assert sorted(found) == list(range(N))
 
 
