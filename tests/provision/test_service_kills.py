@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def ids(batches: Any) -> list[int]:
     return [number for batch in batches for number in batch["id"].tolist()]
 
 
-def rings_and_slabs_of(pid: int) -> int:
+def rings_of(pid: int) -> int:
     maps = Path(f"/proc/{pid}/maps").read_text()
     return maps.count("memfd:fastensor-ring")
 
@@ -129,7 +130,8 @@ def test_damaged_samples_are_read_again(service: DataService, folder: Path) -> N
     """One byte in 4096 of the cache is changed."""
     loader = service.loader(8, seed=1)
     assert sorted(ids(loader)) == list(range(N))
-    wait_until(lambda: service.status()["cached_samples"] == N)
+    wait_until(lambda: not any(one["tasks"] for one in service.status()["workers"]))
+    assert service.status()["cached_samples"] == N
     pid = service.status()["workers"][0]["pid"]
     (line,) = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:fastensor-cache" in line]
     begin, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -160,18 +162,19 @@ def test_a_killed_client_frees_its_ring(service: DataService) -> None:
     with Program("-c", CLIENT, service.address) as client:
         assert client.stdout.readline() == "at work\n"
         assert len(service.status()["loaders"]) == 1
-        assert rings_and_slabs_of(pid) == 1
+        assert rings_of(pid) == 1
         client.kill()
         client.wait()
     wait_until(lambda: not service.status()["loaders"])
-    assert rings_and_slabs_of(pid) == 0
+    wait_until(lambda: rings_of(pid) == 0)
     workers = [one["pid"] for one in service.status()["workers"]]
-    wait_until(lambda: not any(map(rings_and_slabs_of, workers)))
+    wait_until(lambda: not any(map(rings_of, workers)))
     assert sorted(ids(service.loader(7))) == list(range(N))
 
 
 RANK = """
 import os, sys
+from contextlib import suppress
 from pathlib import Path
 sys.path[:] = sys.argv[3:]
 from provision.datasets import Numbers
@@ -239,7 +242,8 @@ def test_everything_is_killed_again_and_again(service: DataService) -> None:
                 case 0:
                     os.kill(service.status()["pid"], signal.SIGKILL)
                 case 1 | 2 | 3:
-                    os.kill(service.status()["workers"][0]["pid"], signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # the server has been killed just before
+                        os.kill(service.status()["workers"][0]["pid"], signal.SIGKILL)
                 case 4:
                     loaders[0].close()
         assert sorted(found) == list(range(N))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from programs import Program
 from provision.conftest import has_ended
@@ -219,7 +219,6 @@ def test_a_known_client_that_sends_nonsense_is_dropped_alone(
     assert sorted(found + ids(batches)) == list(range(N))
 
 
-@settings(max_examples=200)
 @given(
     st.binary(max_size=200)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)

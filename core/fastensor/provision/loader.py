@@ -91,12 +91,11 @@ class ProvisionedLoader(EpochLoader):
         return self._statistics
 
     def close(self) -> None:
-        """Have the service forget this loader. The next iteration registers it anew."""
+        """Have the service forget this loader, until it is used again."""
         if self._feed is not None:
             self._feed.close()
-            self._feed = None
+            self._feed, self._is_started = None, False
         self._arrived.clear()
-        self._next = replace(self._next, epoch=_NOWHERE)
 
     @property
     def _content(self) -> str:
