@@ -66,7 +66,9 @@ def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
 
 
 def test_the_python_about_the_data_service_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "provision.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "provision.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     assert len(blocks) >= 3
     (tmp_path / "tour.py").write_text("\n".join(blocks))
     assert run("tour.py", cwd=tmp_path).splitlines() == ["2000 True", "True", "True 1000"]

@@ -80,7 +80,8 @@ class Cost(NamedTuple):
     """Bytes of the others, as they are kept."""
 
 
-class Pushed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pushed:
     """What comes from a server: a batch, or the reason why it cannot be made."""
 
     generation: int

@@ -21,7 +21,7 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._pinned: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
         self._copied: list[torch.cuda.Event | None] = [None, None]
         """When each piece of pinned memory can be used again."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastensor.data import processes
-from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.connection import Bytes, Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import RingReader, Slot
 from fastensor.errors import ProvisionError
@@ -212,7 +212,7 @@ class EmbeddedFeed:
         pid: of the server, which is killed if it hangs; None: it is on another machine.
     """
 
-    def __init__(self, connection: Connection, said: tuple[bytes | memoryview, ...], *, pid: int | None) -> None:
+    def __init__(self, connection: Connection, said: tuple[Bytes, ...], *, pid: int | None) -> None:
         self._connection = connection
         self._pid = pid
         self._ring: RingReader | None = None

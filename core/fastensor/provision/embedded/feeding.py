@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
@@ -71,7 +71,8 @@ def key_of(plan: EpochPlan) -> _Key:
     return (plan.n, plan.seed, plan.shuffle, *blocks)
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
     """A batch of a loader."""
 
     generation: int

@@ -90,7 +90,7 @@ class Worker:
                 (number,) = NUMBER.unpack_from(message.body)
                 self._loaders[number] = Loader(bytes(message.body[NUMBER.size :]), message.fd)
             case Say.FORGET:
-                self._loaders.pop(*NUMBER.unpack(message.body), None)
+                self._loaders.pop(NUMBER.unpack(message.body)[0], None)
             case Say.STORE:
                 self._store(message.body)
             case Say.TASK:
@@ -138,7 +138,7 @@ class Worker:
         """Samples of the source, as the cache takes them."""
         contents = self._loaded()
         samples = []
-        values = iter(contents.source.read(positions))
+        values = iter(contents.source.read(positions.tolist()))
         for position in positions.tolist():
             seed_all(self._seed, position)
             value = next(values)
