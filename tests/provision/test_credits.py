@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -47,11 +48,12 @@ def simulate(
 ) -> None:
     """Workers make one batch at a time, in the order in which they were decided on."""
     now, made, free = 0.0, 0, workers
+    numbers = count()
     queue: list[tuple[float, Client]] = []
     events: list[tuple[float, int, Callable[[], None]]] = []
 
     def at(time: float, action: Callable[[], None]) -> None:
-        heapq.heappush(events, (time, len(events) + made * 10**6, action))
+        heapq.heappush(events, (time, next(numbers), action))
 
     def want(client: Client) -> None:
         client.idle_since = now

@@ -69,7 +69,8 @@ def test_errors_of_a_dataset_name_the_sample() -> None:
 
 def test_other_objects_are_refused() -> None:
     class Endless(IterableDataset[int]):
-        pass
+        def __iter__(self) -> Any:
+            return iter([])
 
     for data in (Endless(), 5, iter([])):
         with pytest.raises(TypeError, match="map-style"):
@@ -78,7 +79,7 @@ def test_other_objects_are_refused() -> None:
 
 @pytest.fixture
 def lmdb_path(tmp_path: Path) -> Path:
-    make(tmp_path / "lmdb", some_records(50))
+    make(tmp_path / "lmdb", some_records(50).items())
     return tmp_path / "lmdb"
 
 

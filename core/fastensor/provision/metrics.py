@@ -173,9 +173,8 @@ def exposition(clients: Mapping[str, Served], cached: Cached) -> str:
     for name, help_text in _GAUGES:
         full = f"fastensor_provision_cache_{name.replace('nbytes', 'bytes')}"
         families.append(Family(full, "gauge", help_text, [("", {}, getattr(cached, name))]))
-    evictions = [("", {}, float(cached.evictions))]
     name = "fastensor_provision_cache_evictions_total"
-    families.append(Family(name, "counter", "Samples that had to make room in the cache", evictions))
+    families.append(Family(name, "counter", "Samples that had to make room in the cache", [("", {}, cached.evictions)]))
     return "\n".join(line for family in families for line in family.lines()) + "\n"
 
 
