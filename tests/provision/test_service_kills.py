@@ -191,8 +191,9 @@ with DataService.start(Numbers(60, Path(sys.argv[1])), cache_bytes=1 << 20, work
 """
 
 
-def test_ranks_start_one_service_restart_it_and_leave_nothing(folder: Path) -> None:
-    """The service is started as users start it. It is killed between two steps; then a rank is."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.torture)])
+def test_ranks_start_one_service_restart_it_and_leave_nothing(folder: Path, killed: bool) -> None:
+    """The service is started as users start it."""
     before = set(os.listdir("/dev/shm"))
     name = f"ranks-{os.getpid()}"
     ranks = [
@@ -205,12 +206,14 @@ def test_ranks_start_one_service_restart_it_and_leave_nothing(folder: Path) -> N
         found += [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
         pids.add(tuple(map(int, rank.stdout.readline().split())))
     ((server, worker),) = pids
-    os.kill(server, signal.SIGKILL)
-    assert has_ended(worker)
+    if killed:
+        os.kill(server, signal.SIGKILL)
+        assert has_ended(worker)
     outputs = [rank.communicate("\n") for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     found += [int(number) for out, _ in outputs for number in out.split()]
     assert sorted(found) == list(range(N))
+    assert has_ended(server)
     name_of_socket = processes.name_of_service("provision", name, "numbers-60-1000", "")
     wait_until(lambda: name_of_socket not in Path("/proc/net/unix").read_text())
     assert not {entry for entry in set(os.listdir("/dev/shm")) - before if "fastensor" in entry}
