@@ -37,7 +37,7 @@ def warm_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     started: list[Program] = []
 
     def start(name: str, module: str) -> bool:
-        program = Program("-c", SERVER, name, module, *sys.path, OMP_NUM_THREADS="1")
+        program = Program("-c", SERVER, name, module, *sys.path, provision=True, OMP_NUM_THREADS="1")
         started.append(program)
         return program.stdout.readline() == "listens\n"
 

@@ -78,12 +78,25 @@ def test_a_remote_client_goes_on_when_the_server_was_killed(service: DataService
         assert sorted(found) == list(range(N))
 
 
+def test_who_has_started_the_service_starts_it_again_for_others(service: DataService) -> None:
+    """Although it asks for nothing itself."""
+    with DataService.connect(service.address, token=TOKEN) as remote:
+        loader, found = remote.loader(4, seed=1, buffer_bytes=10_000), []
+        for number, batch in enumerate(loader):
+            found += batch["id"].tolist()
+            if number == 1:
+                pid = remote.status()["pid"]
+                os.kill(pid, signal.SIGKILL)
+                assert has_ended(pid)
+        assert sorted(found) == list(range(N))
+
+
 def test_another_token_or_none_is_refused(service: DataService) -> None:
     with pytest.raises(ProvisionError, match="has another token"):
         DataService.connect(service.address, token="wrong")
     with pytest.raises(ProvisionError, match="needs a token"):
         DataService.connect(service.address)
-    assert service.status()["clients"] == 1
+    assert service.status()["clients"] == 2  # a thread of this process looks after the service
 
 
 def test_listening_elsewhere_needs_a_token(folder: Path, warm_services: list[Program]) -> None:
@@ -141,23 +154,14 @@ def is_dropped(connection: Connection) -> bool:
         return True
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        (Say.REGISTER, b"{}"),
-        (Say.ASK, b""),
-        (Say.ANSWER, b"x" * 63),
-        (Say.ANSWER, b"x" * 64),
-        (Say.ANSWER, b"x" * 65),
-        (Say.SPEC, b""),
-    ],
-)
-def test_strangers_are_dropped_by_their_first_message(service: DataService, said: tuple[Say, bytes]) -> None:
-    stranger = call(service)
-    assert wait_for(stranger).kind == Say.CHALLENGE
-    stranger.send(*said)
-    assert is_dropped(stranger)
-    assert service.status()["clients"] == 1
+def test_strangers_are_dropped_by_their_first_message(service: DataService) -> None:
+    answers = [(Say.ANSWER, b"x" * nbytes) for nbytes in (0, 63, 64, 65)]
+    for said in [(Say.REGISTER, b"{}"), (Say.ASK, b""), (Say.SPEC, b""), *answers]:
+        stranger = call(service)
+        assert wait_for(stranger).kind == Say.CHALLENGE
+        stranger.send(*said)
+        assert is_dropped(stranger), said
+    assert service.status()["clients"] == 2
 
 
 def test_a_long_first_message_is_not_waited_for(service: DataService) -> None:

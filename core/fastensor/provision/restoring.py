@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from fastensor.errors import CorruptSampleError, UnsupportedSampleError
 from fastensor.provision.describing import DEEPEST, PLAIN, Node, is_name
 
 _MOST_DIMENSIONS = 64
+_SHORT_NBYTES = 512
+"""Descriptions up to this size are kept, because those of other samples may be the same."""
 _ADDRESS_ALIGNMENT = 16
 """Memory begins at a multiple of it: what ``malloc`` gives, and enough for every dtype."""
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, RuntimeError)
@@ -44,8 +47,7 @@ def restored(memory: memoryview, begin: int, end: int, *, allow_pickle: bool) ->
         raise ValueError(f"memory of samples begins at a multiple of {_ADDRESS_ALIGNMENT}, found {address:#x}")
     restorer = _Restorer(memory, end, allow_pickle)
     try:
-        node = json.loads(bytes(memory[begin:end]).decode("utf-8", "surrogatepass"))
-        value = restorer.value_of(node)
+        value = restorer.value_of(_node(bytes(memory[begin:end])))
     except (CorruptSampleError, UnsupportedSampleError):
         raise
     except _MALFORMED as error:
@@ -53,6 +55,16 @@ def restored(memory: memoryview, begin: int, end: int, *, allow_pickle: bool) ->
     if restorer.end != len(memory):
         raise CorruptSampleError(f"the sample in memory has {len(memory)} bytes, its buffers end at {restorer.end}")
     return value
+
+
+@lru_cache(maxsize=1024)
+def _node_of_short(description: bytes) -> Node:
+    return json.loads(description.decode("utf-8", "surrogatepass"))
+
+
+def _node(description: bytes) -> Node:
+    """What a description says. Nobody may change it: samples of one shape share it."""
+    return _node_of_short(description) if len(description) <= _SHORT_NBYTES else _node_of_short.__wrapped__(description)
 
 
 @dataclass(slots=True)
@@ -88,7 +100,8 @@ class _Restorer:
         count = math.prod(shape)
         begin = self.take(count * dtype.itemsize)
         if count and not self.memory.readonly:
-            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).reshape(shape)
+            flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin)
+            return flat if len(shape) == 1 else flat.view(shape)
         copy = torch.empty(shape, dtype=dtype)
         if count:
             copy.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(self.memory[begin : self.end], np.uint8)
@@ -114,7 +127,7 @@ class _Restorer:
         _, items = node
         if type(items) is not list or not PLAIN.issuperset(map(type, items)):
             raise CorruptSampleError("a list that is to hold plain data only holds something else")
-        return items
+        return list(items)
 
     def list_(self, node: Node, depth: int) -> list[Any]:
         return [self.value_of(item, depth) for item in node[1:]]

@@ -35,6 +35,7 @@ from fastensor.provision.embedded.protocol import (
     start_as_json,
     text_of,
 )
+from fastensor.provision.embedded.watching import watch
 from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
 
 _LOCAL = "local:"
@@ -112,13 +113,23 @@ class EmbeddedEngine:
             return json_of(_answer(self._talking(), _HEALTH_SECONDS, Say.STATUS).body)
 
     def recover(self) -> None:
-        before = self._lease  # what may still run must not end as long as this is not sure
+        before, self._lease = self._lease, self.joined()
+        if before is not None:
+            before.close()  # not sooner, or what still runs might end
+        elif self._name and self.facts.listen:
+            watch(self)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._lease is None
+
+    def joined(self) -> Connection:
+        """A new connection to the service, which is started if it does not run, and can be."""
         try:
-            self._lease = processes.joined(self._connected, self._start, none_runs=EngineLost, seconds=self._seconds)
+            return processes.joined(self._connected, self._start, none_runs=EngineLost, seconds=self._seconds)
         except EngineLost as error:
             raise ProvisionError(f"there is no data service at {self._address}: {error}") from error
-        if before is not None:
-            before.close()
 
     def close(self) -> None:
         if self._lease is not None:

@@ -114,13 +114,15 @@ class Stream:
     """So much room the next batch is given; 0 if none was made yet."""
     needed: int = FIRST
     """So many batches ahead keep the trainer from waiting, as far as was measured."""
+    upcoming: Batch | None = None
+    """What is to be made next; None if there is nothing."""
     _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     _pace: Pace = field(default_factory=Pace)
 
     @property
     def has_credit(self) -> bool:
         """Whether another batch may be made."""
-        return self.plan is not None and self.ahead < self.registration.ahead
+        return self.upcoming is not None and self.ahead < self.registration.ahead
 
     @property
     def need(self) -> tuple[bool, int]:
@@ -137,22 +139,23 @@ class Stream:
         self.plan, self.generation = start.plan, start.generation
         self.taken = self.issued = start.index
         self._batches = batches_from(start, orders)
+        self.upcoming = next(self._batches, None)
 
     def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
         """The trainer has been given batches before this number. It may have got some of them from a server that has
         ended: they are not made. What it says of other generations is of no use."""
         if generation == self.generation and self.taken < taken <= self.issued + self.registration.ahead:
-            while self.issued < taken and self.next_batch() is not None:
-                pass
+            while self.issued < taken and self.upcoming is not None:
+                self.issue()
             self.taken = min(taken, self.issued)
             self._pace = self._pace.taken(at=now, waited=waited_seconds)
             self.needed = self._pace.needed(self.nbytes)
 
-    def next_batch(self) -> Batch | None:
-        """What is to be made next; None if there is nothing."""
-        batch = next(self._batches, None)
-        if batch is not None:
-            self.issued = batch.index + 1
+    def issue(self) -> Batch:
+        """Take what is to be made next."""
+        batch = self.upcoming
+        assert batch is not None
+        self.issued, self.upcoming = batch.index + 1, next(self._batches, None)
         return batch
 
     def made(self, slot: Slot | None, nbytes: int, *, is_in_slot: bool, seconds: float) -> Slot:

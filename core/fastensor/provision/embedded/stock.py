@@ -38,7 +38,10 @@ class Stock:
     def __init__(self, cache: Cache | None) -> None:
         self.counts = Counts()
         self.cache = cache
+        self._reading: set[int] = set()
+        """What workers read now."""
         self._unwritten: set[int] = set()
+        """What has a place, and is not written yet."""
         self._damaged: set[int] = set()
 
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
@@ -50,11 +53,24 @@ class Stock:
                 self.cache.hold(position)
         return offsets, lengths
 
+    def reading(self, positions: Integers) -> None:
+        """Samples are being read."""
+        if self.cache is not None:
+            self._reading.update(positions.tolist())
+
+    def not_reading(self, positions: Integers) -> None:
+        """Samples have been read, or the worker has ended."""
+        self._reading.difference_update(positions.tolist())
+
+    def awaits(self, positions: Integers) -> bool:
+        """Whether some of the samples will be found soon."""
+        wanted = positions.tolist()
+        return not (self._reading.isdisjoint(wanted) and self._unwritten.isdisjoint(wanted))
+
     def lacking(self, positions: Integers) -> Integers:
-        """Those of the samples that have no place, unless nothing has."""
-        if self.cache is None:
-            return positions[:0]
-        return np.array([one for one in positions.tolist() if self.cache.find(one) is None], np.int64)
+        """Those of the samples that have no place and are not being read; none without a cache."""
+        found = (one for one in positions.tolist() if one not in self._reading)
+        return np.array([one for one in found if self.cache is not None and self.cache.find(one) is None], np.int64)
 
     def would_keep(self, count: int, next_use: int) -> bool:
         """Whether there is likely to be room for so many samples more, the last of which is used then."""

@@ -98,14 +98,11 @@ class Tasks:
             if task.stream is not None and not task.stream.is_gone:
                 return task
         for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.need):
+            if stream.upcoming is None or self.stock.awaits(stream.upcoming.positions):
+                continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
-            if placed is None and stream.ahead:
-                continue  # it is given back when the trainer drops a batch
-            slot = placed[0] if placed is not None else None
-            if (batch := stream.next_batch()) is not None:
-                return self._task_of(stream, batch, slot)
-            if slot is not None:
-                stream.ring.release(slot.sequence)
+            if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
+                return self._task_of(stream, stream.issue(), None if placed is None else placed[0])
         return None
 
     def next_preload(self) -> Task | None:
@@ -127,6 +124,7 @@ class Tasks:
     def work_of(self, task: Task) -> Work:
         """What a worker has to know. The samples are held from now on."""
         task.offsets, lengths = self.stock.take(task.positions)
+        self.stock.reading(task.positions[task.offsets < 0])
         loader, epoch = -1, 0
         if task.stream is not None and task.batch is not None:
             loader, epoch = task.stream.number, task.batch.epoch
@@ -153,6 +151,7 @@ class Tasks:
 
     def finished(self, task: Task) -> None:
         """A worker does not use the samples of a task any more."""
+        self.stock.not_reading(task.positions[task.offsets < 0])
         used = task.positions[task.offsets >= 0]
         self.stock.give_back(used, self._next_uses(task, used))
 
