@@ -50,6 +50,7 @@ OURS, HALF, KILLED, STOCK = "service", "service, half", "service, killed", "Data
 PATIENCE_SECONDS = 300
 IMAGE_SIZE = 224
 VOLUME, CROP = 96, 64
+IDLE_SECONDS = 0.5
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -208,13 +209,21 @@ def service_of(cell: Cell, kind: Kind, objects: RemoteObjects) -> DataService:
     )  # fmt: skip
 
 
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """Of processes that run, and of those that they have waited for."""
-    total = 0
+def cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
+    """Of each process, and of those that it has waited for."""
+    found = {}
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15]))
-    return total / TICKS
+        found[pid] = sum(map(int, fields[11:15])) / TICKS
+    return found
+
+
+def wait_until_idle(pids: Callable[[], Sequence[int]]) -> None:
+    """Until processes have started: they use no processor any more."""
+    before: dict[int, float] = {}
+    while (now := cpu_seconds(pids())) != before:
+        before = now
+        time.sleep(IDLE_SECONDS)
 
 
 def children_of(pid: int) -> list[int]:
@@ -258,6 +267,11 @@ def work(job: Job, barrier: Any, results: Any) -> None:
             status = service.status()
             return [*own, status["pid"], *(worker["pid"] for worker in status["workers"])]
 
+        if service is None:
+            next(iter(loader))  # its workers start, and stay
+        elif job.rank == 0:
+            next(iter(service.loader(1, ranks=(0, 1), ahead=1)))  # so do those of the service
+            wait_until_idle(lambda: pids()[1:])
         for epoch in range(job.epochs):
             set_epoch(epoch)
             barrier.wait(PATIENCE_SECONDS)
@@ -267,7 +281,8 @@ def work(job: Job, barrier: Any, results: Any) -> None:
             waits, numbers = take(loader, job.compute_seconds, service, kill_at)
             seconds = time.perf_counter() - began
             barrier.wait(PATIENCE_SECONDS)
-            results.send((waits, numbers, seconds, cpu_seconds(pids()) - before))
+            spent = sum(one - before.get(pid, 0.0) for pid, one in cpu_seconds(pids()).items())
+            results.send((waits, numbers, seconds, spent))
         barrier.wait(PATIENCE_SECONDS)  # none leaves the service before all have asked it
 
 
