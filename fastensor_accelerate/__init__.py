@@ -20,6 +20,7 @@ from fastensor_accelerate.activation_offload import ActivationOffloadHook, attac
 from fastensor_accelerate.checkpoint_mapping import CheckpointMapping
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.enable import FastensorAccelerator, disable, enable, is_enabled
+from fastensor_accelerate.loader import PreparedLoader, prepare_loader
 
 __all__ = [
     "ActivationOffloadHook",
@@ -27,9 +28,11 @@ __all__ = [
     "ConfigError",
     "FastensorAccelerator",
     "FastensorConfig",
+    "PreparedLoader",
     "attach",
     "detach",
     "disable",
     "enable",
     "is_enabled",
+    "prepare_loader",
 ]

@@ -1,4 +1,4 @@
-"""A data module that trains from LMDB databases and resumes within an epoch."""
+"""A data module that trains from LMDB databases, or a data service, and resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader
+from fastensor.data.epochs import EpochLoader
 from fastensor.data.plan import Shuffle
+from fastensor.provision import DataService
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -17,8 +19,8 @@ else:
         "LightningDataModule", load_classes("LightningDataModule", "lightning.pytorch", "pytorch_lightning"), {}
     )
 
-Source: TypeAlias = str | os.PathLike[str] | LmdbDataset[Any]
-"""The path of an LMDB environment or of its data file; or a dataset."""
+Source: TypeAlias = str | os.PathLike[str] | LmdbDataset[Any] | DataService
+"""The path of an LMDB environment or of its data file; a dataset; or a service that has one."""
 _Split: TypeAlias = Literal["train", "val", "test", "predict"]
 
 
@@ -34,20 +36,25 @@ class FastensorDataModule(LightningDataModule):
     ``trainer.reload_dataloaders_every_n_epochs`` to 1.
 
     Paths are opened by each process when it needs them, and indexed by one process of each machine. A dataset that you
-    have made is used as it is.
+    have made is used as it is. A :class:`~fastensor.provision.DataService` reads and prepares samples in its own
+    processes, for all ranks of a machine.
 
     Args:
         train, val, test, predict: the data of each stage. A database has to be there for the stages that are run.
+        service: the data of training, in place of ``train``: a service that this rank has started or joined; or the
+            address of one, to which each rank connects when it trains.
         batch_size: samples of a batch of one rank.
         decode: makes samples of values, see :class:`fastensor.data.LmdbDataset`. For paths only.
         shuffle: how training samples are shuffled, see :class:`fastensor.data.EpochPlan`. Others are not shuffled.
         seed: of the shuffling, the same on all ranks.
         drop_last: leave out training samples at the end of an epoch that are too few for a whole step of all ranks.
-        num_workers: processes that read and decode, for each loader.
-        collate_fn, pin_memory, persistent_workers: as for a ``DataLoader``.
+        num_workers: processes that read and decode, for each loader of a database.
+        collate_fn: as for a ``DataLoader``.
+        pin_memory, persistent_workers: as for a ``DataLoader``, for loaders of a database.
 
     Raises:
-        ValueError: ``decode`` is given, and no path is.
+        ValueError: ``decode`` is given, and no path is; or ``train`` and ``service`` are.
+        ProvisionError: raised when training begins: there is no service at the address.
 
     >>> module = FastensorDataModule("train.lmdb", val="val.lmdb", batch_size=64, num_workers=4)
     """
@@ -59,6 +66,7 @@ class FastensorDataModule(LightningDataModule):
         val: Source | None = None,
         test: Source | None = None,
         predict: Source | None = None,
+        service: DataService | str | None = None,
         batch_size: int = 1,
         decode: Callable[[Any], Any] | None = None,
         shuffle: Shuffle = "full",
@@ -70,22 +78,26 @@ class FastensorDataModule(LightningDataModule):
         persistent_workers: bool = False,
     ) -> None:
         super().__init__()
-        self._sources: dict[_Split, Source | None] = {"train": train, "val": val, "test": test, "predict": predict}
+        if train is not None and service is not None:
+            raise ValueError("train= and service= are both data for training: give one of them")
+        training = service if isinstance(service, DataService) else train
+        self._sources: dict[_Split, Source | None] = {"train": training, "val": val, "test": test, "predict": predict}
+        self._address = service if isinstance(service, str) else None
+        """Of the service that has the training data, until this process has connected to it."""
         if decode is not None and not self._paths():
             raise ValueError("decode= is for paths, and no path is given: give it to the LmdbDataset")
         self._decode = decode
         self._shuffle: Shuffle = shuffle
         self._drop_last = drop_last
-        self._options: dict[str, Any] = {
-            "batch_size": batch_size,
-            "seed": seed,
+        self._options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
+        """Arguments of the loaders of all stages."""
+        self._worker_options: dict[str, Any] = {
             "num_workers": num_workers,
-            "collate_fn": collate_fn,
             "pin_memory": pin_memory,
             "persistent_workers": persistent_workers,
         }
-        """Arguments of the loaders of all stages."""
-        self._training: LmdbLoader | None = None
+        """Arguments of those that have workers of their own."""
+        self._training: EpochLoader | None = None
         """The loader that the Trainer was given last for training."""
         self._resumed: dict[str, Any] | None = None
         """A state that no loader has been given yet."""
@@ -95,8 +107,10 @@ class FastensorDataModule(LightningDataModule):
         for path in self._paths():
             LmdbIndex.open(path).close()
 
-    def train_dataloader(self) -> LmdbLoader:
+    def train_dataloader(self) -> EpochLoader:
         """A shuffled loader, which goes on with the epoch of the checkpoint that the Trainer resumes from."""
+        if self._address is not None:
+            self._sources["train"], self._address = DataService.connect(self._address), None
         self._training = loader = self._loader("train", shuffle=self._shuffle, drop_last=self._drop_last)
         state, self._resumed = self._resumed, None
         # Lightning loads the state itself, but only after it has asked how long the epoch is.
@@ -106,15 +120,15 @@ class FastensorDataModule(LightningDataModule):
                 self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # set by a connector
         return loader
 
-    def val_dataloader(self) -> LmdbLoader | list[Any]:
+    def val_dataloader(self) -> EpochLoader | list[Any]:
         """A loader in the order of the database; no loader without such data, and then there is no validation."""
         return [] if self._sources["val"] is None else self._loader("val")
 
-    def test_dataloader(self) -> LmdbLoader:
+    def test_dataloader(self) -> EpochLoader:
         """A loader in the order of the database."""
         return self._loader("test")
 
-    def predict_dataloader(self) -> LmdbLoader:
+    def predict_dataloader(self) -> EpochLoader:
         """A loader in the order of the database."""
         return self._loader("predict")
 
@@ -128,14 +142,17 @@ class FastensorDataModule(LightningDataModule):
 
     def _paths(self) -> list[str | os.PathLike[str]]:
         given = (source for source in self._sources.values() if source is not None)
-        return [source for source in given if not isinstance(source, LmdbDataset)]
+        return [source for source in given if not isinstance(source, LmdbDataset | DataService)]
 
-    def _loader(self, split: _Split, *, shuffle: Shuffle = "none", drop_last: bool = False) -> LmdbLoader:
+    def _loader(self, split: _Split, *, shuffle: Shuffle = "none", drop_last: bool = False) -> EpochLoader:
         source = self._sources[split]
         if source is None:
             raise ValueError(f"there is no data for this stage: give FastensorDataModule {split}=, a path or a dataset")
+        options = {"shuffle": shuffle, "drop_last": drop_last, "ranks": self._ranks(), **self._options}
+        if isinstance(source, DataService):
+            return source.loader(**options)
         dataset = source if isinstance(source, LmdbDataset) else LmdbDataset(source, decode=self._decode)
-        return LmdbLoader(dataset, shuffle=shuffle, drop_last=drop_last, ranks=self._ranks(), **self._options)
+        return LmdbLoader(dataset, **options, **self._worker_options)
 
     def _ranks(self) -> tuple[int, int] | None:
         """This rank, and the number of ranks, among those that divide the samples; None without a Trainer."""

@@ -34,14 +34,15 @@ IMPORTED = ("torch", "fastensor")
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis", "pytest")
 """What their first use imports, too."""
+PROVISION = ("fastensor.provision", "fastensor.provision.embedded.server")
 
 
 class Program:
     """A running program of Python, with pipes to its standard input, output and error.
 
     The arguments are those of ``python``: a script, ``-c`` and code, or ``-m`` and a module. ``variables`` are added to
-    the environment. With ``lightning`` or ``accelerate``, those packages are imported before, too. Attributes and
-    methods are those of ``subprocess.Popen``.
+    the environment. With ``lightning``, ``accelerate`` or ``provision``, those packages are imported before, too.
+    Attributes and methods are those of ``subprocess.Popen``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Program:
         folder: Path | None = None,
         lightning: bool = False,
         accelerate: bool = False,
+        provision: bool = False,
         **variables: str,
     ) -> None:
         self.returncode: int | None = None
@@ -61,7 +63,7 @@ class Program:
         (theirs_in, ours_in), (ours_out, theirs_out), (ours_err, theirs_err) = os.pipe(), os.pipe(), os.pipe()
         report, theirs_report = os.pipe()
         theirs = [theirs_in, theirs_out, theirs_err, theirs_report]
-        modules = (*IMPORTED, *LIGHTNING * lightning, *ACCELERATE * accelerate)
+        modules = (*IMPORTED, *LIGHTNING * lightning, *ACCELERATE * accelerate, *PROVISION * provision)
         socket.send_fds(_warm(*modules), [json.dumps(message).encode()], theirs)
         for fd in theirs:
             os.close(fd)

@@ -121,3 +121,21 @@ class DatasetChangedError(FastensorError, RuntimeError):
 
 class NodeReaderError(FastensorError, RuntimeError):
     """The process that reads for all others of a machine could not be started or reached, or has ended."""
+
+
+class CorruptSampleError(FastensorError, RuntimeError):
+    """The bytes of a sample or batch in memory are not what was encoded."""
+
+
+class UnsupportedSampleError(FastensorError, TypeError):
+    """A sample or batch has a part that is neither a tensor, an array nor plain data, and pickling it is not allowed.
+
+    The message says where in the sample it is, and of which type.
+    """
+
+
+class ProvisionError(FastensorError, RuntimeError):
+    """A data service cannot be started, reached, or used in this way; or a worker of it has failed.
+
+    The message has the worker's traceback then.
+    """

@@ -28,6 +28,7 @@ DOCUMENTS = [
     "docs/data.md",
     "docs/distributed.md",
     "docs/offload.md",
+    "docs/provision.md",
 ]
 
 
@@ -62,6 +63,15 @@ def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
     assert len(blocks) >= 5
     (tmp_path / "tour.py").write_text("\n".join(blocks))
     assert run("tour.py", cwd=tmp_path, lightning=True).splitlines() == ["1000 torch.Size([8, 8]) tensor(7.)", "0.40"]
+
+
+def test_the_python_about_the_data_service_runs(tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "provision.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) >= 3
+    (tmp_path / "tour.py").write_text("\n".join(blocks))
+    assert run("tour.py", cwd=tmp_path).splitlines() == ["2000 True", "True", "True 1000"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -102,6 +112,16 @@ def test_the_example_of_training_data_resumes_with_the_remaining_images(tmp_path
     assert 0 < left < int(count[1])
     assert f"trained with the {left} images that epoch {killed[1]} lacked" in out
     assert f"Each of the {count[1]} images has trained the network exactly 2 times." in out
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.torture
+def test_the_example_of_the_data_service_goes_on_without_its_server(tmp_path: Path) -> None:
+    out = run(str(ROOT / "examples" / "provisioned_training.py"), "--stride", "40", cwd=tmp_path)
+    count = re.search(r"(\d+) images,", out)
+    assert count
+    assert "The server was killed by SIGKILL, after step 6 of 10." in out
+    assert f"Each of the {count[1]} images has trained the network exactly 3 times." in out
     assert not os.listdir(tmp_path)
 
 
@@ -273,6 +293,22 @@ def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> No
     promises = [verdict["promise"] for verdict in found["verdicts"]]
     assert "110 KB, full shuffle, cold: rate / best py-lmdb ≥ 3" in promises
     assert "110 KB, index: best py-lmdb / time ≥ 4" in promises
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
+def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "provision.py")
+    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "2"]
+    link = ["--compute-ms", "2", "--delay-ms", "1"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *link, *folders, cwd=tmp_path)
+    for kind in ("32 KB", "JPEG"):
+        assert f"| {kind} | 2 | DataLoader | 1 | later |" in out
+        for way in ("service", "service, half", "service, killed"):
+            assert f"| {kind} | 2 | {way} |" in out
+    assert "| each sample once in each epoch | 1.000 | yes |" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
 

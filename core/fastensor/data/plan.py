@@ -114,15 +114,17 @@ class EpochPlan:
         """How many samples of an epoch all ranks together have taken after ``steps`` more steps."""
         return min(consumed + steps * self.step_size, self.n)
 
-    def batches(self, epoch: int, consumed: int = 0) -> Iterator[Positions]:
+    def batches(self, epoch: int, consumed: int = 0, *, order: Positions | None = None) -> Iterator[Positions]:
         """The batches of :attr:`rank` in the rest of an epoch, as arrays of positions.
 
         Args:
             epoch: from 0 on.
             consumed: how many samples of the epoch have been taken already, by all ranks, whose number may have been
                 another one.
+            order: what :meth:`order` returns, if the caller has it.
         """
-        order = self.order(epoch)
+        if order is None:
+            order = self.order(epoch)
         for begin in range(consumed, consumed + self.steps(consumed) * self.step_size, self.step_size):
             yield self._share(order[begin : begin + self.step_size])
 

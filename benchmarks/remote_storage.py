@@ -1,0 +1,130 @@
+"""A stand-in for remote storage: a process on the loopback interface that answers late, and slowly.
+
+A request is the number of an object. The answer begins after a delay; all connections together get so many bytes a
+second. ``RemoteObjects`` is a map-style dataset of such objects.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_REQUEST = struct.Struct("=q")
+_PIECE_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How far away the storage is."""
+
+    delay_seconds: float
+    bytes_per_second: float
+
+
+class Pace:
+    """Lets so many bytes a second pass, of all threads together."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._seconds_per_byte = 1 / bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait_for(self, nbytes: int) -> None:
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + nbytes * self._seconds_per_byte
+        time.sleep(max(self._free_at - time.monotonic(), 0))
+
+
+class Storage:
+    """Serves the files of a folder, by their place in the order of names, until it is left."""
+
+    def __init__(self, folder: Path, link: Link) -> None:
+        context = multiprocessing.get_context("fork")
+        self._sent = context.Value("q", 0)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.port: int = self._listener.getsockname()[1]
+        paths = sorted(folder.iterdir())
+        self.count = len(paths)
+        self._process = context.Process(target=self._serve, args=(paths, link), daemon=True)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of all answers so far."""
+        return int(self._sent.value)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._listener.close()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _serve(self, paths: Sequence[Path], link: Link) -> None:
+        objects = [path.read_bytes() for path in paths]
+        pace = Pace(link.bytes_per_second)
+        while True:
+            connection, _ = self._listener.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._answer, args=(connection, objects, pace, link), daemon=True).start()
+
+    def _answer(self, connection: socket.socket, objects: Sequence[bytes], pace: Pace, link: Link) -> None:
+        with connection:
+            while len(request := connection.recv(_REQUEST.size, socket.MSG_WAITALL)) == _REQUEST.size:
+                data = memoryview(objects[_REQUEST.unpack(request)[0]])
+                time.sleep(link.delay_seconds)
+                connection.sendall(_REQUEST.pack(len(data)))
+                for begin in range(0, len(data), _PIECE_NBYTES):
+                    piece = data[begin : begin + _PIECE_NBYTES]
+                    pace.wait_for(len(piece))
+                    connection.sendall(piece)
+                with self._sent.get_lock():
+                    self._sent.value += len(data)
+
+
+@dataclass(slots=True)
+class RemoteObjects:
+    """The objects of a storage, as a dataset. Each process has a connection of its own."""
+
+    port: int
+    count: int
+    fingerprint: str
+    _connection: socket.socket | None = field(default=None, repr=False)
+    _process: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> bytearray:
+        if self._connection is None or self._process != os.getpid():
+            self._connection, self._process = socket.create_connection(("127.0.0.1", self.port)), os.getpid()
+        self._connection.sendall(_REQUEST.pack(number))
+        (nbytes,) = _REQUEST.unpack(self._received(_REQUEST.size))
+        return self._received(nbytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"port": self.port, "count": self.count, "fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _received(self, nbytes: int) -> bytearray:
+        assert self._connection is not None
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            if not (count := self._connection.recv_into(view)):
+                raise ConnectionError("the storage has ended")
+            view = view[count:]
+        return data

@@ -1,0 +1,130 @@
+"""How many batches are made ahead for each client, so that it does not wait, and no other one waits for it.
+
+KSpeed (section III-D, "congestion-aware requests batching") measures how long data of each size takes, and limits what
+is in flight by that. Here the client's own pace counts, too. Everything is pure, and in seconds of one clock.
+
+- A client **needs** as many batches ahead as it may take while one is made: the most that it has ever taken within
+  that time, among its last :data:`REMEMBERED`, and one more. So a client of slow steps needs two, however long a batch
+  takes; one that takes eight at once and then computes for a while, needs nine.
+- The time to make one is that of nine in ten batches of this size. If the service is overloaded, it grows, because
+  batches wait for workers; more of them ahead would only make it grow further. So it counts up to
+  :data:`CONGESTION` times the least that was measured, and no more.
+- What all together may have in flight is **divided**: all get the same, but none more than it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
+
+Client = TypeVar("Client")
+
+REMEMBERED = 64
+"""So many measurements count: what was before is forgotten."""
+CONGESTION = 4.0
+"""A batch that took so many times the least has mostly waited."""
+FIRST = 2
+"""Batches ahead, before anything has been measured: one in use, one to follow."""
+
+_SMALLEST_CLASS_NBYTES = 32 << 10
+_CLASS_BITS = 3
+_PART = 0.9
+
+
+def size_class(nbytes: int) -> int:
+    """Which sizes are measured together: up to 32 KiB (0), 256 KiB (1), 2 MiB (2), 16 MiB (3), and so on.
+
+    >>> [size_class(nbytes) for nbytes in (0, 32 << 10, (32 << 10) + 1, 256 << 10, 2 << 20, 1 << 30)]
+    [0, 0, 1, 1, 2, 5]
+    """
+    bits = (max(nbytes, 1) - 1) // _SMALLEST_CLASS_NBYTES
+    return -(-bits.bit_length() // _CLASS_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What was measured of a client.
+
+    >>> pace = Pace()
+    >>> for step in range(10):  # a step of 0.1 s; a batch of 1 MB takes 0.25 s
+    ...     pace = pace.taken(at=0.1 * step).made(nbytes=1 << 20, seconds=0.25)
+    >>> pace.needed(nbytes=1 << 20)
+    4
+    """
+
+    times: tuple[float, ...] = ()
+    """When it took its last batches, by its own clock: the seconds that it waited for them are left out."""
+    waited: float = 0.0
+    """Seconds that it has waited in all."""
+    seconds: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """By size class how long the last batches took from the decision to make them until they had arrived."""
+
+    def taken(self, *, at: float, waited: float = 0.0) -> Self:
+        """The client has taken a batch.
+
+        Args:
+            at: when. Not before the last one.
+            waited: how many seconds it has waited for it. A client that waits does not show how quick it is.
+        """
+        total = self.waited + waited
+        return replace(self, times=(*self.times, at - total)[-REMEMBERED:], waited=total)
+
+    def made(self, *, nbytes: int, seconds: float) -> Self:
+        """A batch has arrived, so many seconds after it was decided to make it."""
+        number = size_class(nbytes)
+        seconds_of_class = (*self.seconds.get(number, ()), seconds)[-REMEMBERED:]
+        return replace(self, seconds={**self.seconds, number: seconds_of_class})
+
+    def seconds_for(self, nbytes: int) -> float | None:
+        """How long a batch of this size takes, in nine of ten cases; that of the nearest size class, if there is none
+        of its own. None before anything was measured.
+        """
+        if not self.seconds:
+            return None
+        wanted = size_class(nbytes)
+        seconds = sorted(self.seconds[min(self.seconds, key=lambda number: (abs(number - wanted), -number))])
+        return min(seconds[math.ceil(_PART * len(seconds)) - 1], CONGESTION * seconds[0])
+
+    def needed(self, nbytes: int) -> int:
+        """How many batches of this size are to be ahead of the client: in the making, or waiting for it."""
+        seconds = self.seconds_for(nbytes)
+        if seconds is None or len(self.times) < 2:
+            return FIRST
+        return most_within(self.times, seconds) + 1
+
+
+def most_within(times: tuple[float, ...], seconds: float) -> int:
+    """The largest number of times that lie in an interval of this length.
+
+    Args:
+        times: in order.
+        seconds: the interval, of which one end counts.
+
+    >>> most_within((0.0, 1.0, 1.1, 1.2, 5.0), 1.0)
+    3
+    """
+    most = first = 0
+    for last, time in enumerate(times):
+        while time - times[first] >= seconds and first < last:
+            first += 1
+        most = max(most, last - first + 1)
+    return most
+
+
+def divided(needs: Mapping[Client, int], capacity: int) -> dict[Client, int]:
+    """How many batches each client may have ahead: all the same, as far as it needs them, and one at least.
+
+    Args:
+        needs: of each client.
+        capacity: how many batches of all clients together may be ahead.
+
+    >>> divided({"slow": 2, "quick": 9, "quicker": 30}, 20)
+    {'slow': 2, 'quick': 9, 'quicker': 9}
+    """
+    shares: dict[Client, int] = {}
+    for number, client in enumerate(sorted(needs, key=needs.__getitem__)):
+        fair = max(capacity - sum(shares.values()), 0) // (len(needs) - number)
+        shares[client] = max(min(needs[client], fair), 1)
+    return {client: shares[client] for client in needs}

@@ -1,0 +1,336 @@
+"""The embedded engine, as processes use it: they start the server, or find it, and take batches from their rings."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from fastensor.data import processes
+from fastensor.data.connection import Bytes, Connection, ConnectionLost, Message
+from fastensor.data.plan import EpochPlan
+from fastensor.data.ring import RingReader, Slot
+from fastensor.errors import ProvisionError
+from fastensor.provision.embedded import wire
+from fastensor.provision.embedded.protocol import (
+    BATCH,
+    CREDIT,
+    NO_SLOT,
+    BadMessage,
+    Say,
+    as_bytes,
+    joined,
+    json_of,
+    start_as_json,
+    text_of,
+)
+from fastensor.provision.embedded.watching import watch
+from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
+
+_LOCAL = "local:"
+_TCP = "tcp://"
+_ANSWER_SECONDS = 60
+"""For how long the server may take to start, and to answer. It has to import torch."""
+_HEALTH_SECONDS = 30
+"""A server that does not answer for so long is taken to hang. It never waits for anything that is slow."""
+
+
+class EmbeddedEngine:
+    """See :class:`fastensor.provision.engine.Engine`.
+
+    Args:
+        address: ``local:NAME``; or ``tcp://HOST:PORT``, where the service listens on that.
+        spec_fd: what is to be served, if nothing is yet; see :mod:`fastensor.provision.embedded.spec`. It belongs to
+            the engine. None: somebody else starts the service.
+        token: that the service needs.
+        seconds: for how long to try, at the beginning and when the service was lost.
+
+    Raises:
+        ProvisionError: the service cannot be started, or reached, or refuses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        spec_fd: int | None = None,
+        token: str | None = None,
+        seconds: float = _ANSWER_SECONDS,
+    ) -> None:
+        self._name = address.removeprefix(_LOCAL) if address.startswith(_LOCAL) else ""
+        self._address = address
+        self._spec_fd: int | None = None
+        if spec_fd is not None:
+            self._keep(spec_fd)
+        self._token = token
+        self._seconds = seconds
+        self._listened = ""
+        """Where the service has listened: where it is started again, it listens there."""
+        self._lease: Connection | None = None
+        try:
+            self.recover()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where others reach the service: over TCP, if it listens, or else on this machine."""
+        return f"{_TCP}{self.facts.listen}" if self.facts.listen else self._address
+
+    def register(self, registration: Registration) -> EmbeddedFeed:
+        function = registration.collate_fn
+        try:
+            pickled = b"" if function is None else pickle.dumps(function)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ProvisionError(
+                f"collate_fn cannot be sent to the processes that use it: {error}. Define it at the top of a module"
+            ) from error
+        if pickled and not self._name and not self._token:
+            raise ProvisionError("a service takes functions only over its machine's own sockets, or with a token")
+        self._talking()  # or who has left would start it again
+        head = {"buffer_nbytes": registration.buffer_nbytes, "ahead": registration.ahead}
+        return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid if self._name else None)
+
+    def preload(self, plan: EpochPlan, epoch: int) -> None:
+        with _lost_as_engine_lost():
+            self._talking().send(Say.PRELOAD, start_as_json(Start(plan, epoch, 0)))
+
+    def health(self) -> dict[str, Any]:
+        with _lost_as_engine_lost():
+            self._talking().send(Say.ASK)
+            return json_of(_answer(self._talking(), _HEALTH_SECONDS, Say.STATUS).body)
+
+    def recover(self) -> None:
+        before, self._lease = self._lease, self.joined()
+        if before is not None:
+            before.close()  # not sooner, or what still runs might end
+        elif self._name and self.facts.listen:
+            watch(self)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._lease is None
+
+    def joined(self) -> Connection:
+        """A new connection to the service, which is started if it does not run, and can be."""
+        try:
+            return processes.joined(self._connected, self._start, none_runs=EngineLost, seconds=self._seconds)
+        except EngineLost as error:
+            raise ProvisionError(f"there is no data service at {self._address}: {error}") from error
+
+    def close(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _talking(self) -> Connection:
+        if self._lease is None:
+            raise ProvisionError(f"the data service {self._address} was left: stop() was called")
+        return self._lease
+
+    def _start(self) -> bool:
+        """Start the service, if this process can. Returns whether it has."""
+        if not self._name or self._spec_fd is None:
+            return False
+        try:
+            return processes.start(self._name, "fastensor.provision.embedded.server")
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ProvisionError(f"the data service cannot be started: {error}") from error
+
+    def _connected(self) -> Connection:
+        """A new connection to the service, which has said hello, and knows what it serves.
+
+        Raises:
+            EngineLost: there is none.
+        """
+        with _lost_as_engine_lost():
+            connection = self._reached() if self._name else self._called()
+            try:
+                hello = self._greeted(connection)
+                if self._spec_fd is not None and hello["facts"] is None:
+                    connection.send(Say.SPEC, self._listened.encode(), fd=self._spec_fd)
+                    hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
+                if hello["facts"] is None:
+                    raise EngineLost("it was not told yet what to serve")
+            except BaseException:
+                connection.close()
+                raise
+            self._pid, self.facts = int(hello["pid"]), Facts(**hello["facts"])
+            self._listened = self.facts.listen
+            return connection
+
+    def _reached(self) -> Connection:
+        try:
+            return processes.reach(self._name)
+        except PermissionError as error:
+            raise ProvisionError(f"the data service {error}") from error
+
+    def _called(self) -> Connection:
+        endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(_TCP)), _ANSWER_SECONDS)
+        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Connection(endpoint)
+
+    def _greeted(self, connection: Connection) -> dict[str, Any]:
+        message = _answer(connection, _ANSWER_SECONDS, Say.HELLO, Say.CHALLENGE)
+        if message.kind == Say.HELLO:
+            if self._token is not None and not self._name:
+                raise ProvisionError(f"the service at {self._address} has not asked for the token: it is not the one")
+            return self._hello(message)
+        if self._token is None:
+            raise ProvisionError(f"the service at {self._address} needs a token: give it token=")
+        nonces = bytes(message.body), secrets.token_bytes(wire.NONCE_NBYTES)
+        connection.send(Say.ANSWER, nonces[1], wire.proof(self._token, "client", *nonces))
+        try:
+            hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
+        except ConnectionLost as error:
+            raise ProvisionError(f"the service at {self._address} has another token") from error
+        if not wire.is_proof(bytes.fromhex(hello["proof"]), self._token, "server", *nonces):
+            raise ProvisionError(f"the service at {self._address} does not know the token: it is not the one")
+        return hello
+
+    def _hello(self, message: Message) -> dict[str, Any]:
+        """What the service says of itself. Keeps what it serves, so that this process, too, can start it again."""
+        if message.fd is not None and self._spec_fd is None:
+            self._keep(message.fd)
+        elif message.fd is not None:
+            os.close(message.fd)
+        return json_of(message.body)
+
+    def _keep(self, spec_fd: int) -> None:
+        self._spec_fd = spec_fd
+        weakref.finalize(self, os.close, spec_fd)
+
+
+class EmbeddedFeed:
+    """See :class:`fastensor.provision.engine.Feed`.
+
+    Args:
+        connection: to the server; it belongs to the feed.
+        said: the registration.
+        pid: of the server, which is killed if it hangs; None: it is on another machine.
+    """
+
+    def __init__(self, connection: Connection, said: tuple[Bytes, ...], *, pid: int | None) -> None:
+        self._connection = connection
+        self._pid = pid
+        self._ring: RingReader | None = None
+        try:
+            with _lost_as_engine_lost():
+                connection.send(Say.REGISTER, *said)
+                answer = _answer(connection, _ANSWER_SECONDS, Say.READY)
+                if answer.fd is not None:
+                    self._ring = RingReader(answer.fd, writable=True)
+                    os.close(answer.fd)
+        except BaseException:
+            connection.close()
+            raise
+        self._copied: list[int] = []
+        """Slots of batches that came through the socket."""
+
+    def start(self, start: Start) -> None:
+        with self._talking():
+            self._connection.send(Say.START, start_as_json(start))
+
+    def pushed(self, seconds: float) -> Pushed | None:
+        with self._talking():
+            while True:
+                message = self._connection.receive()
+                if message is not None:
+                    if message.kind != Say.STATUS:
+                        return self._pushed(message)
+                elif not self._connection.wait(seconds):
+                    self._check_health()
+                    return None
+
+    def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
+        with self._talking():
+            dropped = np.array(self._ring.dropped() if self._ring is not None else self._copied, np.int64)
+            self._connection.send(Say.CREDIT, CREDIT.pack(generation, taken, waited_seconds), as_bytes(dropped))
+            self._copied = []
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _pushed(self, message: Message) -> Pushed:
+        generation, index, *numbers = BATCH.unpack_from(message.body)
+        slot, cost = Slot(*numbers[:3]), Cost(*numbers[3:])
+        if message.kind == Say.FAILED:
+            return Pushed(generation, index, memoryview(b""), cost, text_of(message, begin=BATCH.size))
+        if message.kind != Say.BATCH:
+            raise BadMessage(f"the server has sent a message of kind {message.kind}")
+        if message.fd is not None:
+            try:
+                return Pushed(generation, index, memoryview(mmap.mmap(message.fd, slot.nbytes)), cost)
+            finally:
+                os.close(message.fd)
+        if self._ring is not None:
+            return Pushed(generation, index, self._ring.view(slot), cost)
+        if slot.sequence != NO_SLOT:
+            self._copied.append(slot.sequence)
+        return Pushed(generation, index, _aligned(message.body[BATCH.size :]), cost)
+
+    def _check_health(self) -> None:
+        """Ask the server for something that it answers at once. One that hangs is killed, or nobody could start
+        another one."""
+        self._connection.send(Say.ASK)
+        if not self._connection.wait(_HEALTH_SECONDS):
+            if self._pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+            raise ConnectionLost(f"the server does not answer for {_HEALTH_SECONDS} s")
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Have what interrupts a conversation close the connection: half a message may have come or gone."""
+        try:
+            with _lost_as_engine_lost():
+                yield
+        except BaseException:
+            self._connection.close()
+            raise
+
+
+def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
+    """Wait for a message of a kind that is expected.
+
+    Raises:
+        ProvisionError: the service refuses.
+        ConnectionLost: there is no answer.
+    """
+    deadline = time.monotonic() + seconds
+    while (message := connection.receive()) is None:
+        if not connection.wait(max(deadline - time.monotonic(), 0)):
+            raise ConnectionLost(f"there was no answer for {seconds:g} s")
+    if message.kind == Say.REFUSED:
+        raise ProvisionError(text_of(message))
+    if message.kind not in expected:
+        raise BadMessage(f"expected {expected}, found a message of kind {message.kind}")
+    return message
+
+
+@contextmanager
+def _lost_as_engine_lost() -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionLost, BadMessage, OSError) as error:
+        raise EngineLost(str(error)) from error
+
+
+def _aligned(body: memoryview) -> memoryview:
+    """A copy of bytes that begins where every dtype can begin."""
+    copy = np.empty(len(body), np.uint8)
+    copy[:] = np.frombuffer(body, np.uint8)
+    return copy.data

@@ -1,0 +1,161 @@
+"""A client, as the server sees it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import socket
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fastensor.data.connection import Connection, Message
+from fastensor.data.ring import RingWriter, Slot
+from fastensor.provision.embedded import wire
+from fastensor.provision.embedded.feeding import Batch, Stream
+from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Say, checked, parted
+from fastensor.provision.engine import Cost, Registration
+
+_LONGEST_NBYTES = 256 << 20
+"""Clients send no longer messages: pickles of functions, and numbers."""
+_UNSENT_NBYTES = 64 << 20
+_MOST = {"buffer_nbytes": 1 << 36, "ahead": 1 << 20}
+
+
+class Client:
+    """A process that is connected. It has a loader, or none: then it keeps the server alive, and asks.
+
+    Args:
+        endpoint: connected. It belongs to the client.
+        token: what it has to know; None: nothing.
+        is_local: whether it is a Unix socket. Then descriptors can be sent, and it is the same user.
+    """
+
+    def __init__(self, endpoint: socket.socket, number: int, *, token: str | None, is_local: bool) -> None:
+        self.connection = Connection(endpoint)
+        self.number = number
+        self.is_known = token is None
+        """Whether it may use the service."""
+        self.connection.longest_nbytes = _LONGEST_NBYTES if self.is_known else wire.ANSWER_NBYTES
+        self._is_local = is_local
+        self._token = token
+        self._nonce = secrets.token_bytes(wire.NONCE_NBYTES)
+        self._proof = b""
+        """That the server knows the token."""
+        self.stream: Stream | None = None
+        """Its loader."""
+        self.pickled = b""
+        """The collate function."""
+
+    @property
+    def registered(self) -> Stream:
+        """Its loader.
+
+        Raises:
+            BadMessage: it has none.
+        """
+        if self.stream is None:
+            raise BadMessage("a message came for a loader that is not registered")
+        return self.stream
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it takes what is sent too slowly to be sent more."""
+        return self.connection.unsent_nbytes > _UNSENT_NBYTES
+
+    def challenge(self) -> None:
+        """Have it show that it knows the token."""
+        self.connection.send(Say.CHALLENGE, self._nonce)
+
+    def check_answer(self, message: Message) -> None:
+        """Look at the first message of a client that has to know the token.
+
+        Raises:
+            BadMessage: it does not.
+        """
+        assert self._token is not None
+        theirs, found = bytes(message.body[: wire.NONCE_NBYTES]), bytes(message.body[wire.NONCE_NBYTES :])
+        if message.kind != Say.ANSWER or not wire.is_proof(found, self._token, "client", self._nonce, theirs):
+            raise BadMessage("it does not know the token")
+        self._proof = wire.proof(self._token, "server", self._nonce, theirs)
+        self.is_known = True
+        self.connection.longest_nbytes = _LONGEST_NBYTES
+
+    def say_hello(self, facts: dict[str, Any] | None, spec_fd: int | None) -> None:
+        """Tell it what the service is."""
+        said = json.dumps({"pid": os.getpid(), "facts": facts, "proof": self._proof.hex()}).encode()
+        self.connection.send(Say.HELLO, said, fd=spec_fd if self._is_local else None)
+
+    def say_status(self, status: dict[str, Any]) -> None:
+        """Answer an ``ASK``."""
+        self.connection.send(Say.STATUS, json.dumps(status).encode())
+
+    def refuse(self, text: str) -> None:
+        """Say why something is not done."""
+        self.connection.send(Say.REFUSED, text.encode())
+
+    def register(self, body: memoryview) -> None:
+        """Serve a loader, if there is memory for its batches.
+
+        Raises:
+            BadMessage: it makes no sense, or has a pickle from who has not shown that it knows a token.
+        """
+        head, pickled = parted(body)
+        registration = checked(lambda: Registration(**head))
+        for name, most in _MOST.items():
+            if type(number := getattr(registration, name)) is not int or not 1 <= number <= most:
+                raise BadMessage(f"{name} is {number!r}")
+        if len(pickled) and not (self._is_local or self._token):
+            raise BadMessage("it sends a function, and has not shown that it knows a token")
+        if self.stream is not None:
+            raise BadMessage("it has a loader already")
+        try:
+            ring = RingWriter(registration.buffer_nbytes)
+        except (OSError, ValueError, MemoryError) as error:
+            self.refuse(f"there is no memory for batches: {error}")
+            return
+        self.stream, self.pickled = Stream(self.number, registration, ring), bytes(pickled)
+        self.connection.send(Say.READY, fd=ring.fd if self._is_local else None)
+
+    def take_credit(self, body: memoryview) -> None:
+        """The trainer was given batches, and has dropped others.
+
+        Raises:
+            BadMessage: it has not got these.
+        """
+        self.registered.credit(*checked(CREDIT.unpack_from, body), now=time.monotonic())
+        for sequence in checked(partial(np.frombuffer, dtype=np.int64), body[CREDIT.size :]).tolist():
+            checked(self.registered.ring.release, sequence)
+
+    def push(self, batch: Batch, slot: Slot, cost: Cost, fd: int | None) -> None:
+        """Send a batch, which is in a slot, or in memory of its own."""
+        said = BATCH.pack(batch.generation, batch.index, *slot, *cost)
+        if self._is_local:
+            self.connection.send(Say.BATCH, said, fd=fd)
+            return
+        content = self.registered.ring.view(slot) if fd is None else memoryview(mmap.mmap(fd, slot.nbytes))
+        self.connection.send(Say.BATCH, said, content)
+
+    def status(self) -> dict[str, Any]:
+        """What its loader has."""
+        stream = self.registered
+        ranks = (stream.plan.rank, stream.plan.world_size) if stream.plan is not None else None
+        return {
+            "ranks": ranks,
+            "taken": stream.taken,
+            "ahead": stream.ahead,
+            "needed": stream.needed,
+            "buffered_nbytes": stream.ring.used_nbytes,
+            "is_local": self._is_local,
+        }
+
+    def close(self) -> None:
+        """Forget it, and its batches."""
+        self.connection.close()
+        if self.stream is not None:
+            self.stream.is_gone = True
+            self.stream.ring.close()

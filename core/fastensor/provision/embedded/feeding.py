@@ -1,0 +1,225 @@
+"""What each loader gets next, and when each sample is used next. Everything here is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from fastensor.data.coalescing import Integers
+from fastensor.data.plan import EpochPlan, Positions
+from fastensor.data.ring import RingWriter, Slot
+from fastensor.provision.credits import FIRST, Pace
+from fastensor.provision.embedded.protocol import NO_SLOT
+from fastensor.provision.engine import Registration, Start
+from fastensor.provision.next_uses import Schedule
+
+_Key: TypeAlias = tuple[object, ...]
+
+
+class Orders:
+    """The orders of epochs, each computed once for all ranks, and the one of them that the cache follows.
+
+    Loaders that differ in nothing but their ranks and batch sizes have one order. The cache follows the order that
+    began first, until no loader has it any more.
+    """
+
+    def __init__(self) -> None:
+        self._schedules: dict[_Key, Schedule] = {}
+        self.followed: _Key | None = None
+        """The order that says when a sample is used next."""
+        self.position = 0
+        """How far it has come, by the loader that is ahead of the others."""
+
+    def order(self, plan: EpochPlan, epoch: int) -> Positions:
+        """The samples of an epoch."""
+        return self._schedule(plan).order(epoch)
+
+    def follow(self, plan: EpochPlan, position: int) -> Schedule:
+        """Let the cache follow an order from a position on."""
+        self.followed, self.position = key_of(plan), position
+        return self._schedule(plan)
+
+    def passed(self, plan: EpochPlan, position: int) -> None:
+        """Loaders of an order have come so far."""
+        if key_of(plan) == self.followed:
+            self.position = max(self.position, position)
+
+    def next_uses(self, samples: Integers, plan: EpochPlan, position: int) -> Integers:
+        """When samples are used next.
+
+        Args:
+            plan: of the loader that uses them now.
+            position: where that is in its order; ignored if the cache follows another one.
+        """
+        assert self.followed is not None
+        begin = position if key_of(plan) == self.followed else self.position
+        return self._schedules[self.followed].next_uses_of(samples, from_position=begin)
+
+    def keep(self, plans: Iterable[EpochPlan]) -> None:
+        """Forget orders that no loader has any more, unless the cache follows them."""
+        kept = {key_of(plan) for plan in plans} | {self.followed}
+        self._schedules = {key: schedule for key, schedule in self._schedules.items() if key in kept}
+
+    def _schedule(self, plan: EpochPlan) -> Schedule:
+        return self._schedules.setdefault(key_of(plan), Schedule(plan))
+
+
+def key_of(plan: EpochPlan) -> _Key:
+    """What the order of an epoch depends on. The same for all ranks, and all batch sizes."""
+    blocks = (plan.block_size, plan.blocks_per_group) if plan.shuffle == "block" else ()
+    return (plan.n, plan.seed, plan.shuffle, *blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A batch of a loader."""
+
+    generation: int
+    index: int
+    epoch: int
+    consumed: int
+    """Samples of the epoch that all ranks together take before this batch."""
+    positions: Positions
+
+
+def batches_from(start: Start, orders: Orders) -> Iterator[Batch]:
+    """The batches of a loader, from one epoch to the next, without an end; none if epochs have none."""
+    plan, epoch, consumed, index = start.plan, start.epoch, start.consumed, start.index
+    while plan.steps():
+        for positions in plan.batches(epoch, consumed, order=orders.order(plan, epoch)):
+            yield Batch(start.generation, index, epoch, consumed, positions)
+            consumed = plan.consumed_after(1, consumed)
+            index += 1
+        epoch, consumed = epoch + 1, 0
+
+
+@dataclass(slots=True)
+class Stream:
+    """A loader: what it has been sent, and what comes next."""
+
+    number: int
+    registration: Registration
+    ring: RingWriter
+    is_gone: bool = False
+    """Whether its client has ended. What is still made for it is thrown away."""
+    plan: EpochPlan | None = None
+    """None: it has not begun."""
+    generation: int = -1
+    taken: int = 0
+    """Batches of this generation before this number were given out."""
+    issued: int = 0
+    """Those before this number are made, or were."""
+    nbytes: int = 0
+    """So much room the next batch is given; 0 if none was made yet."""
+    needed: int = FIRST
+    """So many batches ahead keep the trainer from waiting, as far as was measured."""
+    upcoming: Batch | None = None
+    """What is to be made next; None if there is nothing."""
+    _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    _pace: Pace = field(default_factory=Pace)
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether another batch may be made."""
+        return self.upcoming is not None and self.ahead < self.registration.ahead
+
+    @property
+    def need(self) -> tuple[bool, int]:
+        """What comes first if loaders are sorted by it: who has less ahead than it needs, then who has least."""
+        return self.ahead >= self.needed, self.ahead
+
+    @property
+    def ahead(self) -> int:
+        """Batches that were sent, or are made, and were not given out."""
+        return self.issued - self.taken
+
+    def begin(self, start: Start, orders: Orders) -> None:
+        """Go on somewhere else."""
+        self.plan, self.generation = start.plan, start.generation
+        self.taken = self.issued = start.index
+        self._batches = batches_from(start, orders)
+        self.upcoming = next(self._batches, None)
+
+    def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
+        """The trainer has been given batches before this number. It may have got some of them from a server that has
+        ended: they are not made. What it says of other generations is of no use."""
+        if generation == self.generation and self.taken < taken <= self.issued + self.registration.ahead:
+            while self.issued < taken and self.upcoming is not None:
+                self.issue()
+            self.taken = min(taken, self.issued)
+            self._pace = self._pace.taken(at=now, waited=waited_seconds)
+            self.needed = self._pace.needed(self.nbytes)
+
+    def issue(self) -> Batch:
+        """Take what is to be made next."""
+        batch = self.upcoming
+        assert batch is not None
+        self.issued, self.upcoming = batch.index + 1, next(self._batches, None)
+        return batch
+
+    def made(self, slot: Slot | None, nbytes: int, *, is_in_slot: bool, seconds: float) -> Slot:
+        """A batch was made. Returns the slot that it is in; one without a number if it is in memory of its own.
+
+        Args:
+            slot: that it was given.
+            nbytes: that it has.
+            seconds: that it took.
+        """
+        self._pace = self._pace.made(nbytes=nbytes, seconds=seconds)
+        self.nbytes = max(nbytes, self.nbytes - self.nbytes // 16)  # one that is unusually large is forgotten later
+        if slot is not None and is_in_slot:
+            return self.ring.shrink(slot, nbytes)
+        self.free(slot)
+        return Slot(NO_SLOT, 0, nbytes)
+
+    def free(self, slot: Slot | None) -> None:
+        """Nobody will be told of a slot."""
+        if slot is not None:
+            self.ring.release(slot.sequence)
+
+    @property
+    def room_nbytes(self) -> int:
+        """How many bytes of the ring the next batch may need."""
+        buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
+        return min(self.nbytes or buffer // max(ahead, 2), buffer // 2)
+
+
+class Preloading:
+    """Which samples are read for the cache only, when there is nothing else to do: those that come next.
+
+    Args:
+        plan: in the order of which.
+        position: in the order of all epochs, from which on.
+        size: samples that are read together.
+    """
+
+    def __init__(self, plan: EpochPlan, position: int, *, size: int) -> None:
+        self.plan = plan
+        self._position = position
+        self._size = size
+        self._in_vain = 0
+        """Samples in a row that the cache had."""
+
+    def passed(self, position: int) -> None:
+        """Batches up to here are made; what is before it need not be read any more."""
+        self._position = max(self._position, position)
+
+    def go_back(self, position: int) -> None:
+        """There was no room for samples from here on."""
+        self._position = min(self._position, position)
+
+    def next_chunk(self, orders: Orders) -> tuple[int, Positions] | None:
+        """The next samples, some of which the cache may have, and their position in the order of all epochs. None if it
+        has had all of an epoch."""
+        if self._in_vain >= self.plan.n:
+            return None
+        begin, (epoch, consumed) = self._position, divmod(self._position, self.plan.n)
+        samples = orders.order(self.plan, epoch)[consumed : consumed + self._size]
+        self._position += len(samples)
+        self._in_vain += len(samples)
+        return begin, samples
+
+    def found_missing(self) -> None:
+        """The cache lacked some of the last chunk."""
+        self._in_vain = 0

@@ -1,0 +1,361 @@
+"""The server: one thread of one process, which has workers make batches, and pushes them to clients.
+
+It touches no sample, and runs nothing of the user. It goes round: takes what has come; gives work to workers that have
+none, first for the loader that has the fewest batches ahead; and reads ahead for the cache when no loader needs a
+worker. A loader is given batches as far as its credit and its ring reach. One that has none left is always given one:
+if it keeps old batches, and its ring has no room, the batch comes in memory of its own.
+
+A client that ends, however it does, is seen by the end of its connection. A worker that ends is replaced, and what it
+was doing is done again; a batch that has ended several workers is an error of its loader. The server ends with its last
+client, and the workers with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from fastensor.data.connection import ConnectionLost, Message
+from fastensor.errors import ProvisionError
+from fastensor.provision.embedded import wire, worker
+from fastensor.provision.embedded.clients import Client
+from fastensor.provision.embedded.feeding import Stream
+from fastensor.provision.embedded.protocol import (
+    BATCH,
+    NO_SLOT,
+    NUMBER,
+    BadMessage,
+    Done,
+    Say,
+    as_bytes,
+    done_of,
+    start_of,
+    text_of,
+)
+from fastensor.provision.embedded.spec import facts_of
+from fastensor.provision.embedded.tasks import Task, Tasks
+from fastensor.provision.embedded.workers import WorkerProcess
+from fastensor.provision.engine import Cost
+
+_log = logging.getLogger(__name__)
+_FIRST_CLIENT_SECONDS = 60
+"""For how long the server waits for its first client: whoever has started it may have died."""
+_TASKS_PER_WORKER = 2
+"""One is done, and one is waiting, so that the worker need not."""
+_MOST_STRANGERS = 64
+"""Clients that have not shown that they know the token. If there are more, the oldest is dropped."""
+
+
+class Server:
+    """See the module.
+
+    Args:
+        listener: a Unix socket that listens. It belongs to the server.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._clients: dict[int, Client] = {}
+        """By number those that may use the service."""
+        self._strangers: dict[int, Client] = {}
+        self._numbers = 0
+        self._workers: list[WorkerProcess] = []
+        self._replaced = 0
+        """Workers that have ended."""
+        self._spec_fd: int | None = None
+        self._token: str | None = None
+        self._selector = selectors.DefaultSelector()
+        self._listen(listener, is_local=True)
+
+    def run(self) -> None:
+        """Serve until the last client has gone."""
+        seconds: float | None = _FIRST_CLIENT_SECONDS
+        while self._await_events(seconds) and self._clients:
+            self._give_work()
+            seconds = None
+
+    def _listen(self, listener: socket.socket, *, is_local: bool) -> None:
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener, is_local=is_local))
+
+    def _await_events(self, seconds: float | None) -> bool:
+        """Do what has come. False if nothing has within ``seconds``, and there is no client."""
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            if key.fd in self._selector.get_map():  # what came before may have ended this one
+                key.data()
+        return bool(events or self._clients)
+
+    # Clients
+
+    def _accept(self, listener: socket.socket, *, is_local: bool) -> None:
+        try:
+            endpoint, _ = listener.accept()
+        except OSError:
+            return  # the client has gone
+        self._numbers += 1
+        client = Client(endpoint, self._numbers, token=None if is_local else self._token, is_local=is_local)
+        if is_local and client.connection.peer[1] != os.geteuid():
+            client.close()
+            return
+        self._selector.register(client.connection, selectors.EVENT_READ, partial(self._receive, client))
+        self._strangers[client.number] = client
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+        if client.is_known:
+            self._welcome(client)
+        else:
+            self._do_for(client, client.challenge)
+
+    def _welcome(self, client: Client) -> None:
+        """A client may use the service."""
+        if self._strangers.pop(client.number, None) is not None:
+            self._clients[client.number] = client
+        facts = None if self._spec_fd is None else asdict(self._facts)
+        self._do_for(client, partial(client.say_hello, facts, self._spec_fd))
+
+    def _receive(self, client: Client) -> None:
+        try:
+            client.connection.flush()
+            while (message := client.connection.receive()) is not None:
+                self._obey(client, message)
+        except ConnectionLost:
+            self._drop(client)
+        except BadMessage as error:
+            _log.warning("The data service has dropped a client: %s", error)
+            self._drop(client)
+        else:
+            self._watch(client)
+
+    def _obey(self, client: Client, message: Message) -> None:
+        if (message.fd is None) == (message.kind == Say.SPEC):
+            raise BadMessage(f"a message of kind {message.kind} came with a descriptor, or without one")
+        if not client.is_known:
+            client.check_answer(message)
+            self._welcome(client)
+            return
+        match message.kind:
+            case Say.SPEC:
+                self._begin(client, message)
+            case Say.ASK:
+                self._do_for(client, partial(client.say_status, self._status()))
+            case _ if self._spec_fd is None:
+                raise BadMessage(f"a message of kind {message.kind} came before it was said what is served")
+            case Say.REGISTER:
+                self._do_for(client, partial(client.register, message.body))
+                for one in self._workers:
+                    self._introduce(client, one)
+            case Say.START:
+                start = start_of(message.body, self._facts.samples)
+                client.registered.begin(start, self._tasks.orders)
+                self._tasks.start(start, self._streams)
+            case Say.PRELOAD:
+                self._tasks.start(start_of(message.body, self._facts.samples), self._streams)
+            case Say.CREDIT:
+                client.take_credit(message.body)
+            case _:
+                raise BadMessage(f"a message of kind {message.kind} came, which no client sends")
+
+    def _do_for(self, client: Client, send: Callable[[], None]) -> None:
+        """Send something to a client, which may be lost meanwhile."""
+        try:
+            send()
+        except ConnectionLost:
+            self._drop(client)
+        else:
+            self._watch(client)
+
+    def _watch(self, end: Client | WorkerProcess) -> None:
+        """Be told when the kernel takes more of what was not sent, if there is anything."""
+        if end.connection.fileno() < 0:
+            return  # it was closed meanwhile
+        key = self._selector.get_map().get(end.connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if end.connection.unsent_nbytes else 0)
+        if key is not None and key.events != events:
+            self._selector.modify(end.connection, events, key.data)
+
+    def _drop(self, client: Client) -> None:
+        known = self._clients.pop(client.number, None) or self._strangers.pop(client.number, None)
+        if known is None:
+            return
+        self._selector.unregister(client.connection)
+        client.close()
+        for one in self._workers:
+            self._tell(one, Say.FORGET, NUMBER.pack(client.number))
+
+    # What is served
+
+    def _begin(self, client: Client, message: Message) -> None:
+        """Serve what a client says, unless another one has come first."""
+        assert message.fd is not None
+        if self._spec_fd is not None:
+            os.close(message.fd)
+            self._welcome(client)
+            return
+        self._facts, self._token = facts_of(message.fd)
+        try:
+            if self._facts.listen:
+                self._listen_elsewhere(text_of(message) or self._facts.listen)
+        except ProvisionError as error:
+            os.close(message.fd)
+            self._do_for(client, partial(client.refuse, str(error)))
+            return
+        self._spec_fd = message.fd
+        self._tasks = Tasks(self._facts)
+        self._slabs = _memory(self._facts.cache_nbytes)
+        for _ in range(self._facts.workers):
+            self._start_worker()
+        self._welcome(client)
+
+    def _listen_elsewhere(self, address: str) -> None:
+        listener = wire.listening(address, self._token)
+        host, port = listener.getsockname()[:2]
+        self._facts = replace(self._facts, listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        self._listen(listener, is_local=False)
+
+    def _status(self) -> dict[str, Any]:
+        """What the service does, for people and monitors."""
+        loaders = [client.status() for client in self._clients.values() if client.stream is not None]
+        found: dict[str, Any] = {"pid": os.getpid(), "clients": len(self._clients), "loaders": loaders}
+        if self._spec_fd is not None:
+            workers = [{"pid": one.pid, "tasks": len(one.tasks)} for one in self._workers]
+            found |= {"workers": workers, "workers_replaced": self._replaced, **self._tasks.status()}
+        return found
+
+    # Workers
+
+    @property
+    def _streams(self) -> list[Stream]:
+        """Of all loaders."""
+        return [client.stream for client in self._clients.values() if client.stream is not None]
+
+    def _give_work(self) -> None:
+        """Give work to workers, as long as there are both."""
+        behind = {client.number for client in self._clients.values() if client.is_behind}
+        while self._workers:
+            one = min(self._workers, key=lambda one: len(one.tasks))
+            if len(one.tasks) >= _TASKS_PER_WORKER:
+                return
+            task = self._tasks.next_batch(stream for stream in self._streams if stream.number not in behind)
+            if task is None and not one.tasks:
+                task = self._tasks.next_preload()
+            if task is None:
+                return
+            one.tasks[task.number] = task
+            self._tell(one, Say.TASK, *self._tasks.work_of(task).as_bytes())
+
+    def _start_worker(self) -> None:
+        assert self._spec_fd is not None
+        main = partial(worker.main, spec_fd=self._spec_fd, slabs=self._slabs, seed=self._facts.seed)
+        one = WorkerProcess(main)
+        self._workers.append(one)
+        self._selector.register(one.connection, selectors.EVENT_READ, partial(self._hear, one))
+        for client in self._clients.values():
+            self._introduce(client, one)
+
+    def _introduce(self, client: Client, one: WorkerProcess) -> None:
+        """Tell a worker of a loader."""
+        if client.stream is not None and not client.stream.is_gone:
+            said = NUMBER.pack(client.number), client.pickled
+            self._tell(one, Say.LOADER, *said, fd=client.stream.ring.fd)
+
+    def _tell(self, one: WorkerProcess, kind: Say, *parts: Any, fd: int | None = None) -> None:
+        """Send something to a worker. One that has ended is found when it is listened to."""
+        try:
+            one.connection.send(kind, *parts, fd=fd)
+        except ConnectionLost:
+            return
+        self._watch(one)
+
+    def _hear(self, one: WorkerProcess) -> None:
+        try:
+            one.connection.flush()
+            while (message := one.connection.receive()) is not None:
+                self._note(one, message)
+        except ConnectionLost:
+            self._replace(one)
+        else:
+            self._watch(one)
+
+    def _note(self, one: WorkerProcess, message: Message) -> None:
+        match message.kind:
+            case Say.DONE:
+                self._done(one, done_of(message.body), message.fd)
+            case Say.STORED:
+                self._tasks.written(one.writing.pop(*NUMBER.unpack(message.body)))
+            case Say.BROKEN:
+                task = one.tasks.pop(*NUMBER.unpack_from(message.body))
+                self._tasks.finished(task)
+                self._fail(task, text_of(message, begin=NUMBER.size))
+
+    def _done(self, one: WorkerProcess, done: Done, fd: int | None) -> None:
+        task = one.tasks.pop(done.number)
+        self._push(task, done, fd)
+        if fd is not None:
+            os.close(fd)
+        offsets = self._tasks.done(task, done)
+        if len(offsets):
+            one.writing[task.number] = task
+            self._tell(one, Say.STORE, NUMBER.pack(task.number), as_bytes(offsets))
+
+    def _push(self, task: Task, done: Done, fd: int | None) -> None:
+        """Send a batch to its client, if that is still there."""
+        client = self._clients.get(task.stream.number) if task.stream is not None else None
+        if task.batch is None or client is None:
+            return
+        seconds = time.monotonic() - task.begun_seconds
+        slot = client.registered.made(task.slot, done.nbytes, is_in_slot=fd is None, seconds=seconds)
+        cost = Cost(len(task.positions), len(task.positions) - len(done.read), int(done.lengths.sum()))
+        self._do_for(client, partial(client.push, task.batch, slot, cost, fd))
+
+    def _fail(self, task: Task, text: str) -> None:
+        """Tell a loader why a batch cannot be made. If samples could not be read for the cache, the loader that needs
+        them will be told."""
+        client = self._clients.get(task.stream.number) if task.stream is not None else None
+        if task.batch is None or client is None:
+            return
+        client.registered.free(task.slot)
+        said = BATCH.pack(task.batch.generation, task.batch.index, NO_SLOT, *[0] * 5)
+        self._do_for(client, partial(client.connection.send, Say.FAILED, said, text.encode()))
+
+    def _replace(self, one: WorkerProcess) -> None:
+        """A worker has ended: start another one, and have done again what it was doing."""
+        self._selector.unregister(one.connection)
+        self._workers.remove(one)
+        status = one.end()
+        self._replaced += 1
+        _log.warning("A worker of the data service has ended with %d, and is replaced", status)
+        for task in one.writing.values():
+            self._tasks.stock.not_written(task.writes)
+        for number, task in enumerate(one.tasks.values()):
+            if number:  # it was waiting
+                self._tasks.postpone(task)
+            elif not self._tasks.killed(task):
+                self._fail(task, f"{task.attempts} workers have ended while they made it, the last one with {status}")
+        self._start_worker()
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Memory that forked processes share. The kernel provides it as it is first used."""
+    fd = os.memfd_create("fastensor-cache", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, max(nbytes, 1))
+        return memoryview(mmap.mmap(fd, max(nbytes, 1)))
+    finally:
+        os.close(fd)
+
+
+def main(fd: int) -> None:
+    """Run in a process of its own.
+
+    Args:
+        fd: the socket that listens.
+    """
+    Server(socket.socket(fileno=fd)).run()

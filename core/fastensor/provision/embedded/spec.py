@@ -1,0 +1,86 @@
+"""What a service serves, in memory without a name: whoever has it can start the service.
+
+The server reads only the facts. Objects of the user are unpickled in workers, after the script that has started the
+service has been imported there, as ``multiprocessing`` does it (``spawn``).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from multiprocessing import process, spawn
+from typing import Any
+
+from fastensor.errors import ProvisionError
+from fastensor.provision.embedded.protocol import NUMBER, json_of
+from fastensor.provision.engine import Facts
+from fastensor.provision.sources import Source
+
+_NOT_FOR_WORKERS = ("authkey", "name", "start_method")
+"""What ``multiprocessing`` prepares for its own processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The user's objects. Whatever they need has to be pickled along."""
+
+    source: Source
+    before_cache: Callable[[Any], Any] | None
+    after_cache: Callable[[Any], Any] | None
+
+
+def packed(facts: Facts, token: str | None, contents: Contents) -> int:
+    """Returns a descriptor of the spec, which belongs to the caller.
+
+    Raises:
+        ProvisionError: something cannot be pickled.
+    """
+    preparation = spawn.get_preparation_data("fastensor-worker")
+    for name in _NOT_FOR_WORKERS:
+        preparation.pop(name, None)
+    head = json.dumps({"facts": asdict(facts), "token": token}).encode()
+    fd = os.memfd_create("fastensor-spec", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(NUMBER.pack(len(head)) + head)
+            pickle.dump(preparation, file)
+            pickle.dump([getattr(contents, field.name) for field in fields(Contents)], file, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        os.close(fd)
+        raise ProvisionError(
+            f"the source and its transforms cannot be sent to the processes that use them: {error}. Functions have to "
+            f"be defined at the top of a module, and the source may hold no open files or locks"
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def facts_of(fd: int) -> tuple[Facts, str | None]:
+    """The facts of a spec, and the token that clients from elsewhere need."""
+    (nbytes,) = NUMBER.unpack(os.pread(fd, NUMBER.size, 0))
+    found = json_of(memoryview(os.pread(fd, nbytes, NUMBER.size)))
+    return Facts(**found["facts"]), found["token"]
+
+
+def contents_of(fd: int) -> Contents:
+    """The user's objects, in a process that was made for them: it becomes like the one that has packed them."""
+    (nbytes,) = NUMBER.unpack(os.pread(fd, NUMBER.size, 0))
+    with mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ) as memory:
+        memory.seek(NUMBER.size + nbytes)
+        _prepare(pickle.load(memory))
+        return Contents(*pickle.load(memory))
+
+
+def _prepare(preparation: dict[str, Any]) -> None:
+    current: Any = process.current_process()
+    current._inheriting = True  # a script that starts a service when it is imported gets multiprocessing's explanation
+    try:
+        spawn.prepare(preparation)
+    finally:
+        del current._inheriting

@@ -1,0 +1,123 @@
+"""The samples that the server has in memory: which can be found, and which have to stay where they are."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastensor.data.coalescing import Integers
+from fastensor.provision.cache import Cache, Extent
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened to the samples of a service."""
+
+    hits: int = 0
+    """Samples of batches that the cache had."""
+    misses: int = 0
+    """Samples that were read for a batch."""
+    preloaded: int = 0
+    """Samples that were read before a batch needed them."""
+    damaged: int = 0
+    """Samples whose bytes in memory were not what had been stored. They were read again."""
+
+
+class Stock:
+    """A cache with the state of its samples.
+
+    A sample can be found when a worker has written it. It is held while a worker writes it, and while tasks use it.
+    When it is used next decides whether it stays.
+
+    Args:
+        cache: None: nothing is kept.
+    """
+
+    def __init__(self, cache: Cache | None) -> None:
+        self.counts = Counts()
+        self.cache = cache
+        self._reading: set[int] = set()
+        """What workers read now."""
+        self._unwritten: set[int] = set()
+        """What has a place, and is not written yet."""
+        self._damaged: set[int] = set()
+
+    def take(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Where samples are, with -1 for those that are not there; and their bytes. They are held from now on."""
+        offsets, lengths = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
+        for place, position in enumerate(positions.tolist()):
+            if self.cache is not None and (found := self._whole(position)) is not None:
+                offsets[place], lengths[place] = found
+                self.cache.hold(position)
+        return offsets, lengths
+
+    def reading(self, positions: Integers) -> None:
+        """Samples are being read."""
+        if self.cache is not None:
+            self._reading.update(positions.tolist())
+
+    def not_reading(self, positions: Integers) -> None:
+        """Samples have been read, or the worker has ended."""
+        self._reading.difference_update(positions.tolist())
+
+    def awaits(self, positions: Integers) -> bool:
+        """Whether some of the samples will be found soon."""
+        wanted = positions.tolist()
+        return not (self._reading.isdisjoint(wanted) and self._unwritten.isdisjoint(wanted))
+
+    def lacking(self, positions: Integers) -> Integers:
+        """Those of the samples that have no place and are not being read; none without a cache."""
+        found = (one for one in positions.tolist() if one not in self._reading)
+        return np.array([one for one in found if self.cache is not None and self.cache.find(one) is None], np.int64)
+
+    def would_keep(self, count: int, next_use: int) -> bool:
+        """Whether there is likely to be room for so many samples more, the last of which is used then."""
+        if self.cache is None:
+            return False
+        mean_nbytes = self.cache.used_nbytes / max(self.cache.samples, 1)
+        last_use = self.cache.last_use()
+        has_room = self.cache.nbytes - self.cache.used_nbytes >= count * mean_nbytes
+        return has_room or (last_use is not None and last_use > next_use)
+
+    def give_back(self, positions: Integers, next_uses: Integers) -> None:
+        """A task that has taken samples, or has been told to write them, does not use them any more."""
+        for position, next_use in zip(positions.tolist(), next_uses.tolist(), strict=True):
+            assert self.cache is not None
+            self.cache.release(position, next_use=None if position in self._damaged else next_use)
+            if self.cache.find(position) is None:
+                self._damaged.discard(position)
+
+    def place(self, positions: Integers, lengths: Integers, next_uses: Integers) -> Integers:
+        """Where samples are to be written; -1 where there are others that are used sooner, or held. They are held."""
+        offsets = np.full(len(positions), -1)
+        entries = zip(positions.tolist(), lengths.tolist(), next_uses.tolist(), strict=True)
+        for place, (position, nbytes, next_use) in enumerate(entries):
+            if self.cache is None or self.cache.find(position) is not None:
+                continue
+            with suppress(ValueError):  # it is larger than the cache, and read each time
+                if (found := self.cache.place(position, nbytes, next_use=next_use)) is not None:
+                    offsets[place] = found.offset
+                    self._unwritten.add(position)
+        return offsets
+
+    def written(self, positions: Integers, next_uses: Integers) -> None:
+        """Samples that were placed can be found now."""
+        self._unwritten.difference_update(positions.tolist())
+        self.give_back(positions, next_uses)
+
+    def not_written(self, positions: Integers) -> None:
+        """The worker that was to write samples has ended."""
+        self._damaged.update(positions.tolist())
+        self.written(positions, positions)
+
+    def damaged(self, positions: Integers) -> None:
+        """The bytes of samples, which are held, are not what was stored."""
+        self.counts.damaged += len(positions)
+        self._damaged.update(positions.tolist())
+
+    def _whole(self, position: int) -> Extent | None:
+        if position in self._unwritten or position in self._damaged:
+            return None
+        return None if self.cache is None else self.cache.find(position)

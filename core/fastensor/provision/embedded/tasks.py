@@ -1,0 +1,204 @@
+"""What workers do next, and what follows from what they have done. No process and no connection is touched here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fastensor.data.coalescing import Integers
+from fastensor.data.plan import EpochPlan, Positions
+from fastensor.data.ring import Slot
+from fastensor.provision.cache import Cache
+from fastensor.provision.embedded.feeding import Batch, Orders, Preloading, Stream, key_of
+from fastensor.provision.embedded.protocol import Done, Work
+from fastensor.provision.embedded.stock import Stock
+from fastensor.provision.engine import Facts, Start
+
+_NONE = np.zeros(0, np.int64)
+_MOST_ATTEMPTS = 3
+"""A task that so many workers have been killed with is not given to another one."""
+_MOST_PRELOADED = 16
+"""Samples that are read together for the cache only. A batch may have to wait for them."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """What a worker does: a batch for a loader, or samples for the cache."""
+
+    number: int
+    stream: Stream | None
+    """Whom the batch is for; None: only for the cache."""
+    batch: Batch | None
+    plan: EpochPlan
+    position: int
+    """In the order of all epochs: when the samples are used next, at the earliest."""
+    positions: Positions
+    slot: Slot | None = None
+    begun_seconds: float = field(default_factory=time.monotonic)
+    """When it was decided to do it."""
+    attempts: int = 0
+    """Workers that have been killed with it."""
+    offsets: Integers = field(default_factory=lambda: _NONE)
+    """Where the samples are in the cache, -1 for those that are not there."""
+    writes: Integers = field(default_factory=lambda: _NONE)
+    """Positions of the samples that the worker was told to write to the cache."""
+
+
+class Tasks:
+    """What is to be done for the loaders of a service. See the module.
+
+    Args:
+        facts: of the service.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.orders = Orders()
+        self.stock = Stock(
+            Cache(facts.samples, nbytes=facts.cache_nbytes) if facts.cache_nbytes and facts.samples else None
+        )
+        self._numbers = 0
+        self._again: list[Task] = []
+        """What workers have been killed with."""
+        self._preloading: Preloading | None = None
+        self._cache_is_full = False
+        """Whether it has had no room for samples that come next, and no batch was made since."""
+
+    def start(self, start: Start, loaders: Iterable[Stream]) -> None:
+        """A loader begins, or preloading does: the cache follows its order, unless another loader has the order that it
+        follows now.
+
+        Args:
+            start: where.
+            loaders: all that there are.
+        """
+        plans = [one.plan for one in loaders if one.plan is not None]
+        self.orders.keep([*plans, start.plan])
+        followed = self.orders.followed
+        if followed not in (None, key_of(start.plan)) and followed in map(key_of, plans):
+            return
+        position = start.epoch * start.plan.n + start.consumed
+        schedule = self.orders.follow(start.plan, position)
+        if self.stock.cache is not None:
+            self.stock.cache.reschedule(schedule.next_uses(from_position=position))
+            self._preloading = Preloading(start.plan, position, size=min(start.plan.batch_size, _MOST_PRELOADED))
+            self._cache_is_full = False
+
+    def next_batch(self, loaders: Iterable[Stream]) -> Task | None:
+        """A batch for the loader that needs one most.
+
+        Args:
+            loaders: those that can be sent one.
+        """
+        while self._again:
+            task = self._again.pop()
+            if task.stream is not None and not task.stream.is_gone:
+                return task
+        for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.need):
+            if stream.upcoming is None or self.stock.awaits(stream.upcoming.positions):
+                continue  # samples that are read now are not read twice
+            placed = stream.ring.place(stream.room_nbytes)
+            if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
+                return self._task_of(stream, stream.issue(), None if placed is None else placed[0])
+        return None
+
+    def next_preload(self) -> Task | None:
+        """Samples that the cache has not, and that will be used soon."""
+        while self._preloading is not None and not self._cache_is_full:
+            if (found := self._preloading.next_chunk(self.orders)) is None:
+                return None
+            position, chunk = found
+            if len(lacking := self.stock.lacking(chunk)):
+                self._preloading.found_missing()
+                if not self.stock.would_keep(len(lacking), position + len(chunk)):
+                    self._preloading.go_back(position)
+                    self._cache_is_full = True
+                    return None
+                self.stock.counts.preloaded += len(lacking)
+                return Task(self._next_number(), None, None, self._preloading.plan, position, lacking)
+        return None
+
+    def work_of(self, task: Task) -> Work:
+        """What a worker has to know. The samples are held from now on."""
+        task.offsets, lengths = self.stock.take(task.positions)
+        self.stock.reading(task.positions[task.offsets < 0])
+        loader, epoch = -1, 0
+        if task.stream is not None and task.batch is not None:
+            loader, epoch = task.stream.number, task.batch.epoch
+            hits = int((task.offsets >= 0).sum())
+            self.stock.counts.hits += hits
+            self.stock.counts.misses += len(task.positions) - hits
+        where = (task.slot.offset, task.slot.nbytes) if task.slot is not None else (0, 0)
+        return Work(task.number, loader, task.plan.seed, epoch, *where, task.positions, task.offsets, lengths)
+
+    def done(self, task: Task, done: Done) -> Integers:
+        """A worker has done a task. Returns where it is to write the samples that it has read, -1 for none."""
+        self.stock.damaged(done.lost)
+        self.finished(task)
+        offsets = self.stock.place(done.read, done.lengths, self._next_uses(task, done.read))
+        task.writes = done.read[offsets >= 0]
+        self._cache_is_full = task.batch is None and len(task.writes) < len(done.read)
+        if self._cache_is_full and self._preloading is not None:
+            self._preloading.go_back(task.position)
+        return offsets
+
+    def written(self, task: Task) -> None:
+        """A worker has written the samples of a task."""
+        self.stock.written(task.writes, self._next_uses(task, task.writes))
+
+    def finished(self, task: Task) -> None:
+        """A worker does not use the samples of a task any more."""
+        self.stock.not_reading(task.positions[task.offsets < 0])
+        used = task.positions[task.offsets >= 0]
+        self.stock.give_back(used, self._next_uses(task, used))
+
+    def postpone(self, task: Task) -> None:
+        """The worker that was to do a task has ended before: another one does it."""
+        self.finished(task)
+        self._again.append(task)
+
+    def killed(self, task: Task) -> bool:
+        """A worker has ended while it did a task. Returns whether it is tried once more."""
+        task.attempts += 1
+        if task.attempts < _MOST_ATTEMPTS:
+            self.postpone(task)
+            return True
+        self.finished(task)
+        return False
+
+    def status(self) -> dict[str, Any]:
+        """Counts, for people and monitors."""
+        cache = self.stock.cache
+        of_cache = (
+            {}
+            if cache is None
+            else {
+                "cached_samples": cache.samples,
+                "cached_nbytes": cache.used_nbytes,
+                "evictions": cache.evictions,
+            }
+        )
+        return {**asdict(self.stock.counts), **of_cache}
+
+    def _task_of(self, stream: Stream, batch: Batch, slot: Slot | None) -> Task:
+        plan = stream.plan
+        assert plan is not None
+        begin = batch.epoch * plan.n
+        after = begin + plan.consumed_after(1, batch.consumed)
+        self.orders.passed(plan, begin + batch.consumed)
+        if self._preloading is not None and key_of(plan) == self.orders.followed:
+            self._preloading.passed(after)
+        return Task(self._next_number(), stream, batch, plan, after, batch.positions, slot)
+
+    def _next_uses(self, task: Task, samples: Integers) -> Integers:
+        if not len(samples):
+            return _NONE
+        position = task.position if task.batch is not None else max(task.position, self.orders.position)
+        return self.orders.next_uses(samples, task.plan, position)
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers

@@ -1,0 +1,190 @@
+"""Batches that a service has made, in the order of epochs, each once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from fastensor.data.epochs import EpochLoader, Progress
+from fastensor.data.plan import EpochPlan
+from fastensor.errors import ProvisionError
+from fastensor.provision.encoding import decode
+from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
+from fastensor.provision.metrics import Served
+from fastensor.provision.transfer import DeviceCopies
+
+T = TypeVar("T")
+
+_CHECK_SECONDS = 5.0
+"""A batch that takes longer makes the client ask whether the service is well."""
+_MOST_RECOVERIES = 3
+"""A service that is lost so often without having brought a batch is not looked for again."""
+_NOWHERE = -1
+"""No epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStatistics:
+    """What a loader has given out so far."""
+
+    given: Served = field(default_factory=Served)
+    """Batches, and how long they were waited for. See :func:`fastensor.provision.metrics.table`."""
+    repeated: int = 0
+    """Batches that came again, and were dropped."""
+    recoveries: int = 0
+    """How often the service was lost, and looked for."""
+
+
+class ProvisionedLoader(EpochLoader):
+    """Iterates over the batches of one epoch after the other, which a service makes. See
+    :class:`~fastensor.data.epochs.EpochLoader`, and :meth:`fastensor.provision.DataService.loader`, which makes it.
+
+    Batches come ahead of need, and each is given out once, in the order of the plan, whatever happens to the service.
+    Their tensors and arrays are views of memory that only this process uses: they may be written to, and kept. While a
+    batch is kept, its part of the buffer is not used for others.
+
+    Used by one thread at a time, in the process that has made it; one iteration at a time.
+
+    Args:
+        engine: the service.
+        registration: what the service has to know.
+        plan: without the ranks.
+        ranks: see :class:`~fastensor.data.epochs.EpochLoader`.
+        device: where tensors of batches are to be. To a GPU they are copied in a stream of their own.
+    """
+
+    _kind = "a ProvisionedLoader"
+
+    def __init__(
+        self,
+        engine: Engine,
+        registration: Registration,
+        plan: EpochPlan,
+        *,
+        ranks: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(plan, ranks=ranks)
+        self._engine = engine
+        self._registration = registration
+        where = torch.device("cpu" if device is None else device)
+        self._copies = None if where.type == "cpu" else DeviceCopies(where)
+        self._feed: Feed | None = None
+        self._is_started = False
+        """Whether the feed was told where to begin."""
+        self._next = Start(plan, _NOWHERE, 0)
+        """What the service sends next: a batch of which epoch, and its number."""
+        self._arrived: dict[int, Pushed] = {}
+        """By their numbers, batches that were not given out yet."""
+        self._statistics = LoaderStatistics()
+        self._began: float | None = None
+        """When the first batch was wanted."""
+        self._recoveries = 0
+        """How often the service was lost since the last batch."""
+
+    def stats(self) -> LoaderStatistics:
+        """What was given out so far, and how long it was waited for."""
+        return self._statistics
+
+    def close(self) -> None:
+        """Have the service forget this loader, until it is used again."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed, self._is_started = None, False
+        self._arrived.clear()
+
+    @property
+    def _content(self) -> str:
+        return self._engine.facts.fingerprint
+
+    def _batches_of(self, plan: EpochPlan) -> Iterator[Any]:
+        batches = self._host_batches(plan, self._progress)
+        return batches if self._copies is None else map(self._copies, batches)
+
+    def _host_batches(self, plan: EpochPlan, progress: Progress) -> Iterator[Any]:
+        """The batches from a progress to the end of its epoch."""
+        self._go_to(plan, progress)
+        for _ in range(plan.steps(progress.consumed)):
+            progress = progress.after_step(plan)
+            content = self._take(progress)
+            yield decode(content)
+            del content  # or its memory would be kept until the next batch is here
+        self._next = replace(self._next, epoch=progress.epoch + 1, consumed=0)
+
+    def _go_to(self, plan: EpochPlan, progress: Progress) -> None:
+        """Have the service go on at a progress, if it does not anyway."""
+        wanted = Start(plan, progress.epoch, progress.consumed, self._next.generation, self._next.index)
+        if self._next != wanted:
+            self._arrived.clear()
+            self._next = replace(wanted, generation=wanted.generation + 1, index=0)
+            self._is_started = False
+        self._talk(lambda feed: None)
+
+    def _take(self, progress: Progress) -> memoryview:
+        """The next batch, in turn.
+
+        Args:
+            progress: when it is given out.
+        """
+        began = time.perf_counter()
+        while (pushed := self._arrived.pop(self._next.index, None)) is None:
+            self._sort_in(self._talk(lambda feed: feed.pushed(_CHECK_SECONDS)))
+        if pushed.failure:
+            self._next = replace(self._next, epoch=_NOWHERE)
+            raise ProvisionError(f"a batch could not be made. This was raised in a worker:\n\n{pushed.failure}")
+        waited_seconds = time.perf_counter() - began
+        self._count(pushed, waited_seconds)
+        self._next = replace(self._next, consumed=progress.consumed, index=self._next.index + 1)
+        self._talk(lambda feed: feed.credit(self._next.generation, self._next.index, waited_seconds=waited_seconds))
+        self._recoveries = 0
+        return pushed.content
+
+    def _count(self, pushed: Pushed, waited_seconds: float) -> None:
+        given, cost, now = self._statistics.given, pushed.cost, time.perf_counter()
+        if self._began is None:
+            self._began = now - waited_seconds
+        given = Served(
+            batches=given.batches + 1,
+            samples=given.samples + cost.samples,
+            nbytes=given.nbytes + len(pushed.content),
+            hits=given.hits + cost.hits,
+            read_nbytes=given.read_nbytes + cost.read_nbytes,
+            seconds=now - self._began,
+            waits=given.waits.with_wait(waited_seconds),
+        )
+        self._statistics = replace(self._statistics, given=given)
+
+    def _sort_in(self, pushed: Pushed | None) -> None:
+        """Keep what has come until its turn; but each batch once."""
+        if pushed is None or pushed.generation != self._next.generation:
+            return
+        if pushed.index < self._next.index or pushed.index in self._arrived:
+            self._statistics = replace(self._statistics, repeated=self._statistics.repeated + 1)
+        else:
+            self._arrived[pushed.index] = pushed
+
+    def _talk(self, action: Callable[[Feed], T]) -> T:
+        """Say something to the service, or hear it; to one that was found again, if need be.
+
+        Raises:
+            ProvisionError: it is lost again and again.
+        """
+        while True:
+            try:
+                if self._feed is None:
+                    self._feed = self._engine.register(self._registration)
+                if not self._is_started:
+                    self._feed.start(self._next)
+                    self._is_started = True
+                return action(self._feed)
+            except EngineLost as error:
+                self._feed, self._is_started = None, False
+                self._recoveries += 1
+                self._statistics = replace(self._statistics, recoveries=self._statistics.recoveries + 1)
+                if self._recoveries > _MOST_RECOVERIES:
+                    raise ProvisionError(f"the data service was lost {self._recoveries} times: {error}") from error
+                self._engine.recover()

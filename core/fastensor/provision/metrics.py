@@ -1,0 +1,228 @@
+"""Statistics of a data service: recorded, in the text form of Prometheus, and as a table for people. All is pure.
+
+The text form is version 0.0.4 of https://prometheus.io/docs/instrumenting/exposition_formats/.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from fastensor.files.words import human_seconds, human_size
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""What an HTTP server says about the text."""
+
+_BOUNDS_PER_DECADE = 16
+BOUNDS: tuple[float, ...] = tuple(10 ** (step / _BOUNDS_PER_DECADE - 6) for step in range(8 * _BOUNDS_PER_DECADE + 1))
+"""Upper bounds of the waits that are counted together, in seconds, from 1 µs to 100 s. Each is 15 % above the last."""
+_EXPOSED = 4
+"""Prometheus is shown every fourth bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long a client has waited for its batches. Waits of about the same length are counted together.
+
+    >>> waits = Waits()
+    >>> for milliseconds in (1, 1, 1, 50):
+    ...     waits = waits.with_wait(milliseconds / 1000)
+    >>> round(waits.quantile(0.5), 4), round(waits.quantile(0.99), 4), waits.count
+    (0.001, 0.05, 4)
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    """Of waits up to each of the :data:`BOUNDS`, and of longer ones."""
+    seconds: float = 0.0
+    """Of all waits together."""
+    longest: float = 0.0
+    """In seconds."""
+
+    @property
+    def count(self) -> int:
+        """How many waits there were."""
+        return sum(self.counts)
+
+    def with_wait(self, seconds: float) -> Self:
+        """These waits and another one."""
+        number = bisect_left(BOUNDS, seconds)
+        counts = (*self.counts[:number], self.counts[number] + 1, *self.counts[number + 1 :])
+        return replace(self, counts=counts, seconds=self.seconds + seconds, longest=max(self.longest, seconds))
+
+    def __add__(self, other: Waits) -> Waits:
+        counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
+        return Waits(counts, self.seconds + other.seconds, max(self.longest, other.longest))
+
+    def quantile(self, part: float) -> float:
+        """So many seconds were enough for this part of the waits. Up to 15 % too large; 0 without waits."""
+        wanted, seen = math.ceil(part * self.count), 0
+        for bound, count in zip((*BOUNDS, math.inf), self.counts, strict=True):
+            seen += count
+            if seen >= wanted > 0:
+                return min(bound, self.longest)
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a client was given, in an epoch or since it began."""
+
+    batches: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    """Of the batches."""
+    hits: int = 0
+    """Samples that were in the cache already when it was time to read them."""
+    read_nbytes: int = 0
+    """Of the samples that were read from the source and prepared for the cache."""
+    seconds: float = 0.0
+    """From the first batch to the last one."""
+    waits: Waits = Waits()
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of the samples that were in the cache already. 0 without samples."""
+        return self.hits / self.samples if self.samples else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """The part of the time that the client has waited. 0 without time."""
+        return min(self.waits.seconds / self.seconds, 1.0) if self.seconds > 0 else 0.0
+
+    def __add__(self, other: Served) -> Served:
+        """Of two clients at the same time, or of one after the other: seconds are added."""
+        return Served(
+            self.batches + other.batches,
+            self.samples + other.samples,
+            self.nbytes + other.nbytes,
+            self.hits + other.hits,
+            self.read_nbytes + other.read_nbytes,
+            self.seconds + other.seconds,
+            self.waits + other.waits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """The state of a cache."""
+
+    samples: int
+    used_nbytes: int
+    nbytes: int
+    evictions: int
+
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric of Prometheus, with its values."""
+
+    name: str
+    kind: Kind
+    help: str
+    values: Sequence[tuple[str, Mapping[str, str], float]]
+    """What is added to the name, labels, and value."""
+
+    def lines(self) -> list[str]:
+        """The lines of the text form."""
+        help_text = self.help.replace("\\", r"\\").replace("\n", r"\n")
+        values = [f"{self.name}{suffix}{_labels(labels)} {_number(value)}" for suffix, labels, value in self.values]
+        return [f"# HELP {self.name} {help_text}", f"# TYPE {self.name} {self.kind}", *values]
+
+
+_COUNTERS: tuple[tuple[str, str], ...] = (
+    ("batches", "Batches given to a client"),
+    ("samples", "Samples in these batches"),
+    ("nbytes", "Bytes of these batches"),
+    ("hits", "Samples that were in the cache already"),
+    ("read_nbytes", "Bytes of samples that were read from the source"),
+)
+_GAUGES: tuple[tuple[str, str], ...] = (
+    ("samples", "Samples in the cache"),
+    ("used_nbytes", "Bytes of the cache that are in use"),
+    ("nbytes", "Bytes of the cache"),
+)
+
+
+def exposition(clients: Mapping[str, Served], cached: Cached) -> str:
+    """The statistics of a service in the text form of Prometheus.
+
+    Args:
+        clients: what each client was given since it began, by its name.
+        cached: the cache of the service.
+
+    >>> print(exposition({"rank0": Served(batches=3)}, Cached(5, 100, 200, 1)).splitlines()[2])
+    fastensor_provision_batches_total{client="rank0"} 3
+    """
+    families = [
+        Family(
+            f"fastensor_provision_{name.replace('nbytes', 'bytes')}_total",
+            "counter",
+            help_text,
+            [("", {"client": client}, getattr(served, name)) for client, served in clients.items()],
+        )
+        for name, help_text in _COUNTERS
+    ]
+    waits = [value for client, served in clients.items() for value in _histogram(client, served.waits)]
+    families.append(Family("fastensor_provision_wait_seconds", "histogram", "Waits of clients for a batch", waits))
+    for name, help_text in _GAUGES:
+        full = f"fastensor_provision_cache_{name.replace('nbytes', 'bytes')}"
+        families.append(Family(full, "gauge", help_text, [("", {}, getattr(cached, name))]))
+    name = "fastensor_provision_cache_evictions_total"
+    families.append(Family(name, "counter", "Samples that had to make room in the cache", [("", {}, cached.evictions)]))
+    return "\n".join(line for family in families for line in family.lines()) + "\n"
+
+
+def table(rows: Mapping[str, Served]) -> str:
+    """A table for people, such as of the clients of a service at the end of an epoch.
+
+    >>> print(table({"rank 0": Served(batches=2, samples=8, nbytes=4096, hits=6, read_nbytes=1024, seconds=2.0)}))
+            batches  samples  given  in cache    read  wait p50  p99  waiting
+    rank 0        2        8  4 KiB      75 %  1 KiB       0 s  0 s      0 %
+    """
+    head = ("", "batches", "samples", "given", "in cache", "read", "wait p50", "p99", "waiting")
+    cells = [head, *(_cells(name, served) for name, served in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in cells
+    ]
+    return "\n".join(lines)
+
+
+def _cells(name: str, served: Served) -> tuple[str, ...]:
+    return (
+        name,
+        str(served.batches),
+        str(served.samples),
+        human_size(served.nbytes),
+        f"{100 * served.hit_rate:.0f} %",
+        human_size(served.read_nbytes),
+        human_seconds(served.waits.quantile(0.5)),
+        human_seconds(served.waits.quantile(0.99)),
+        f"{100 * served.waiting:.0f} %",
+    )
+
+
+def _histogram(client: str, waits: Waits) -> Iterable[tuple[str, Mapping[str, str], float]]:
+    for number in range(0, len(BOUNDS), _EXPOSED):
+        yield "_bucket", {"client": client, "le": f"{BOUNDS[number]:.3g}"}, sum(waits.counts[: number + 1])
+    yield "_bucket", {"client": client, "le": "+Inf"}, waits.count
+    yield "_sum", {"client": client}, waits.seconds
+    yield "_count", {"client": client}, waits.count
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escaped = (
+        (name, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for name, value in labels.items()
+    )
+    text = ",".join(f'{name}="{value}"' for name, value in escaped)
+    return f"{{{text}}}" if text else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else repr(float(value))

@@ -1,0 +1,214 @@
+"""Which network cards and processors are next to each GPU, read from the PCIe tree in ``/sys``.
+
+KSpeed (section III-D, "interference-free mapping") binds each GPU to a network card below the same PCIe switch, and
+each process to processors of the same NUMA node, so that the traffic of GPUs does not meet on the way to memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+_DISPLAY = 0x03
+_ACCELERATOR = 0x12
+"""Base classes of PCI devices (PCI Code and ID Assignment Specification). GPUs are of the first, some of the second."""
+_VGA = 0x0300
+_VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD"}
+"""Whose VGA-compatible devices compute. Those of others are the consoles of servers."""
+_MOST_CPUS = 1 << 16
+"""More than a kernel can have: a larger number in a list is an error."""
+_ON_PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""A host bridge, or a device."""
+_CPU_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+
+
+class _Distance(NamedTuple):
+    """How far two devices are apart: the less, the nearer."""
+
+    level: int
+    """0: below the same host bridge; 1: on the same NUMA node, or it is unknown; 2: on different ones."""
+    hops: int
+    """Bridges and switches between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device on the PCIe tree."""
+
+    address: str
+    """Such as ``0000:17:00.0``."""
+    path: tuple[str, ...]
+    """The bridges and switches from the host bridge down to the device, which is the last."""
+    numa_node: int | None
+    cpus: frozenset[int]
+    """Processors that are next to it. Empty if the system does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkCard:
+    """A network card that is connected, or may be."""
+
+    name: str
+    """As UCX calls it: ``mlx5_0:1`` for a port of an RDMA device, or the name of the interface, such as ``eth0``."""
+    device: Device
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What is next to a GPU."""
+
+    nearest_nics: tuple[str, ...]
+    """All network cards that are nearest; RDMA devices, if there are any."""
+    nic: str | None
+    """The one that the GPU should use: GPUs with the same nearest ones get them in turn. None without network."""
+    numa_node: int | None
+    cpus: frozenset[int]
+    """Processors of its NUMA node. Empty if the system does not say."""
+
+    def ucx_settings(self) -> dict[str, str]:
+        """Environment variables that make UCX use the network card."""
+        return {} if self.nic is None else {"UCX_NET_DEVICES": self.nic}
+
+
+def placements(root: Path = Path("/")) -> dict[str, Placement]:
+    """What is next to each GPU, by the GPU's PCI address, in the order of addresses, which is that of CUDA with
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Empty without GPUs, or without PCI.
+
+    Args:
+        root: where ``sys`` is mounted, or was recorded.
+
+    Raises:
+        ValueError: a file has something else than the kernel would write there; the message names it.
+    """
+    gpus, cards = list(_gpus(root)), list(_network_cards(root))
+    taken: dict[tuple[str, ...], int] = {}
+    found = {}
+    for gpu in gpus:
+        nearest = _nearest(gpu, cards)
+        turn = taken[nearest] = taken.get(nearest, -1) + 1
+        nic = nearest[turn % len(nearest)] if nearest else None
+        found[gpu.address] = Placement(nearest, nic, gpu.numa_node, gpu.cpus)
+    return found
+
+
+def pin_to(cpus: frozenset[int]) -> frozenset[int]:
+    """Let this process run on these processors only, as far as it may run on them.
+
+    Returns:
+        where it may run now: as before, if it may run on none of them.
+    """
+    allowed = os.sched_getaffinity(0)
+    if cpus & allowed:
+        os.sched_setaffinity(0, cpus & allowed)
+    return frozenset(os.sched_getaffinity(0))
+
+
+def parsed_cpus(text: str) -> frozenset[int]:
+    """The processors of a list as the kernel writes it.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> sorted(parsed_cpus("0-2,8,10-11"))
+    [0, 1, 2, 8, 10, 11]
+    """
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        found = _CPU_RANGE.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not first <= last < _MOST_CPUS:
+            raise ValueError(f"expected processors such as 0-3,8, found {text[:80]!r}")
+        cpus.update(range(first, last + 1))
+    return frozenset(cpus)
+
+
+def _nearest(gpu: Device, cards: list[NetworkCard]) -> tuple[str, ...]:
+    """The nearest cards, of the kind that is better: whoever has RDMA, wants to use it."""
+    usable = [card for card in cards if ":" in card.name] or cards
+    distances = {card.name: _distance(gpu, card.device) for card in usable}
+    least = min(distances.values(), default=None)
+    return tuple(name for name, distance in distances.items() if distance == least)
+
+
+def _distance(one: Device, other: Device) -> _Distance:
+    common = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(one.path, other.path, strict=False)))
+    hops = len(one.path) + len(other.path) - 2 * common
+    if common:
+        return _Distance(0, hops)
+    differ = None not in (one.numa_node, other.numa_node) and one.numa_node != other.numa_node
+    return _Distance(2 if differ else 1, hops)
+
+
+def _gpus(root: Path) -> Iterator[Device]:
+    for entry in _entries(root / "sys/bus/pci/devices"):
+        number = _number(entry / "class")
+        vendor = _number(entry / "vendor")
+        if number is None or number >> 16 not in (_DISPLAY, _ACCELERATOR):
+            continue
+        if (number >> 8 != _VGA or vendor in _VENDORS) and (device := _device(root, entry)):
+            yield device
+
+
+def _network_cards(root: Path) -> Iterator[NetworkCard]:
+    """Ports of RDMA devices, then interfaces. Those that are down are left out."""
+    for entry in _entries(root / "sys/class/infiniband"):
+        device = _device(root, entry / "device")
+        for port in _entries(entry / "ports"):
+            if device and _text(port / "state") in ("", "4: ACTIVE"):
+                yield NetworkCard(f"{entry.name}:{port.name}", device)
+    for entry in _entries(root / "sys/class/net"):
+        device = _device(root, entry / "device")
+        if device and _text(entry / "operstate") in ("", "up", "unknown"):
+            yield NetworkCard(entry.name, device)
+
+
+def _device(root: Path, link: Path) -> Device | None:
+    """The PCI device that a link leads to; None if there is none."""
+    tree = os.path.realpath(root / "sys/devices")
+    real = os.path.realpath(link)
+    below = os.path.relpath(real, tree).split(os.sep)
+    path = tuple(takewhile(_ON_PCI.fullmatch, below))  # what is below the PCI device is no part of the PCIe tree
+    if len(path) < 2 or not os.path.isdir(real):
+        return None
+    folder = Path(tree, *path)
+    node = _number(folder / "numa_node")
+    numa_node = None if node is None or node < 0 else node
+    cpus = _cpus(folder / "local_cpulist")
+    if not cpus and numa_node is not None:
+        cpus = _cpus(root / f"sys/devices/system/node/node{numa_node}/cpulist")
+    return Device(path[-1], path, numa_node, cpus)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _cpus(path: Path) -> frozenset[int]:
+    try:
+        return parsed_cpus(_text(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    try:
+        return int(text, 0) if text else None
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a number, found {text[:80]!r}") from error
+
+
+def _text(path: Path) -> str:
+    """What a file has; nothing if it does not exist, or the kernel has nothing to say."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,201 @@
+"""Starting a data service, finding it, and taking batches from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+from weakref import WeakSet
+
+import torch
+
+from fastensor.data import processes
+from fastensor.data.plan import EpochPlan, Shuffle
+from fastensor.provision.embedded import wire
+from fastensor.provision.embedded.client import EmbeddedEngine
+from fastensor.provision.embedded.spec import Contents, packed
+from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
+from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.sources import as_source
+
+T = TypeVar("T")
+
+NAME_VARIABLE = "FASTENSOR_DATA_SERVICE"
+"""The environment variable by which processes name the service that they share."""
+_LEAST_CACHE_NBYTES = 1 << 12
+_MOST_SEED = 1 << 63
+
+
+class DataService:
+    """Reads samples once for all ranks, keeps them in memory, and sends batches to the ranks before they ask.
+
+    All ranks of a machine call :meth:`start` with the same arguments: the first one starts the service, the others join
+    it. Or one of them starts it, and the others :meth:`connect` to its address. The service ends when the last process
+    that uses it has ended, however it does, or has called :meth:`stop`; it leaves nothing behind. One that is killed is
+    started again by whoever needs it next, and reads its samples again.
+
+    Args:
+        engine: what moves the data.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loaders: WeakSet[ProvisionedLoader] = WeakSet()
+
+    @classmethod
+    def start(
+        cls,
+        source: Any,
+        *,
+        engine: Literal["embedded"] = "embedded",
+        cache_bytes: int,
+        before_cache: Callable[[Any], Any] | None = None,
+        after_cache: Callable[[Any], Any] | None = None,
+        workers: int | None = None,
+        seed: int = 0,
+        fingerprint: str = "",
+        name: str = "",
+        listen: str = "",
+        token: str | None = None,
+    ) -> Self:
+        """Start a service, or join the one that another process of the job has started.
+
+        The source and the functions are pickled, and used in worker processes. As with ``multiprocessing``, a script
+        needs ``if __name__ == "__main__":``.
+
+        Args:
+            source: a map-style dataset; a pattern of paths or URLs; or a :class:`~fastensor.provision.Source`.
+            engine: ``"embedded"``: processes of this machine.
+            cache_bytes: memory for samples. 0 keeps none. If it does not hold all of them, those stay that are used
+                soonest, and the others are read again in each epoch, ahead of need.
+            before_cache: makes of a sample what is kept, once: decoding, for instance. Random numbers of Python, NumPy
+                and torch are seeded for each sample, so they are the same in all epochs, and after a restart.
+            after_cache: is called for each use of a sample: augmentations, for instance. Random numbers are seeded for
+                each sample and epoch, so they do not depend on which worker calls it.
+            workers: processes that read and prepare; by default as many as this process may use processors.
+            seed: of ``before_cache``.
+            fingerprint: identifies the samples, if the source does not: see
+                :func:`fastensor.provision.sources.fingerprint_of`.
+            name: tells services of one job apart that have the same samples.
+            listen: ``"host:port"``, if processes of other machines are to connect. They get batches through the socket.
+            token: a secret that such processes have to know; needed unless the host is this machine itself.
+
+        Raises:
+            ProvisionError: the source cannot be pickled, or the service cannot be started.
+            TypeError, ValueError, FileNotFoundError: the source is none, or an argument is out of its range.
+        """
+        if engine != "embedded":
+            raise ValueError(f"engine is 'embedded', found {engine!r}")
+        if workers is None:
+            workers = len(os.sched_getaffinity(0))
+        if workers < 1 or cache_bytes < 0 or 0 < cache_bytes < _LEAST_CACHE_NBYTES:
+            raise ValueError(
+                f"workers is at least 1, and cache_bytes 0 or at least {_LEAST_CACHE_NBYTES}, found {workers=} and "
+                f"{cache_bytes=}"
+            )
+        if listen:
+            wire.parsed_address(listen)
+        found = as_source(source, fingerprint=fingerprint)
+        facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed, listen)
+        spec_fd = packed(facts, token, Contents(found, before_cache, after_cache))
+        job = os.environ.get(NAME_VARIABLE)
+        of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
+        return cls(EmbeddedEngine(f"local:{of_job}", spec_fd=spec_fd, token=token))
+
+    @classmethod
+    def connect(cls, address: str, *, token: str | None = None, timeout: float = 60) -> Self:
+        """Use a service that another process has started.
+
+        Args:
+            address: its :attr:`address`.
+            token: that it needs.
+            timeout: for how many seconds to wait for it, now and when it is lost.
+
+        Raises:
+            ProvisionError: there is none, or it has another token.
+        """
+        return cls(EmbeddedEngine(address, token=token, seconds=timeout))
+
+    @property
+    def address(self) -> str:
+        """What other processes :meth:`connect` to."""
+        return self._engine.address
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return self._engine.facts.samples
+
+    def loader(
+        self,
+        batch_size: int = 1,
+        *,
+        shuffle: Shuffle = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        block_size: int = 256,
+        blocks_per_group: int = 32,
+        ranks: tuple[int, int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: torch.device | str | None = None,
+        buffer_bytes: int = DEFAULT_BUFFER_NBYTES,
+        ahead: int = DEFAULT_AHEAD,
+    ) -> ProvisionedLoader:
+        """Batches of this rank, in an order that can be resumed.
+
+        Args:
+            batch_size, shuffle, seed, drop_last, block_size, blocks_per_group: see :class:`fastensor.data.EpochPlan`.
+            ranks: this rank, and the number of ranks that divide the samples. By default those of
+                ``torch.distributed``, or those that ``torchrun`` has set.
+            collate_fn: makes a batch of a list of samples, in a worker; by default as a ``DataLoader`` does it.
+            device: where tensors are to be.
+            buffer_bytes: memory for batches that have come and are not dropped yet. If one batch takes more, or they
+                are kept, batches come one by one, in memory of their own.
+            ahead: how many batches come ahead at most.
+
+        Raises:
+            ValueError: an argument is out of its range.
+        """
+        if seed >= _MOST_SEED:
+            raise ValueError(f"seed is less than 2**63, found {seed}")
+        plan = EpochPlan(
+            len(self),
+            seed=seed,
+            shuffle=shuffle,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            block_size=block_size,
+            blocks_per_group=blocks_per_group,
+        )
+        registration = Registration(collate_fn=collate_fn, buffer_nbytes=buffer_bytes, ahead=ahead)
+        loader = ProvisionedLoader(self._engine, registration, plan, ranks=ranks, device=device)
+        self._loaders.add(loader)
+        return loader
+
+    def preload(self, *, shuffle: Shuffle = "full", seed: int = 0, epoch: int = 0) -> None:
+        """Fill the cache in the order of an epoch, before a loader asks. Returns at once; see :meth:`status`."""
+        self._reached(lambda: self._engine.preload(EpochPlan(len(self), seed=seed, shuffle=shuffle), epoch))
+
+    def status(self) -> dict[str, Any]:
+        """What the service does now: its processes, its loaders, and counts of what was cached and read."""
+        return self._reached(self._engine.health)
+
+    def _reached(self, action: Callable[[], T]) -> T:
+        """Do something with the service, which may have to be found again."""
+        try:
+            return action()
+        except EngineLost:
+            self._engine.recover()
+            return action()
+
+    def stop(self) -> None:
+        """Leave the service, which ends when all have left. Loaders of this object cannot be used any more."""
+        for loader in self._loaders:
+            loader.close()
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()

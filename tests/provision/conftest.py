@@ -1,0 +1,73 @@
+"""Servers of the data service that start at once: in processes that have imported torch."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from programs import Program
+
+from fastensor.data import processes
+
+SECONDS = 20
+SERVER = """
+import importlib, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+try:
+    listener.bind(chr(0) + sys.argv[1])
+except OSError:
+    print("taken", flush=True)
+    sys.exit()
+listener.listen(100)
+print("listens", flush=True)
+sys.path[:] = sys.argv[3:]
+importlib.import_module(sys.argv[2]).main(listener.fileno())
+"""
+
+
+@pytest.fixture
+def warm_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+    """The servers that this process has started. They have to have ended when the test has, by themselves."""
+    import sys
+
+    started: list[Program] = []
+
+    def start(name: str, module: str) -> bool:
+        program = Program("-c", SERVER, name, module, *sys.path, provision=True, OMP_NUM_THREADS="1")
+        started.append(program)
+        return program.stdout.readline() == "listens\n"
+
+    monkeypatch.setattr(processes, "start", start)
+    yield started
+    gc.collect()
+    for program in started:
+        program.wait(SECONDS)
+        program.communicate()
+
+
+def has_ended(pid: int, seconds: float = SECONDS) -> bool:
+    """Wait until a process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], seconds)[0])
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def ended() -> Callable[[int], bool]:
+    """Whether a process ends."""
+    return has_ended
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """For :class:`provision.datasets.Numbers`."""
+    return tmp_path

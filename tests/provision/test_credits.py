@@ -1,0 +1,198 @@
+"""Credits on simulated clients: a slow one has few batches ahead, a bursty one its bursts, and all get their share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, Pace, divided, most_within, size_class
+
+NBYTES = 1 << 20
+
+
+@dataclass
+class Client:
+    """Computes for ``compute(step)`` seconds behind each batch."""
+
+    compute: Callable[[int], float]
+    nbytes: int = NBYTES
+    pace: Pace = field(default_factory=Pace)
+    ahead: int = 0
+    """Batches in the making, or waiting."""
+    ready: int = 0
+    steps: int = 0
+    idle_since: float | None = 0.0
+    waits: list[float] = field(default_factory=list)
+    most_ahead: int = 0
+
+    def take(self, now: float) -> float:
+        """Take a batch. Returns when the next one is wanted."""
+        waited = 0.0 if self.idle_since is None else now - self.idle_since
+        self.idle_since = None
+        self.waits.append(waited)
+        self.pace = self.pace.taken(at=now, waited=waited)
+        self.ready -= 1
+        self.ahead -= 1
+        self.steps += 1
+        return now + self.compute(self.steps)
+
+
+def simulate(
+    clients: Sequence[Client], *, workers: int, work: Callable[[int], float], capacity: int, until: float
+) -> None:
+    """Workers make one batch at a time, in the order in which they were decided on."""
+    now, made, free = 0.0, 0, workers
+    numbers = count()
+    queue: list[tuple[float, Client]] = []
+    events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def at(time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(events, (time, next(numbers), action))
+
+    def want(client: Client) -> None:
+        client.idle_since = now
+        if client.ready:
+            at(client.take(now), lambda: want(client))
+
+    def arrive(client: Client, decided: float) -> None:
+        nonlocal free
+        free += 1
+        client.ready += 1
+        client.pace = client.pace.made(nbytes=client.nbytes, seconds=now - decided)
+        if client.idle_since is not None:
+            at(client.take(now), lambda: want(client))
+
+    while now < until:
+        shares = divided({number: client.pace.needed(client.nbytes) for number, client in enumerate(clients)}, capacity)
+        while wanting := [client for number, client in enumerate(clients) if client.ahead < shares[number]]:
+            client = min(wanting, key=lambda client: client.ahead)
+            client.ahead += 1
+            client.most_ahead = max(client.most_ahead, client.ahead)
+            queue.append((now, client))
+        while queue and free:
+            free -= 1
+            made += 1
+            decided, client = queue.pop(0)
+            at(now + work(made), lambda client=client, decided=decided: arrive(client, decided))  # type: ignore[misc]
+        now, _, action = heapq.heappop(events)
+        action()
+
+
+def test_a_slow_client_has_two_batches_ahead_however_long_they_take() -> None:
+    client = Client(lambda _: 1.0)
+    simulate([client], workers=8, work=lambda _: 0.9, capacity=100, until=100)
+    assert client.most_ahead == 2
+    assert max(client.waits[1:]) == 0
+
+
+def test_a_quick_client_has_as_many_ahead_as_hide_the_latency() -> None:
+    client = Client(lambda _: 0.1)
+    simulate([client], workers=16, work=lambda _: 1.0, capacity=100, until=100)
+    assert 10 <= client.most_ahead <= 13
+    assert max(client.waits[len(client.waits) // 2 :]) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_bursty_client_gets_its_bursts() -> None:
+    """Eight batches at once, then a second of computing, as with gradients that are accumulated."""
+    client = Client(lambda step: 0.0 if step % 8 else 1.0)
+    simulate([client], workers=8, work=lambda _: 0.5, capacity=100, until=100)
+    assert client.most_ahead == 9
+    assert max(client.waits[40:]) == pytest.approx(0, abs=1e-9)
+
+
+def test_times_that_vary_cost_no_waits() -> None:
+    client = Client(lambda _: 0.1)
+    simulate([client], workers=16, work=lambda made: 0.5 if made % 7 else 1.0, capacity=100, until=100)
+    late = client.waits[100:]
+    assert sum(late) < 0.05 * 0.1 * len(late)
+
+
+def test_a_slow_and_a_bursty_one_leave_the_quick_one_its_share() -> None:
+    slow, bursty, quick = Client(lambda _: 1.0), Client(lambda step: 0.0 if step % 8 else 1.0), Client(lambda _: 0.05)
+    simulate([slow, bursty, quick], workers=12, work=lambda _: 0.2, capacity=24, until=100)
+    assert slow.most_ahead <= 3
+    for client in (slow, bursty, quick):
+        late = client.waits[len(client.waits) // 2 :]
+        assert max(late) == pytest.approx(0, abs=1e-9)
+
+
+def test_an_overloaded_service_is_shared_and_its_queue_is_bounded() -> None:
+    """Two workers make 20 batches a second; four clients would take 400."""
+    clients = [Client(lambda _: 0.01) for _ in range(4)]
+    simulate(clients, workers=2, work=lambda _: 0.1, capacity=8, until=100)
+    steps = [client.steps for client in clients]
+    assert sum(steps) == pytest.approx(2000, rel=0.02)
+    assert max(steps) - min(steps) <= 20
+    assert max(client.most_ahead for client in clients) <= 8 // 4 + FIRST
+
+
+def test_a_slow_client_does_not_hold_up_others_of_an_overloaded_service() -> None:
+    slow, greedy = Client(lambda _: 2.0), Client(lambda _: 0.0)
+    simulate([slow, greedy], workers=2, work=lambda _: 0.1, capacity=8, until=100)
+    assert sum(slow.waits[1:]) < 0.05 * 100
+    assert greedy.steps > 0.95 * 2000 - slow.steps
+
+
+def test_each_size_is_measured_by_itself() -> None:
+    pace = Pace()
+    for step in range(10):
+        pace = pace.taken(at=0.1 * step).made(nbytes=1 << 10, seconds=0.01).made(nbytes=4 << 20, seconds=0.45)
+    assert pace.needed(1 << 10) == 2
+    assert pace.needed(4 << 20) == 6
+    assert pace.needed(1 << 30) == 6  # the nearest size
+    assert pace.needed(40 << 10) == 2
+
+
+def test_what_waits_for_workers_does_not_count_as_work() -> None:
+    pace = Pace().made(nbytes=NBYTES, seconds=0.1)
+    for _ in range(20):
+        pace = pace.made(nbytes=NBYTES, seconds=10.0)
+    assert pace.seconds_for(NBYTES) == pytest.approx(0.1 * CONGESTION)
+
+
+def test_old_measurements_are_forgotten() -> None:
+    pace = Pace().made(nbytes=NBYTES, seconds=1e-6).taken(at=0.0)
+    for step in range(REMEMBERED):
+        pace = pace.made(nbytes=NBYTES, seconds=0.5).taken(at=1.0 + step)
+    assert pace.seconds_for(NBYTES) == 0.5
+    assert len(pace.times) == REMEMBERED
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert Pace().needed(NBYTES) == Pace().taken(at=1.0).needed(NBYTES) == FIRST
+    assert Pace().made(nbytes=1, seconds=100.0).needed(NBYTES) == FIRST
+    assert Pace().seconds_for(1) is None
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.floats(0.001, 200))
+def test_the_most_within_an_interval_is_that_of_all_intervals(times: list[float], seconds: float) -> None:
+    ordered = tuple(sorted(times))
+    expected = max(
+        sum(begin <= time and time - begin < seconds for time in ordered[first:]) for first, begin in enumerate(ordered)
+    )
+    assert most_within(ordered, seconds) == expected
+
+
+@given(st.dictionaries(st.integers(), st.integers(1, 50), max_size=10), st.integers(0, 200))
+def test_shares_are_fair(needs: dict[int, int], capacity: int) -> None:
+    shares = divided(needs, capacity)
+    assert list(shares) == list(needs)
+    assert all(1 <= shares[client] <= needs[client] for client in needs)
+    if capacity >= len(needs):
+        assert sum(shares.values()) <= capacity
+    short = [shares[client] for client in needs if shares[client] < needs[client]]
+    if short:
+        assert max(shares.values()) - min(short) <= 1
+        assert sum(shares.values()) >= min(capacity, sum(needs.values())) - len(needs)
+
+
+@given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
+def test_size_classes_grow_with_sizes(one: int, other: int) -> None:
+    assert size_class(min(one, other)) <= size_class(max(one, other))
+    assert (32 << 10) * 8 ** size_class(one) >= one

@@ -1,0 +1,129 @@
+"""Network cards and processors next to GPUs, on trees of three machines, and on damaged ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from provision import sysfs
+
+from fastensor.provision.placement import Placement, parsed_cpus, pin_to, placements
+
+FIRST_CPUS, SECOND_CPUS = parsed_cpus("0-47,96-143"), parsed_cpus("48-95,144-191")
+
+
+def test_each_gpu_gets_the_card_below_its_switch(tmp_path: Path) -> None:
+    sysfs.dgx(tmp_path)
+    found = placements(tmp_path)
+    assert list(found) == [f"0000:{bus}:00.0" for bus in ("07", "0b", "47", "4b", "87", "8b", "c7", "cb")]
+    for number, placement in enumerate(list(found.values())[:7]):
+        own = f"mlx5_{number}:1"
+        node, cpus = (0, FIRST_CPUS) if number < 4 else (1, SECOND_CPUS)
+        assert placement == Placement((own,), own, node, cpus)
+        assert placement.ucx_settings() == {"UCX_NET_DEVICES": own}
+    assert found["0000:cb:00.0"].nic == "mlx5_6:1"  # its own is down, this is below the same host bridge
+
+
+def test_a_workstation(tmp_path: Path) -> None:
+    sysfs.workstation(tmp_path)
+    found = placements(tmp_path)
+    assert found == {
+        "0000:18:00.0": Placement(("eno1",), "eno1", 0, parsed_cpus("0-15,32-47")),
+        "0000:b3:00.0": Placement(("eno1",), "eno1", 1, parsed_cpus("16-31,48-63")),
+    }
+
+
+def test_a_machine_without_gpus_or_devices(tmp_path: Path) -> None:
+    assert placements(tmp_path) == {}
+    sysfs.without_gpu(tmp_path)
+    assert placements(tmp_path) == {}
+
+
+def test_a_gpu_on_a_virtual_machine(tmp_path: Path) -> None:
+    """The network card is a device below the PCI device; the node is not known."""
+    sysfs.without_gpu(tmp_path)
+    sysfs.device(tmp_path, "pci0000:00/0000:00:05.0", sysfs.NVIDIA_3D, sysfs.NVIDIA, node=-1, cpus="0-1")
+    assert placements(tmp_path) == {"0000:00:05.0": Placement(("eth0",), "eth0", None, frozenset({0, 1}))}
+
+
+def test_gpus_with_the_same_nearest_cards_get_them_in_turn(tmp_path: Path) -> None:
+    for bus in ("11", "12", "13"):
+        sysfs.device(tmp_path, f"pci0000:10/0000:{bus}:00.0", sysfs.NVIDIA_3D, sysfs.NVIDIA, node=0, cpus="0-3")
+    for number in range(2):
+        card = sysfs.device(
+            tmp_path, f"pci0000:10/0000:2{number}:00.0", sysfs.INFINIBAND, sysfs.MELLANOX, node=0, cpus="0-3"
+        )
+        sysfs.rdma(tmp_path, f"mlx5_{number}", card)
+    assert [placement.nic for placement in placements(tmp_path).values()] == ["mlx5_0:1", "mlx5_1:1", "mlx5_0:1"]
+
+
+def test_gpus_without_network(tmp_path: Path) -> None:
+    sysfs.dgx(tmp_path)
+    for folder in ("infiniband", "net"):
+        shutil.rmtree(tmp_path / "sys/class" / folder)
+    found = placements(tmp_path)["0000:07:00.0"]
+    assert (found.nearest_nics, found.nic, found.ucx_settings()) == ((), None, {})
+    assert found.cpus == FIRST_CPUS
+
+
+GPU = "sys/devices/pci0000:17/0000:17:00.0/0000:18:00.0"
+
+
+@pytest.mark.parametrize("missing", ["numa_node", "local_cpulist"])
+def test_what_the_system_does_not_say_is_not_known(tmp_path: Path, missing: str) -> None:
+    sysfs.workstation(tmp_path)
+    (tmp_path / GPU / missing).unlink()
+    found = placements(tmp_path)["0000:18:00.0"]
+    assert found.numa_node == (None if missing == "numa_node" else 0)
+    assert found.nic == "eno1"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("class", "display", "a number"),
+        ("numa_node", "0x", "a number"),
+        ("local_cpulist", "0-99999999999", "processors such as 0-3,8"),
+        ("local_cpulist", "0-999999", "processors such as 0-3,8"),
+        ("local_cpulist", "3-1", "processors such as 0-3,8"),
+        ("local_cpulist", "\N{ARABIC-INDIC DIGIT ONE}", "processors such as 0-3,8"),
+        ("local_cpulist", "-", "processors such as 0-3,8"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, expected: str) -> None:
+    sysfs.workstation(tmp_path)
+    sysfs.write(tmp_path, f"{GPU}/{file}", text)
+    with pytest.raises(ValueError, match=rf"0000:18:00.0/{file}: expected {expected}, found '"):
+        placements(tmp_path)
+
+
+def test_strange_entries_are_left_out(tmp_path: Path) -> None:
+    sysfs.workstation(tmp_path)
+    expected = placements(tmp_path)
+    devices, cards = tmp_path / "sys/bus/pci/devices", tmp_path / "sys/class/net"
+    (devices / "0000:01:00.0").symlink_to("0000:01:00.0")  # round and round
+    (devices / "0000:02:00.0").symlink_to("../../../../../nowhere")
+    (devices / "0000:03:00.0").write_bytes(b"\xff")
+    (cards / "eth7").symlink_to(tmp_path)
+    (cards / "eth8").mkdir()
+    (cards / "eth8/device").symlink_to("/")
+    sysfs.write(tmp_path, "elsewhere/class", sysfs.NVIDIA_3D)
+    (devices / "0000:04:00.0").symlink_to(tmp_path / "elsewhere")
+    assert placements(tmp_path) == expected
+
+
+def test_this_machine() -> None:
+    for placement in placements().values():
+        assert placement.cpus or placement.numa_node is None
+
+
+def test_a_process_is_pinned_as_far_as_it_may_be() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        assert pin_to(frozenset({max(before), 1 << 15})) == {max(before)}
+        assert pin_to(frozenset({1 << 15})) == {max(before)}
+        assert pin_to(frozenset()) == {max(before)}
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,291 @@
+"""Each sample once per epoch, as it is in the source, whatever the cache, the ranks and the workers; and read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import Program
+from provision.datasets import Numbers, ids_only, mark_after, mark_before, reads_in
+from torch.utils.data import DataLoader
+
+from fastensor.data import EpochPlan
+from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.loader import ProvisionedLoader
+
+N = 60
+Start = Callable[..., DataService]
+
+
+@pytest.fixture
+def start(folder: Path, warm_services: list[Program]) -> Iterator[Start]:
+    """Starts services, which end with the test."""
+    services: list[DataService] = []
+
+    def start(source: Any = None, *, cache_bytes: int = 1 << 20, workers: int = 2, **options: Any) -> DataService:
+        found = Numbers(N, folder) if source is None else source
+        services.append(DataService.start(found, cache_bytes=cache_bytes, workers=workers, **options))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.stop()
+
+
+def ids(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def ids_one_by_one(batches: Any) -> Iterator[int]:
+    for batch in batches:
+        yield from batch["id"].tolist()
+
+
+def test_batches_are_those_of_a_data_loader(start: Start, folder: Path) -> None:
+    dataset = Numbers(N, folder)
+    with start(dataset) as service:
+        loader = service.loader(8, seed=3)
+        assert len(loader) == 8
+        for epoch in range(3):
+            expected = DataLoader(dataset, batch_sampler=list(EpochPlan(N, seed=3, batch_size=8).batches(epoch)))
+            for found, wanted in zip(loader, expected, strict=True):
+                assert torch.equal(found["id"], wanted["id"])
+                assert torch.equal(found["bytes"], wanted["bytes"])
+
+
+def test_samples_are_read_once_for_all_epochs_and_ranks(start: Start, folder: Path) -> None:
+    service = start()
+    for _ in range(3):
+        loaders = [service.loader(4, ranks=(rank, 2), seed=1) for rank in range(2)]
+        found = [number for pair in zip(*loaders, strict=True) for batch in pair for number in batch["id"].tolist()]
+        assert sorted(found) == list(range(N))
+    assert set(reads_in(folder).values()) == {1}
+    assert service.status()["hits"] > N
+
+
+def test_transforms_do_not_depend_on_the_worker(start: Start, folder: Path) -> None:
+    def values(service: DataService) -> list[list[tuple[float, ...]]]:
+        loader = service.loader(7, seed=5)
+        return [
+            sorted(zip(*(batch[name].tolist() for name in ("id", "before", "after")), strict=True))
+            for _ in range(2)
+            for batch in loader
+        ]
+
+    options = {"before_cache": mark_before, "after_cache": mark_after}
+    found = [
+        values(start(workers=1, name="a", **options)),
+        values(start(workers=3, name="b", cache_bytes=0, **options)),
+    ]
+    assert found[0] == found[1]
+    first, second = ({one[0]: one for batch in epoch for one in batch} for epoch in (found[0][:9], found[0][9:]))
+    assert all(first[number][1] == second[number][1] for number in range(N))
+    assert all(first[number][2] != second[number][2] for number in range(N))
+
+
+def test_functions_that_change_samples_change_no_others(start: Start) -> None:
+    loader = start(after_cache=mark_after).loader(7)
+    for _ in range(3):
+        for batch in loader:
+            expected = (batch["id"] % 251 + 1)[:, None].expand(-1, 1000)
+            assert torch.equal(batch["bytes"].long(), expected)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 13), (3, 4), (5, 1)])
+def test_an_epoch_goes_on_with_other_ranks(start: Start, ranks: int, size: int) -> None:
+    service = start()
+    loader, found = service.loader(8, seed=2, ranks=(0, 1)), []
+    for number, batch in enumerate(loader, 1):
+        found += batch["id"].tolist()
+        if number == 3:
+            break
+    state = loader.state_dict()
+    assert (state["epoch"], state["consumed"]) == (0, 24)
+    others = [service.loader(size, seed=2, ranks=(rank, ranks)) for rank in range(ranks)]
+    for other in others:
+        other.load_state_dict(state)
+    batches = list(zip(*others, strict=True))
+    half = len(batches) // 2
+    found += ids(batch for step in batches[:half] for batch in step)
+    assert {str(other.state_dict()) for other in others} == {str(others[0].state_dict())}
+    found += ids(batch for step in batches[half:] for batch in step)
+    assert set(found) == set(range(N))
+    left = (N - 24) % (size * ranks)
+    repeated = ranks - left if 0 < left < ranks else 0
+    assert len(found) == N + repeated
+    assert sorted(ids(service.loader(size, seed=2, ranks=(0, 1)))) == list(range(N))
+
+
+def test_a_second_resume_in_one_epoch(start: Start) -> None:
+    service, found, state = start(), [], None
+    for size in (7, 5, 20):
+        loader = service.loader(size, seed=4)
+        if state is not None:
+            loader.load_state_dict(state)
+        for number, batch in enumerate(loader):
+            found += batch["id"].tolist()
+            if number == 1 and size != 20:
+                break
+        state = loader.state_dict()
+    assert sorted(found) == list(range(N))
+    loader.load_state_dict(state)
+    assert sorted(ids(loader)) == list(range(N))
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_epochs_that_are_left_begin_anew(start: Start) -> None:
+    loader = start().loader(6, seed=1)
+    for _ in range(2):
+        next(iter(loader))
+    order = EpochPlan(N, seed=1).order(2).tolist()
+    assert ids(loader) == order
+    loader.set_epoch(7)
+    assert ids(loader) == EpochPlan(N, seed=1).order(7).tolist()
+
+
+def test_a_state_of_other_samples_is_refused(start: Start, folder: Path) -> None:
+    loader = start().loader(6)
+    with pytest.raises(ValueError, match=r"content 'other', not 'numbers-60-1000'"):
+        loader.load_state_dict({**loader.state_dict(), "content": "other"})
+    with pytest.raises(ValueError, match=r"no state of a ProvisionedLoader: it lacks \['consumed'"):
+        loader.load_state_dict({})
+
+
+@pytest.mark.parametrize("part", [0.3, 0.8])
+def test_a_small_cache_keeps_what_is_used_soonest(start: Start, folder: Path, part: float) -> None:
+    """Belady: of the samples that the cache holds at the end of an epoch, those that the next one begins with."""
+    nbytes = 64 << 10
+    service = start(Numbers(N, folder, nbytes=nbytes), cache_bytes=int(part * N * (nbytes + 4096)), workers=1)
+    loader = service.loader(4, seed=1, ahead=2)
+    epochs = 4
+    for _ in range(epochs):
+        assert sorted(ids(loader)) == list(range(N))
+    status = service.status()
+    assert status["evictions"] > 0
+    assert sum(reads_in(folder).values()) <= N + (epochs - 1) * N * (1 - part) * 1.5 + 3 * N * (1 - part)
+    assert status["cached_samples"] > 0.5 * part * N
+
+
+def test_no_cache(start: Start, folder: Path) -> None:
+    loader = start(cache_bytes=0).loader(8)
+    assert sorted(ids(loader)) == sorted(ids(loader)) == list(range(N))
+    assert loader.stats().given.hits == 0
+    assert min(reads_in(folder).values()) >= 2
+
+
+def test_preloading_fills_the_cache(start: Start, folder: Path) -> None:
+    service = start()
+    service.preload(seed=1)
+    while service.status()["cached_samples"] < N:
+        pass
+    loader = service.loader(8, seed=1)
+    assert sorted(ids(loader)) == list(range(N))
+    given = loader.stats().given
+    assert (given.samples, given.hits, given.read_nbytes) == (N, N, 0)
+    assert given.waits.count == given.batches == 8
+
+
+def test_batches_may_be_kept_and_written_to(start: Start, folder: Path) -> None:
+    """More than the buffer holds."""
+    loader = start(Numbers(N, folder, nbytes=20_000)).loader(5, buffer_bytes=300_000)
+    for _ in range(2):
+        kept: list[Any] = []
+        for batch in loader:
+            batch["bytes"] += 1
+            kept.append(batch)
+        for batch in kept:
+            assert torch.equal(batch["bytes"].long(), (batch["id"] % 251 + 1)[:, None].expand(-1, 20_000))
+        assert sorted(ids(kept)) == list(range(N))
+
+
+def test_a_batch_that_is_larger_than_the_buffer(start: Start, folder: Path) -> None:
+    loader = start(Numbers(N, folder, nbytes=20_000)).loader(20, buffer_bytes=4096)
+    assert sorted(ids(loader)) == list(range(N))
+
+
+def test_samples_that_are_larger_than_the_cache(start: Start, folder: Path) -> None:
+    loader = start(Numbers(N, folder, nbytes=20_000), cache_bytes=1 << 14).loader(20)
+    assert sorted(ids(loader)) == list(range(N))
+
+
+def test_collate_functions_run_in_workers(start: Start) -> None:
+    service = start(workers=1)
+    batches = list(service.loader(8, collate_fn=ids_only))
+    assert sorted(number for batch in batches for number in batch["id"]) == list(range(N))
+    assert {batch["process"] for batch in batches} == {service.status()["workers"][0]["pid"]}
+    with pytest.raises(ProvisionError, match="top of a module"):
+        next(iter(service.loader(8, collate_fn=lambda samples: samples)))
+
+
+def test_an_error_is_raised_in_its_turn_with_the_traceback_of_the_worker(start: Start, folder: Path) -> None:
+    order = EpochPlan(N, seed=1).order(0)
+    (folder / f"fail-{order[20]}").touch()
+    loader, found = start().loader(8, seed=1), []
+    batches = ids_one_by_one(loader)
+    with pytest.raises(ProvisionError, match=rf"(?s)datasets.py.*ValueError: sample {order[20]} is bad"):
+        found.extend(batches)
+    assert found == order[:16].tolist()
+    (folder / f"fail-{order[20]}").unlink()
+    loader.load_state_dict(loader.state_dict())
+    assert ids(loader) == order[16:].tolist()
+
+
+def test_samples_that_cannot_be_passed_on(start: Start, folder: Path) -> None:
+    loader = start(before_cache=Path).loader(8)
+    with pytest.raises(ProvisionError, match="This was before_cache, of sample"):
+        list(loader)
+
+
+def test_what_cannot_be_pickled(folder: Path, warm_services: list[Program]) -> None:
+    with pytest.raises(ProvisionError, match="top of a module"):
+        DataService.start(Numbers(N, folder), cache_bytes=0, before_cache=lambda sample: sample)
+    assert not warm_services
+
+
+def test_arguments_that_make_no_sense(folder: Path) -> None:
+    for wrong in ({"workers": 0}, {"cache_bytes": -1}, {"cache_bytes": 5}, {"engine": "wish"}):
+        with pytest.raises(ValueError, match="found"):
+            DataService.start(Numbers(N, folder), **{"cache_bytes": 0, **wrong})
+    with pytest.raises(TypeError, match="map-style"):
+        DataService.start(iter([1, 2]), cache_bytes=0)
+
+
+def test_an_empty_dataset_and_one_that_is_dropped(start: Start, folder: Path) -> None:
+    assert list(start(Numbers(0, folder)).loader(4)) == []
+    loader: ProvisionedLoader = start(Numbers(3, folder)).loader(4, drop_last=True)
+    assert list(loader) == []
+    assert len(loader) == 0
+
+
+def test_two_orders_share_a_cache(start: Start, folder: Path) -> None:
+    service = start(workers=1)
+    training, validation = service.loader(8, seed=1), service.loader(8, shuffle="none")
+    for _ in range(2):
+        assert sorted(ids(training)) == list(range(N))
+        assert ids(validation) == list(range(N))
+    assert set(reads_in(folder).values()) == {1}
+
+
+def test_a_loader_that_is_closed_registers_again(start: Start) -> None:
+    service = start()
+    loader = service.loader(8)
+    assert len(ids(loader)) == N
+    loader.close()
+    assert len(ids(loader)) == N
+    assert len(service.status()["loaders"]) == 1
+    service.stop()
+    with pytest.raises(ProvisionError, match="stop"):
+        service.status()
+
+
+def test_arrays_stay_arrays_and_views(start: Start, folder: Path) -> None:
+    loader = start(Numbers(N, folder)).loader(4, collate_fn=list)
+    for batch in loader:
+        for sample in batch:
+            assert isinstance(sample["bytes"], np.ndarray)
+            assert sample["bytes"].flags.writeable
+            assert sample["bytes"].ctypes.data % 64 == 0

@@ -1,0 +1,256 @@
+"""Whoever is killed, each sample is given out once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import Program
+from provision.conftest import SECONDS, has_ended
+from provision.datasets import Killing, Numbers, reads_in
+
+from fastensor.data import EpochPlan, processes
+from fastensor.provision import DataService, ProvisionError
+
+N = 60
+
+
+@pytest.fixture
+def service(folder: Path, warm_services: list[Program]) -> Iterator[DataService]:
+    with DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=2) as service:
+        yield service
+
+
+def ids(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def rings_of(pid: int) -> int:
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return maps.count("memfd:fastensor-ring")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_worker_that_is_killed_by_a_sample_is_replaced(service: DataService, folder: Path) -> None:
+    for position in (7, 23):
+        (folder / f"kill-{position}").touch()
+    loader = service.loader(8, seed=1)
+    for epoch in range(2):
+        assert ids(loader) == EpochPlan(N, seed=1).order(epoch).tolist()
+    assert service.status()["workers_replaced"] == 2
+    assert len(service.status()["workers"]) == 2
+    assert loader.stats().repeated == 0
+
+
+def test_workers_that_are_killed_at_any_time(service: DataService) -> None:
+    loader, found = service.loader(3, seed=1), []
+    for number, batch in enumerate(loader):
+        found += batch["id"].tolist()
+        if number % 5 == 0:
+            os.kill(service.status()["workers"][number % 2]["pid"], signal.SIGKILL)
+    assert found == EpochPlan(N, seed=1).order(0).tolist()
+    assert ids(loader) == EpochPlan(N, seed=1).order(1).tolist()
+
+
+def test_a_sample_that_kills_every_worker_is_an_error(folder: Path, warm_services: list[Program]) -> None:
+    order = EpochPlan(N, seed=1).order(0).tolist()
+    with DataService.start(Killing(N, folder), cache_bytes=0, workers=1) as service:
+        loader, found = service.loader(4, seed=1), []
+        batches = (number for batch in loader for number in batch["id"].tolist())
+        with pytest.raises(ProvisionError, match="3 workers have ended while they made it, the last one with -9"):
+            found.extend(batches)
+        assert found == order[: order.index(5) // 4 * 4]
+
+
+def test_a_killed_server_is_started_again_and_no_sample_is_lost(
+    service: DataService, folder: Path, warm_services: list[Program]
+) -> None:
+    loaders = [service.loader(4, seed=1, ranks=(rank, 2)) for rank in range(2)]
+    found: list[int] = []
+    seconds = []
+    for _ in range(2):
+        for number, pair in enumerate(zip(*loaders, strict=True)):
+            found += ids(pair)
+            if number == 2:
+                status = service.status()
+                os.kill(status["pid"], signal.SIGKILL)
+                assert all(has_ended(worker["pid"]) for worker in status["workers"])
+                seconds.append(-time.monotonic())
+            if number == 3:
+                seconds[-1] += time.monotonic()
+        assert sorted(found) == list(range(N))
+        found = []
+        assert loaders[0].state_dict() == loaders[1].state_dict()
+    assert len(warm_services) == 3
+    assert max(seconds) < 5
+    assert loaders[0].stats().recoveries >= 2
+
+
+def test_batches_that_had_come_before_the_server_was_killed_are_given_out_once(service: DataService) -> None:
+    loader, found = service.loader(4, seed=1), []
+    for number, batch in enumerate(loader):
+        found += batch["id"].tolist()
+        if number == 1:
+            wait_until(lambda: service.status()["loaders"][0]["ahead"] == 8)
+            os.kill(service.status()["pid"], signal.SIGKILL)
+    assert found == EpochPlan(N, seed=1).order(0).tolist()
+    assert loader.stats().recoveries == 1
+
+
+def test_a_server_that_hangs_is_killed_and_replaced(service: DataService, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastensor.provision import loader as loaders
+    from fastensor.provision.embedded import client
+
+    monkeypatch.setattr(client, "_HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(loaders, "_CHECK_SECONDS", 0.1)
+    loader, found = service.loader(4, seed=1), []
+    for number, batch in enumerate(loader):
+        found += batch["id"].tolist()
+        if number == 1:
+            os.kill(service.status()["pid"], signal.SIGSTOP)
+    assert found == EpochPlan(N, seed=1).order(0).tolist()
+
+
+def test_damaged_samples_are_read_again(service: DataService, folder: Path) -> None:
+    """One byte in 4096 of the cache is changed."""
+    loader = service.loader(8, seed=1)
+    assert sorted(ids(loader)) == list(range(N))
+    wait_until(lambda: service.status()["loaders"][0]["ahead"] == 8)
+    wait_until(lambda: not any(one["tasks"] for one in service.status()["workers"]))
+    assert service.status()["cached_samples"] == N
+    pid = service.status()["workers"][0]["pid"]
+    (line,) = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:fastensor-cache" in line]
+    begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for address in range(begin + 100, end, 4096):
+            memory.seek(address)
+            memory.write(b"\xa5")
+    for batch in [*loader, *loader]:  # those of the first epoch were made before
+        assert (batch["bytes"].numpy() == (batch["id"].numpy() % 251)[:, None]).all()
+    assert service.status()["damaged"] > 0
+    assert sum(reads_in(folder).values()) > N
+
+
+CLIENT = """
+import sys
+from fastensor.provision import DataService
+service = DataService.connect(sys.argv[1])
+loader = service.loader(4, seed=1)
+for number, batch in enumerate(loader):
+    if number == 2:
+        print("at work", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_killed_client_frees_its_ring(service: DataService) -> None:
+    pid = service.status()["pid"]
+    with Program("-c", CLIENT, service.address, provision=True) as client:
+        assert client.stdout.readline() == "at work\n"
+        assert len(service.status()["loaders"]) == 1
+        assert rings_of(pid) == 1
+        client.kill()
+        client.wait()
+    wait_until(lambda: not service.status()["loaders"])
+    wait_until(lambda: rings_of(pid) == 0)
+    workers = [one["pid"] for one in service.status()["workers"]]
+    wait_until(lambda: not any(map(rings_of, workers)))
+    assert sorted(ids(service.loader(7))) == list(range(N))
+
+
+RANK = """
+import os, sys
+from contextlib import suppress
+from pathlib import Path
+sys.path[:] = sys.argv[3:]
+from provision.datasets import Numbers
+from fastensor.provision import DataService
+with DataService.start(Numbers(60, Path(sys.argv[1])), cache_bytes=1 << 20, workers=1) as service:
+    loader = service.loader(4, ranks=(int(sys.argv[2]), 2), seed=1)
+    for number, batch in enumerate(loader):
+        if number == 2:
+            print(service.status()["pid"], service.status()["workers"][0]["pid"], flush=True)
+            if sys.stdin.readline() == "":
+                sys.exit("abandoned")
+        print(*batch["id"].tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.torture)])
+def test_ranks_start_one_service_restart_it_and_leave_nothing(folder: Path, killed: bool) -> None:
+    """The service is started as users start it."""
+    before = set(os.listdir("/dev/shm"))
+    name = f"ranks-{os.getpid()}"
+    ranks = [
+        Program("-c", RANK, folder, rank, *sys.path, provision=True, FASTENSOR_DATA_SERVICE=name, OMP_NUM_THREADS="1")
+        for rank in range(2)
+    ]
+    found: list[int] = []
+    pids: set[tuple[int, ...]] = set()
+    for rank in ranks:
+        found += [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
+        pids.add(tuple(map(int, rank.stdout.readline().split())))
+    ((server, worker),) = pids
+    if killed:
+        os.kill(server, signal.SIGKILL)
+        assert has_ended(worker)
+    for rank in ranks:  # the service has the error output of the rank that has started it, as long as others use it
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    outputs = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    found += [int(number) for out, _ in outputs for number in out.split()]
+    assert sorted(found) == list(range(N))
+    assert has_ended(server)
+    name_of_socket = processes.name_of_service("provision", name, "numbers-60-1000", "")
+    wait_until(lambda: name_of_socket not in Path("/proc/net/unix").read_text())
+    assert not {entry for entry in set(os.listdir("/dev/shm")) - before if "fastensor" in entry}
+
+
+def test_the_service_ends_with_its_last_client_however_it_ends(folder: Path, warm_services: list[Program]) -> None:
+    service = DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=1)
+    status = service.status()
+    with Program("-c", CLIENT, service.address, provision=True) as client:
+        assert client.stdout.readline() == "at work\n"
+        service.stop()
+        del service
+        gc.collect()
+        assert not has_ended(status["pid"], 0.1)
+        client.kill()
+        client.wait()
+    assert has_ended(status["pid"])
+    assert has_ended(status["workers"][0]["pid"])
+
+
+@pytest.mark.torture
+def test_everything_is_killed_again_and_again(service: DataService) -> None:
+    chance = np.random.default_rng(0)
+    loaders = [service.loader(3, seed=1, ranks=(rank, 2)) for rank in range(2)]
+    for _ in range(20):
+        found: list[int] = []
+        for pair in zip(*loaders, strict=True):
+            found += ids(pair)
+            match chance.integers(12):
+                case 0:
+                    os.kill(service.status()["pid"], signal.SIGKILL)
+                case 1 | 2 | 3:
+                    with suppress(ProcessLookupError):  # the server has been killed just before
+                        os.kill(service.status()["workers"][0]["pid"], signal.SIGKILL)
+                case 4:
+                    loaders[0].close()
+        assert sorted(found) == list(range(N))
