@@ -92,7 +92,7 @@ def read_lazily(path: Path) -> Reading:
     """Every tensor of an open checkpoint, and the beginning of each."""
     with not_warned(), fastensor.open(path) as checkpoint:
         found = [(name, _pictures(checkpoint, name)) for name in checkpoint]
-        rest = dict(checkpoint.others), dict(checkpoint.metadata)
+        rest = dict(checkpoint.others_in_words), dict(checkpoint.metadata)
         return Reading((found, rest), checkpoint.verified)
 
 
