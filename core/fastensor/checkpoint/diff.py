@@ -213,9 +213,12 @@ def _differing(one: torch.Tensor, two: torch.Tensor, closeness: _Closeness) -> t
     others = (of_bytes[0] != of_bytes[1]).any(dim=1)
     if not others.any():
         return None
-    found = [part[others].view(-1).view(one.dtype) for part in of_bytes]
-    apart = closeness.differing(*found)
-    return (found[0][apart], found[1][apart]) if apart.any() else None
+    rows = [part[others] for part in of_bytes]
+    apart = closeness.differing(rows[0].view(-1).view(one.dtype), rows[1].view(-1).view(one.dtype))
+    if not apart.any():
+        return None
+    found = [part[apart].view(-1).view(one.dtype) for part in rows]  # torch does not index every dtype
+    return found[0], found[1]
 
 
 def _largest(one: torch.Tensor, two: torch.Tensor) -> float:

@@ -160,7 +160,7 @@ def _keys(
     others = sorted(chosen.keys() - set(names))
     if others and not settings.drop:
         raise UnsupportedContentError(
-            f"{contents.directory.path}: only tensors can be written there, but {others[0]!r} is another object; "
+            f"{contents.directory.path}: the new file holds tensors only, but {others[0]!r} is another object; "
             f"choose a dict of tensors with root, leave other objects out with drop=True, or write a file of torch"
         )
     keys: dict[str, str] = {}
