@@ -173,6 +173,14 @@ class FastensorCheckpointIO(CheckpointIO):
         """The options of the save that a strategy is about to ask for without its options."""
         self._sharded = ShardedCheckpoints(self)
 
+    def __repr__(self) -> str:
+        options = {"backend": self.backend, "durable": self.durable, "map_location": self.map_location}
+        options |= {"verify": self.verify, "asynchronous": self._options or self.asynchronous}
+        options |= {"cooperative": self._cooperation or self.cooperative}
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        last = f", last saved {self.last_save.path!r}" if self.last_save is not None else ""
+        return f"<{type(self).__name__}({given}){last}>"
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:

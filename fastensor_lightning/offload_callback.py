@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastensor.errors import UnsupportedContentError
+from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import with_default_folder
 from fastensor_lightning.frameworks import load_classes
@@ -66,6 +67,13 @@ class SSDActivationOffload(Callback):
         self._undo: Callable[[], None] = _nothing
         """Restores the Trainer's own ``train_step_context``."""
         self._checked = False
+
+    def __repr__(self) -> str:
+        default = OffloadConfig()
+        options = {one.name: getattr(self.config, one.name) for one in dataclasses.fields(self.config)}
+        given = [f"{name}={value!r}" for name, value in options.items() if value != getattr(default, name)]
+        moved = "" if self.statistics is None else f", {human_size(self.statistics.written_bytes)} written"
+        return f"<{type(self).__name__}({', '.join(given)}){moved}>"
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         count = sum(isinstance(one, SSDActivationOffload) for one in trainer.callbacks)  # type: ignore[attr-defined]  # set later

@@ -30,7 +30,15 @@ import torch
 from fastensor.cli import main
 
 TIMEOUT_SECONDS = 120
-IMPORTED = ("torch", "fastensor")
+IMPORTED = (
+    "torch",
+    "fastensor.checkpoint.asynchronous.writer",
+    "fastensor.checkpoint.convert",
+    "fastensor.checkpoint.diff",
+    "fastensor.checkpoint.lazy",
+    "fastensor.store.tensor_store",
+)
+"""What all names of ``fastensor`` need, which it imports when they are used."""
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis", "pytest")
 """What their first use imports, too."""

@@ -1,46 +1,112 @@
 """Fastensor: PyTorch checkpoints at the speed of the disk, atomic, durable and verified, in standard files."""
 
-from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.asynchronous.handle import SaveHandle
-from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
-from fastensor.checkpoint.asynchronous.writer import AsyncWriter
-from fastensor.checkpoint.catalog import TensorInfo
-from fastensor.checkpoint.convert import convert
-from fastensor.checkpoint.diff import Difference, TensorDifference, diff
-from fastensor.checkpoint.inspect import Inspection, inspect
-from fastensor.checkpoint.lazy import LazyCheckpoint, open
-from fastensor.checkpoint.load import load, load_with_report
-from fastensor.checkpoint.report import LoadReport, SaveReport
-from fastensor.checkpoint.save import save
-from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
-from fastensor.errors import (
-    BackendUnavailableError,
-    CheckpointReadError,
-    CheckpointWriteError,
-    CorruptCheckpointError,
-    FastensorError,
-    LayoutError,
-    PlacementError,
-    ReplicaMismatchError,
-    SaveDroppedError,
-    StateChangedError,
-    UnknownBackendError,
-    UnknownFilesystemError,
-    UnknownKeyError,
-    UnsafeCheckpointError,
-    UnsupportedContentError,
-    UnverifiedCheckpointWarning,
-)
-from fastensor.select.choice import Choice, Explanation, SelectorStatistics
-from fastensor.select.context import Context
-from fastensor.select.current import current_selector, use_selector
-from fastensor.select.dictionary import Change, Dictionary, DictionaryError
-from fastensor.select.selector import Selector
-from fastensor.stitch.parts import Damage
-from fastensor.store.ref import TensorRef
-from fastensor.store.tensor_store import TensorStore
-from fastensor.store.tools import StoreStatistics
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from fastensor.version import VERSION
+
+if TYPE_CHECKING:
+    from fastensor.backends.fallback import Fallback
+    from fastensor.checkpoint.asynchronous.handle import SaveHandle
+    from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
+    from fastensor.checkpoint.asynchronous.writer import AsyncWriter
+    from fastensor.checkpoint.catalog import TensorInfo
+    from fastensor.checkpoint.convert import convert
+    from fastensor.checkpoint.diff import Difference, TensorDifference, diff
+    from fastensor.checkpoint.inspect import Inspection, inspect
+    from fastensor.checkpoint.lazy import LazyCheckpoint, open
+    from fastensor.checkpoint.load import load, load_with_report
+    from fastensor.checkpoint.report import LoadReport, SaveReport
+    from fastensor.checkpoint.save import save
+    from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
+    from fastensor.errors import (
+        BackendUnavailableError,
+        CheckpointReadError,
+        CheckpointWriteError,
+        CorruptCheckpointError,
+        FastensorError,
+        LayoutError,
+        PlacementError,
+        ReplicaMismatchError,
+        SaveDroppedError,
+        StateChangedError,
+        UnknownBackendError,
+        UnknownFilesystemError,
+        UnknownKeyError,
+        UnsafeCheckpointError,
+        UnsupportedContentError,
+        UnverifiedCheckpointWarning,
+    )
+    from fastensor.select.choice import Choice, Explanation, SelectorStatistics
+    from fastensor.select.context import Context
+    from fastensor.select.current import current_selector, use_selector
+    from fastensor.select.dictionary import Change, Dictionary, DictionaryError
+    from fastensor.select.selector import Selector
+    from fastensor.stitch.parts import Damage
+    from fastensor.store.ref import TensorRef
+    from fastensor.store.tensor_store import TensorStore
+    from fastensor.store.tools import StoreStatistics
+else:
+    # Names are imported on their first use (PEP 562): torch takes seconds, and a program may never need it.
+    _HOMES = {
+        "fastensor.backends.fallback": ("Fallback",),
+        "fastensor.checkpoint.asynchronous.handle": ("SaveHandle",),
+        "fastensor.checkpoint.asynchronous.statistics": ("WriterStatistics",),
+        "fastensor.checkpoint.asynchronous.writer": ("AsyncWriter",),
+        "fastensor.checkpoint.catalog": ("TensorInfo",),
+        "fastensor.checkpoint.convert": ("convert",),
+        "fastensor.checkpoint.diff": ("Difference", "TensorDifference", "diff"),
+        "fastensor.checkpoint.inspect": ("Inspection", "inspect"),
+        "fastensor.checkpoint.lazy": ("LazyCheckpoint", "open"),
+        "fastensor.checkpoint.load": ("load", "load_with_report"),
+        "fastensor.checkpoint.report": ("LoadReport", "SaveReport"),
+        "fastensor.checkpoint.save": ("save",),
+        "fastensor.checkpoint.verify": ("DamagedCheckpointError", "VerifyReport", "verify"),
+        "fastensor.errors": (
+            "BackendUnavailableError",
+            "CheckpointReadError",
+            "CheckpointWriteError",
+            "CorruptCheckpointError",
+            "FastensorError",
+            "LayoutError",
+            "PlacementError",
+            "ReplicaMismatchError",
+            "SaveDroppedError",
+            "StateChangedError",
+            "UnknownBackendError",
+            "UnknownFilesystemError",
+            "UnknownKeyError",
+            "UnsafeCheckpointError",
+            "UnsupportedContentError",
+            "UnverifiedCheckpointWarning",
+        ),
+        "fastensor.select.choice": ("Choice", "Explanation", "SelectorStatistics"),
+        "fastensor.select.context": ("Context",),
+        "fastensor.select.current": ("current_selector", "use_selector"),
+        "fastensor.select.dictionary": ("Change", "Dictionary", "DictionaryError"),
+        "fastensor.select.selector": ("Selector",),
+        "fastensor.stitch.parts": ("Damage",),
+        "fastensor.store.ref": ("TensorRef",),
+        "fastensor.store.tensor_store": ("TensorStore",),
+        "fastensor.store.tools": ("StoreStatistics",),
+    }
+    """The names of each module."""
+    _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+    _PARTS = ("backends", "checkpoint", "errors", "files", "select", "stitch", "store")
+
+    def __getattr__(name):
+        if name in _PARTS:
+            return import_module(f"fastensor.{name}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_PARTS})
+
 
 __version__ = VERSION
 

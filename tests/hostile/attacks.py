@@ -19,6 +19,9 @@ from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpo
 from fastensor.backends.fallback import available_names
 from fastensor.stitch.containers import SAFETENSORS_SUFFIX
 
+for _name in fastensor.__all__:
+    getattr(fastensor, _name)  # imports it: what an attack imports after that is the file's doing
+
 BRANCH = "plain"
 """The dict of dense tensors in the states of torch files here: all that a safetensors file can hold."""
 W = torch.arange(12, dtype=torch.int32).reshape(3, 4)
@@ -92,7 +95,7 @@ def read_lazily(path: Path) -> Reading:
     """Every tensor of an open checkpoint, and the beginning of each."""
     with not_warned(), fastensor.open(path) as checkpoint:
         found = [(name, _pictures(checkpoint, name)) for name in checkpoint]
-        rest = dict(checkpoint.others), dict(checkpoint.metadata)
+        rest = dict(checkpoint.others_in_words), dict(checkpoint.metadata)
         return Reading((found, rest), checkpoint.verified)
 
 

@@ -192,7 +192,7 @@ def test_memory_that_a_pickle_asks_torch_for_is_not_our_error(path: Path) -> Non
     with pytest.raises(MemoryError):
         fastensor.load(path)
     with fastensor.open(path) as opened:
-        assert list(opened.others.values()) == ["<builtins.bytearray>"]
+        assert list(opened.others_in_words.values()) == ["<builtins.bytearray>"]
 
 
 def test_a_slice_of_a_tensor_of_2_to_the_50_elements(path: Path) -> None:

@@ -146,7 +146,7 @@ def test_views_ties_and_kinds_of_a_torch_file(tmp_path: Path) -> None:
     fastensor.save(state, tmp_path / "x")
     with fastensor.open(tmp_path / "x") as found:
         assert list(found) == ["view", "strided", "tied", "parameter", "subclass", "empty", "lists.0.0"]
-        assert found.others == {"lists.1": "7"}
+        assert found.others == {"lists.1": 7}
         assert [found.info[name].kind for name in ("view", "parameter", "subclass")] == [
             "Tensor", "Parameter", "Scaled",
         ]  # fmt: skip
@@ -172,7 +172,8 @@ def test_classes_of_the_file_are_neither_run_nor_needed(tmp_path: Path) -> None:
     fastensor.save({"hyper": Hyper(), "w": torch.ones(3)}, tmp_path / "x")
     with fastensor.open(tmp_path / "x") as found:
         assert torch.equal(found["w"], torch.ones(3))
-        assert "Hyper>" in found.others["hyper"]
+        assert "Hyper>" in repr(found.others["hyper"])
+        assert "Hyper>" in found.others_in_words["hyper"]
 
 
 def test_names_that_are_not_there(path: Path) -> None:

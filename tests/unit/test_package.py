@@ -55,10 +55,36 @@ def test_public_names_are_visible_to_type_checkers(tmp_path: Path) -> None:
 
 def test_importing_loads_nothing_heavy() -> None:
     code = (
-        "import torch, sys; before = set(sys.modules); import fastensor\n"
+        "import sys; import fastensor\n"
+        "print([name for name in ('torch', 'numpy', 'isal') if name in sys.modules])\n"
+        "import torch; before = set(sys.modules); from fastensor import *\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules and name not in before])"
     )
-    assert run("-c", code, cold=True).stdout.strip() == "[]"
+    assert run("-c", code, cold=True).stdout.split("\n")[:2] == ["[]", "[]"]
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    assert set(fastensor.__all__) <= set(dir(fastensor))
+    assert fastensor.errors.FastensorError is fastensor.FastensorError
+    with pytest.raises(AttributeError, match=r"module 'fastensor' has no attribute 'svae'"):
+        fastensor.svae  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_any_name_may_be_the_first_one() -> None:
+    """Modules that import each other have to bear any order. One name of each module is tried."""
+    names = {getattr(getattr(fastensor, name), "__module__", ""): name for name in fastensor.__all__}
+    assert len(names) > 20
+    code = (
+        "import os, sys, torch, torch.serialization, torch.utils.data\n"
+        f"for name in {[*names.values()]!r}:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        import fastensor\n"
+        "        getattr(fastensor, name)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, name\n"
+    )
+    run("-c", code, cold=True)
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:

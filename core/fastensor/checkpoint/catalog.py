@@ -80,8 +80,8 @@ class Catalog:
     tensors: Mapping[str, TensorInfo]
     located: Mapping[str, Located]
     """The tensors that are dense and plain."""
-    others: Mapping[str, str]
-    """Everything that is not a tensor: names, and values in words."""
+    values: Mapping[str, Any]
+    """Everything that is not a tensor. Objects that are not plain are records: they are not made."""
     metadata: Mapping[str, str]
     """The ``__metadata__`` of a safetensors file, without our checksums."""
     checked: bool
@@ -94,6 +94,11 @@ class Catalog:
     """The located tensors by the identities of their records in the structure: two may have one name."""
     globals: bytes = b""
     """A pickle that names the same globals as the pickle of a torch file. It is not to be run."""
+
+    @property
+    def others(self) -> dict[str, str]:
+        """The values in words."""
+        return {name: in_words(value) for name, value in self.values.items()}
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
@@ -135,7 +140,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     program = read_program(read_pickle(file, archive, verify=verify), where=file.where)
     tensors: dict[str, TensorInfo] = {}
     located: dict[str, Located] = {}
-    others: dict[str, str] = {}
+    values: dict[str, Any] = {}
     by_identity: dict[int, Located] = {}
     seen: dict[str, int] = {}
     is_swapped = archive.swapped
@@ -143,7 +148,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         seen[path] = count = seen.get(path, 0) + 1
         name = path if count == 1 else f"{path}#{count}"
         if not isinstance(value, PickledTensor):
-            others[name] = in_words(value)
+            values[name] = value
             continue
         part = _part_of(value, name, archive.storages, file.where)
         crc32 = part.crc32 if part else None
@@ -155,7 +160,7 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         "torch",
         tensors,
         located,
-        others,
+        values,
         {},
         archive.checked,
         "",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -18,6 +19,8 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.lazy import open as open_lazily
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import opened
+from fastensor.checkpoint.sharded import check_has, files_of, is_index, weights_at
+from fastensor.checkpoint.verify import Progress
 from fastensor.errors import CorruptCheckpointError
 from fastensor.select.transfer import BackendChoice
 
@@ -34,7 +37,7 @@ class TensorDifference:
     """Dtype and shape in the first checkpoint."""
     second: str
     elements: int = 0
-    """How many elements have other bytes; 0 if dtypes or shapes differ."""
+    """How many elements have other bytes, and are not within the tolerances; 0 if dtypes or shapes differ."""
     largest: float = 0.0
     """The largest absolute difference of two elements; NaN if that is not a number, or torch does not compute with the
     dtype."""
@@ -53,7 +56,7 @@ class Difference:
     others: Mapping[str, tuple[str, str]]
     """Other values that differ, in words."""
     same: int
-    """How many tensors and other values are the same in both."""
+    """How many tensors and other values are the same in both, within the tolerances."""
 
     @property
     def is_empty(self) -> bool:
@@ -73,23 +76,38 @@ class _Side(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def diff(first: Location, second: Location, *, backend: BackendChoice = registry.AUTO) -> Difference:
+def diff(
+    first: Location,
+    second: Location,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    values: bool = True,
+    backend: BackendChoice = registry.AUTO,
+    progress: Progress | None = None,
+) -> Difference:
     """Compare the tensors and the other values of two checkpoints by their names, in memory for two tensors.
 
     Args:
-        first: a file of torch or of safetensors, or the directory of a distributed checkpoint.
+        first: a file of torch or of safetensors; the index or folder of a model in several files; or the directory of a
+            distributed checkpoint.
         second: the same, not necessarily of the same kind.
+        rtol, atol: elements ``a`` and ``b`` are the same if ``abs(a - b) <= atol + rtol * abs(b)``, as for
+            ``torch.allclose``. If one of the two is not 0, NaNs are the same as each other.
+        values: whether to compare the elements of tensors. If False, no tensor is read.
         backend: as for :func:`fastensor.load`.
+        progress: called after each tensor with the bytes compared and the bytes to compare.
 
     Returns:
-        What differs. Tensors are compared byte by byte: NaNs are the same if their bytes are. Values of torch files
-        that are no tensors are compared as far as :func:`fastensor.inspect` shows them.
+        What differs. Without tolerances, tensors are compared byte by byte: NaNs are the same if their bytes are.
+        Values of torch files that are no tensors are compared as far as :func:`fastensor.inspect` shows them.
 
     Raises:
         FileNotFoundError: one of the checkpoints is missing.
         CorruptCheckpointError: one of them is damaged. All tensors are compared with their checksums.
         UnsupportedContentError: a tensor is not a dense one, or a file can only be loaded whole.
         CheckpointReadError: the operating system failed to deliver bytes.
+        ValueError: a tolerance is negative, or no number.
 
     No code of the checkpoints is run.
 
@@ -101,22 +119,14 @@ def diff(first: Location, second: Location, *, backend: BackendChoice = registry
     >>> [(one.name, one.elements, one.largest) for one in found.tensors], found.same
     ([('w', 1, 2.5)], 1)
     """
+    if not (rtol >= 0 and atol >= 0):
+        raise ValueError(f"rtol and atol are at least 0, found {rtol} and {atol}")
     with _opened(first, backend) as one, _opened(second, backend) as two:
-        tensors = []
-        same = 0
-        for name in one.tensors.keys() & two.tensors.keys():
-            found = _compare(name, one, two)
-            same += found is None
-            tensors += [] if found is None else [found]
-        shared = one.others.keys() & two.others.keys()
-        others = {
-            name: (one.others[name], two.others[name])
-            for name in sorted(shared)
-            if one.others[name] != two.others[name]
-        }
+        shared = [name for name in one.tensors if name in two.tensors]
+        compared = _compare_all(shared, one, two, _Closeness(rtol, atol) if values else None, progress)
+        tensors = [found for found in compared if found is not None]
+        others, same = _compare_others(one, two)
         names = [{*side.tensors, *side.others} for side in (one, two)]
-        mixed = (one.tensors.keys() & two.others.keys()) | (one.others.keys() & two.tensors.keys())
-        others.update({name: (_in_words(one, name), _in_words(two, name)) for name in sorted(mixed)})
         return Difference(
             first=name_of(first),
             second=name_of(second),
@@ -124,8 +134,50 @@ def diff(first: Location, second: Location, *, backend: BackendChoice = registry
             only_second=tuple(sorted(names[1] - names[0])),
             tensors=tuple(sorted(tensors, key=lambda one: one.name)),
             others=others,
-            same=same + len(shared) - sum(name in shared for name in others),
+            same=len(shared) - len(tensors) + same,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Closeness:
+    """How much elements may differ."""
+
+    rtol: float
+    atol: float
+
+    def differing(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        """Which of two tensors' elements, all with other bytes, are not close to each other."""
+        if not (self.rtol or self.atol):
+            return torch.ones(one.shape, dtype=torch.bool)
+        try:
+            wide_one, wide_two = one.to(torch.complex128), two.to(torch.complex128)
+        except NotImplementedError:  # four-bit floats, raw bits
+            return torch.ones(one.shape, dtype=torch.bool)
+        return ~torch.isclose(wide_one, wide_two, rtol=self.rtol, atol=self.atol, equal_nan=True)
+
+
+def _compare_all(
+    names: Sequence[str], one: _Side, two: _Side, closeness: _Closeness | None, progress: Progress | None
+) -> Iterator[TensorDifference | None]:
+    total = sum(one.tensors[name].nbytes for name in names)
+    done = 0
+    for name in names:
+        yield _compare(name, one, two, closeness)
+        done += one.tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _compare_others(one: _Side, two: _Side) -> tuple[dict[str, tuple[str, str]], int]:
+    """The values that differ, in words; and how many are the same."""
+    shared = one.others.keys() & two.others.keys()
+    others = {
+        name: (one.others[name], two.others[name]) for name in sorted(shared) if one.others[name] != two.others[name]
+    }
+    same = len(shared) - len(others)
+    mixed = (one.tensors.keys() & two.others.keys()) | (one.others.keys() & two.tensors.keys())
+    others.update({name: (_in_words(one, name), _in_words(two, name)) for name in sorted(mixed)})
+    return others, same
 
 
 def _in_words(side: _Side, name: str) -> str:
@@ -136,24 +188,37 @@ def _described(info: TensorInfo) -> str:
     return f"{str(info.dtype).removeprefix('torch.')} {' × '.join(map(str, info.shape)) or 'scalar'}"
 
 
-def _compare(name: str, one: _Side, two: _Side) -> TensorDifference | None:
+def _compare(name: str, one: _Side, two: _Side, closeness: _Closeness | None) -> TensorDifference | None:
     infos = one.tensors[name], two.tensors[name]
     kinds = _described(infos[0]), _described(infos[1])
     if kinds[0] != kinds[1]:
         return TensorDifference(name, *kinds)
+    if closeness is None:
+        return None
     tensors = [side.read(name).contiguous().view(-1) for side in (one, two)]
     elements = 0
     largest = 0.0
     for at in range(0, infos[0].nbytes // infos[0].dtype.itemsize, _AT_ONCE):
-        parts = [tensor[at : at + _AT_ONCE] for tensor in tensors]
-        of_bytes = [part.view(torch.uint8).view(-1, part.dtype.itemsize) for part in parts]
-        differing = (of_bytes[0] != of_bytes[1]).any(dim=1)
-        count = int(differing.sum())
-        if count:
-            elements += count
-            found = _largest(*(part[differing].view(-1).view(tensors[0].dtype) for part in of_bytes))
+        differing = _differing(tensors[0][at : at + _AT_ONCE], tensors[1][at : at + _AT_ONCE], closeness)
+        if differing is not None:
+            elements += differing[0].numel()
+            found = _largest(*differing)
             largest = found if math.isnan(found) else max(largest, found)
     return TensorDifference(name, *kinds, elements, largest) if elements else None
+
+
+def _differing(one: torch.Tensor, two: torch.Tensor, closeness: _Closeness) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The elements of both that differ; None if there are none."""
+    of_bytes = [part.view(torch.uint8).view(-1, part.dtype.itemsize) for part in (one, two)]
+    others = (of_bytes[0] != of_bytes[1]).any(dim=1)
+    if not others.any():
+        return None
+    rows = [part[others] for part in of_bytes]
+    apart = closeness.differing(rows[0].view(-1).view(one.dtype), rows[1].view(-1).view(one.dtype))
+    if not apart.any():
+        return None
+    found = [part[apart].view(-1).view(one.dtype) for part in rows]  # torch does not index every dtype
+    return found[0], found[1]
 
 
 def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -168,10 +233,13 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
 @contextmanager
 def _opened(location: Location, backend: BackendChoice) -> Iterator[_Side]:
     with ExitStack() as stack:
+        weights = weights_at(location)
         if metadata_names(location):
             yield _OfDirectory(location, backend, stack)
+        elif weights is not None and is_index(weights):
+            yield _OfShards(weights, backend, stack)
         else:
-            yield _OfFile(location, backend, stack)
+            yield _OfFile(location if weights is None else weights, backend, stack)
 
 
 class _OfFile:
@@ -180,10 +248,28 @@ class _OfFile:
     def __init__(self, location: Location, backend: BackendChoice, stack: ExitStack) -> None:
         self._checkpoint = stack.enter_context(open_lazily(location, backend=backend))
         self.tensors = self._checkpoint.info
-        self.others = self._checkpoint.others
+        self.others = self._checkpoint.others_in_words
 
     def read(self, name: str) -> torch.Tensor:
         return self._checkpoint[name]
+
+
+class _OfShards:
+    """A model in several files."""
+
+    def __init__(self, index: Path, backend: BackendChoice, stack: ExitStack) -> None:
+        self._side_of: dict[str, _OfFile] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.others: dict[str, str] = {}
+        for path, expected in files_of(index).items():
+            side = _OfFile(path, backend, stack)
+            check_has(side.tensors, expected, path, index)
+            self.tensors |= {name: info for name, info in side.tensors.items() if name in expected}
+            self.others |= side.others
+            self._side_of |= dict.fromkeys(expected, side)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._side_of[name].read(name)
 
 
 class _OfDirectory:

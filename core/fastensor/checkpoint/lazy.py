@@ -71,7 +71,7 @@ def open(  # users write fastensor.open
     >>> with fastensor.open(path) as checkpoint:
     ...     print(list(checkpoint), checkpoint.info["model.weight"].shape, checkpoint.others)
     ...     print(checkpoint["model.weight"], checkpoint["model.weight", 1:])
-    ['model.weight'] (3, 2) {'epoch': '3'}
+    ['model.weight'] (3, 2) {'epoch': 3}
     tensor([[0, 1],
             [2, 3],
             [4, 5]]) tensor([[2, 3],
@@ -130,8 +130,14 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         return self._catalog.tensors
 
     @property
-    def others(self) -> Mapping[str, str]:
-        """Everything in the file that is not a tensor: names, and values in words."""
+    def others(self) -> Mapping[str, Any]:
+        """Everything in the file that is not a tensor, by name: numbers, texts, lists of these and so on as they are.
+        An object whose making would run code is not made: a record that prints as ``<its class>`` takes its place."""
+        return self._catalog.values
+
+    @property
+    def others_in_words(self) -> Mapping[str, str]:
+        """The same as short texts, as :func:`fastensor.inspect` shows them."""
         return self._catalog.others
 
     @property

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import CorruptCheckpointError
 from fastensor.files import posix
@@ -28,6 +30,30 @@ def find_weights(folder: Path) -> Path | None:
     none."""
     indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name))
     return next(iter([*indices, *(folder / name for name in WHOLE if (folder / name).exists())]), None)
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is, by its name, the index of a model in several files."""
+    return path.name.endswith(INDEX_SUFFIX)
+
+
+def weights_at(location: Location) -> Path | None:
+    """The index, or the file with the weights, of a model that a location of this machine names.
+
+    Args:
+        location: what users give as a checkpoint.
+
+    Returns:
+        The location, if it is an index; the index or file in it, if it is the folder of a model and not a distributed
+        checkpoint. Else None.
+    """
+    found = locate(location) if isinstance(location, str | os.PathLike) else None
+    if not isinstance(found, str):
+        return None
+    path = Path(found)
+    if is_index(path):
+        return path
+    return find_weights(path) if os.path.isdir(found) and not metadata_names(found) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,6 +90,19 @@ def files_of(index: Path) -> dict[Path, set[str]]:
             raise CorruptCheckpointError(f"{index}: expected names of files in its folder, found {file!r}")
         files.setdefault(index.parent / file, set()).add(name)
     return files
+
+
+def check_has(found: Container[str], expected: Collection[str], file: Path, index: Path) -> None:
+    """Compare the names in a file with those that the index expects there.
+
+    Raises:
+        CorruptCheckpointError: some are missing.
+    """
+    if missing := sorted(name for name in expected if name not in found):
+        raise CorruptCheckpointError(
+            f"{file}: {missing[0]!r} is not in it ({len(missing)} of the tensors that {index.name} expects there are "
+            f"missing); the index and the file are of different checkpoints"
+        )
 
 
 def write_sharded(

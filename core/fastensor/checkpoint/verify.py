@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Literal, TypeAlias, cast
@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, cast
 from fastensor.backends import registry
 from fastensor.checkpoint.archive import read_archive, verify_compressed
 from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.read_options import ReadOptions
@@ -45,6 +46,9 @@ class VerifyReport:
     seconds: float
     damage: tuple[Damage, ...] = ()
     """The parts that do not match."""
+    code: tuple[str, ...] = ()
+    """Functions and classes that the file names and ``weights_only=True`` refuses: what it was built to run, or what it
+    needs. Checksums say nothing about them. Not looked for in a damaged file."""
 
     @property
     def complete(self) -> bool:
@@ -80,7 +84,8 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
 
     Returns:
         How much was compared. If ``complete`` is False, parts of the file carry no checksum: of these, only the
-        structure is known to be sound, and of a legacy file not even that.
+        structure is known to be intact, and of a legacy file not even that. A file that is intact is not safe for
+        that reason: ``code`` lists what it names beyond what ``weights_only=True`` allows.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -124,7 +129,7 @@ def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) 
     )
     if report.damage:
         raise DamagedCheckpointError(report)
-    return report
+    return replace(report, code=foreign_code(file))
 
 
 @dataclass(slots=True)

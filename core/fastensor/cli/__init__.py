@@ -1,4 +1,4 @@
-"""The command line: ``fastensor verify``, ``inspect``, ``convert``, ``dictionary`` and ``doctor``."""
+"""The command line. ``main`` is the program ``fastensor``; ``fastensor --help`` lists its commands."""
 
 from fastensor.cli.main import main
 

@@ -1,94 +1,101 @@
-"""``fastensor convert A B``"""
+"""What ``fastensor convert`` does."""
 
 from __future__ import annotations
 
-import argparse
 import os
-from dataclasses import asdict
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal
 
-from fastensor.checkpoint.convert import MEMORY_NBYTES, convert
-from fastensor.checkpoint.sharded import SHARD_NBYTES
-from fastensor.cli.output import OK, print_json, progress_bar
-from fastensor.files.words import human_seconds, human_size, nbytes_in
+import torch
 
+from fastensor.checkpoint.conversion.losses import left_out
+from fastensor.checkpoint.conversion.same_file import is_same_file
+from fastensor.checkpoint.conversion.settings import ConvertSettings
+from fastensor.checkpoint.convert import convert_by
+from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.location import RemotePath, locate
+from fastensor.checkpoint.report import SaveReport
+from fastensor.cli.errors import wrong_arguments
+from fastensor.cli.output import OK, print_json, printable, progress_bar
+from fastensor.errors import FastensorError
+from fastensor.files.words import human_seconds, human_size
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "convert",
-        help="write the tensors of a checkpoint in another form",
-        description="Write a dict of tensors as .safetensors, as .ckpt or .pt for torch.load, as a model of Hugging "
-        "Face in several files, or as a distributed checkpoint, in bounded memory and verified on the way. A file B is "
-        "replaced atomically.",
-    )
-    parser.add_argument(
-        "source",
-        metavar="A",
-        help="path or URL of the file or distributed checkpoint to read; for dcp also a model's *.index.json or folder",
-    )
-    parser.add_argument("target", metavar="B", help="path or URL of the file to write; its ending names the container")
-    parser.add_argument("--root", metavar="KEY", help="the dict of tensors inside A, such as state_dict")
-    parser.add_argument("--copy-ties", action="store_true", help="write each of the tensors that share memory")
-    parser.add_argument(
-        "--container",
-        choices=["torch", "safetensors", "dcp", "huggingface"],
-        help="the container, whatever the ending; huggingface if B is a directory, or ends in /",
-    )
-    parser.add_argument(
-        "--shard-size",
-        metavar="SIZE",
-        default=str(SHARD_NBYTES),
-        help="the most bytes of tensors in each file of huggingface, such as 5GB (the default) or 2GiB",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        default=str(MEMORY_NBYTES),
-        help="how much of a distributed checkpoint may be in memory at a time (default: 2GiB)",
-    )
-    parser.add_argument("--metadata", action="append", metavar="KEY=TEXT", help="for the metadata of safetensors")
-    parser.add_argument("--backend", default="auto", help="the backend that writes B")
-    parser.add_argument("--no-durable", action="store_true", help="do not wait until B survives a power failure")
-    parser.add_argument("--no-checksums", action="store_true", help="write byte for byte the file of safetensors")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare A with its checksums")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run)
+_SHOWN = 10
+"""The most names of what is left out that are shown."""
 
 
-def _metadata(pairs: list[str] | None) -> dict[str, str] | None:
-    if pairs is None:
-        return None
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise ValueError(f"--metadata takes KEY=TEXT, found {wrong[0]!r}")
-    return {key: text for key, _, text in (pair.partition("=") for pair in pairs)}
+def dtype_called(name: str) -> torch.dtype:
+    """The dtype of a name, such as ``bfloat16``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def _container_of(target: str) -> Literal["huggingface"] | None:
-    """The container of a directory; None if the target is a file."""
-    return "huggingface" if target.endswith("/") or os.path.isdir(target) else None
+def container_of(target: str) -> Literal["huggingface"] | None:
+    """The container of a directory; None if the target is a file, or a distributed checkpoint."""
+    is_directory = target.endswith("/") or (os.path.isdir(target) and not metadata_names(target))
+    return "huggingface" if is_directory else None
 
 
-def _run(options: argparse.Namespace) -> int:
-    with progress_bar(options.target) as progress:
-        report = convert(
-            options.source,
-            options.target,
-            root=options.root,
-            metadata=_metadata(options.metadata),
-            container=options.container or _container_of(options.target),
-            backend=options.backend,
-            durable=not options.no_durable,
-            checksums=not options.no_checksums,
-            copy_ties=options.copy_ties,
-            verify=not options.no_verify,
-            shard_nbytes=nbytes_in(options.shard_size),
-            memory_nbytes=nbytes_in(options.memory),
-            progress=progress,
-        )
-    if options.json:
-        print_json(asdict(report))
+def run(source: str, target: str, settings: ConvertSettings, *, force: bool, json: bool) -> int:
+    """Convert, unless that would destroy or lose something that was not given up."""
+    with wrong_arguments():
+        settings.check(target)
+        _check_target(source, target, force=force)
+        lost = left_out(source, target, settings)
+        _check_losses(source, lost, settings)
+        with progress_bar(target) as progress:
+            report = convert_by(source, target, replace(settings, drop=bool(lost)), progress)
+    if json:
+        print_json({**asdict(report), "left_out": lost})
     else:
-        rate = human_size(report.bytes_per_second)
-        print(f"{options.target}: {human_size(report.nbytes)} in {human_seconds(report.seconds)} ({rate}/s)")
+        _print(target, report, lost)
     return OK
+
+
+def _check_target(source: str, target: str, *, force: bool) -> None:
+    """
+    Raises:
+        FastensorError: the target is the source, or in it; or it is there, and is not to be replaced.
+    """
+    if is_same_file(source, target) or _is_inside(target, source):
+        raise FastensorError(f"{target}: the target is the source, or in it; choose another target")
+    if _holds_something(target) and not force:
+        raise FastensorError(f"{target}: it is there already; --force replaces it, or choose another target")
+
+
+def _is_inside(target: str, source: str) -> bool:
+    """Whether the target is a file in the directory of the source: one of its parts."""
+    return os.path.isdir(source) and os.path.exists(target) and Path(source).resolve() in Path(target).resolve().parents
+
+
+def _holds_something(target: str) -> bool:
+    """Whether there is a file, or a directory with something in it."""
+    found = locate(target)
+    if isinstance(found, RemotePath):
+        return bool(found.filesystem.exists(found.path))
+    if isinstance(found, str) and os.path.isdir(found):
+        return bool(metadata_names(found))  # a folder with a model in it is refused when it is written to
+    return isinstance(found, str) and os.path.lexists(found)
+
+
+def _check_losses(source: str, lost: Sequence[str], settings: ConvertSettings) -> None:
+    """
+    Raises:
+        FastensorError: something would be left out without ``--drop``.
+    """
+    if lost and not settings.drop:
+        raise FastensorError(f"{source}: the conversion leaves out: {_in_words(lost)}; --drop converts the rest")
+
+
+def _in_words(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(map(printable, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def _print(target: str, report: SaveReport, lost: Sequence[str]) -> None:
+    rate = human_size(report.bytes_per_second)
+    print(printable(f"{target}: {human_size(report.nbytes)} in {human_seconds(report.seconds)} ({rate}/s)"))
+    if lost:
+        print(f"left out: {_in_words(lost)}")

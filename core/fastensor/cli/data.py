@@ -1,8 +1,7 @@
-"""``fastensor data index|inspect``"""
+"""What ``fastensor data index|inspect`` does."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from typing import Any
 
@@ -16,68 +15,33 @@ from fastensor.files.words import human_size
 _PERCENTILES = (0, 50, 99, 100)
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "data",
-        help="index an LMDB dataset, or show what it holds",
-        description="Index LMDB datasets ahead of training, and show what they hold. Files are read, never mapped.",
-    )
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    _add_index(actions)
-    _add_inspect(actions)
-
-
-def _add_index(actions: Any) -> None:
-    index = actions.add_parser(
-        "index",
-        help="find where each record is, and keep that in a sidecar",
-        description="Read the pages of an LMDB file that say where its records are, and keep that beside the file, or "
-        "in the user's cache if its folder cannot be written to. An index of the file as it is now is used as it is.",
-    )
-    _add_path(index)
-    index.add_argument("--db", metavar="NAME", help="a named database; default: the main one")
-    index.add_argument("-o", "--output", metavar="FILE", help="the sidecar to write, in another place")
-    index.add_argument("--json", action="store_true", help="print JSON")
-    index.set_defaults(run=_index)
-
-
-def _add_inspect(actions: Any) -> None:
-    inspect = actions.add_parser(
-        "inspect",
-        help="show the databases of an LMDB file",
-        description="Show the version, pages and databases of an LMDB file, from its meta pages and its main database.",
-    )
-    _add_path(inspect)
-    inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=_inspect)
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="the directory of an LMDB environment, or its data file")
-
-
-def _index(options: argparse.Namespace) -> int:
-    page_nbytes = inspect_lmdb(options.path).page_size
-    with progress_bar(options.path) as show:
-        index = LmdbIndex.open(
-            options.path,
-            options.db,
-            options.output or "auto",
-            progress=lambda done, total: show(done * page_nbytes, total * page_nbytes),
+def index(path: str, db: str | None, output: str | None, *, json: bool) -> int:
+    """Index a dataset."""
+    page_nbytes = inspect_lmdb(path).page_size
+    with progress_bar(path) as show:
+        found = LmdbIndex.open(
+            path, db, output or "auto", progress=lambda done, total: show(done * page_nbytes, total * page_nbytes)
         )
-    with index:
-        sizes = _sizes(index)
-        if options.json:
-            found = {"path": index.path, "db": options.db, "records": len(index), "sidecar": index.sidecar}
-            print_json({**found, "fingerprint": index.fingerprint, "nbytes": int(index.lengths.sum()), "sizes": sizes})
+    with found:
+        if json:
+            print_json(_as_json(found, db))
         else:
-            print(f"{index.path}: {len(index)} records of {human_size(int(index.lengths.sum()))}")
-            if sizes:
-                low, middle, high, most = (human_size(size) for size in sizes.values())
-                print(f"sizes: from {low} to {most}, half up to {middle}, 99 % up to {high}")
-            print(f"the index is kept as {index.sidecar}" if index.sidecar else "the index could not be kept")
+            _print_index(found)
     return OK
+
+
+def _as_json(index: LmdbIndex, db: str | None) -> dict[str, Any]:
+    found = {"path": index.path, "db": db, "records": len(index), "sidecar": index.sidecar}
+    nbytes = int(index.lengths.sum())
+    return {**found, "fingerprint": index.fingerprint, "nbytes": nbytes, "sizes": _sizes(index)}
+
+
+def _print_index(index: LmdbIndex) -> None:
+    print(f"{index.path}: {len(index)} records of {human_size(int(index.lengths.sum()))}")
+    if sizes := _sizes(index):
+        low, middle, high, most = (human_size(size) for size in sizes.values())
+        print(f"sizes: from {low} to {most}, half up to {middle}, 99 % up to {high}")
+    print(f"the index is kept as {index.sidecar}" if index.sidecar else "the index could not be kept")
 
 
 def _sizes(index: LmdbIndex) -> dict[str, int]:
@@ -88,9 +52,10 @@ def _sizes(index: LmdbIndex) -> dict[str, int]:
     return {str(percentile): int(size) for percentile, size in zip(_PERCENTILES, found, strict=True)}
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    found = inspect_lmdb(options.path)
-    if options.json:
+def inspect(path: str, *, json: bool) -> int:
+    """Show what a dataset holds."""
+    found = inspect_lmdb(path)
+    if json:
         print_json(asdict(found))
     else:
         _print(found)

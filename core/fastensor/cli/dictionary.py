@@ -1,120 +1,47 @@
-"""``fastensor dictionary show|export|import|clear|plot``"""
+"""What ``fastensor dictionary show|export|import|clear|plot`` does."""
 
 from __future__ import annotations
 
-import argparse
 import errno
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from json import loads
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+
+import typer
 
 from fastensor.checkpoint.publish import write_text
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.cli.plot import plot
+from fastensor.errors import FastensorError
 from fastensor.files.words import human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary, DictionaryError, Entry, replacing
-from fastensor.select.files import DictionaryFile, default_folder, file_for, files_in, read, read_text
+from fastensor.select.files import DictionaryFile, Kind, default_folder, file_for, files_in, read, read_text
 from fastensor.select.paper_csv import Which, from_csv, to_csv
 from fastensor.select.sizes import size_of
 from fastensor.select.winners import in_order
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "dictionary",
-        help="show or move what was learned about the speed of each backend here",
-        description="Show and move what Fastensor has learned, by size and context, about how long each backend takes. "
-        "There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for "
-        "offloaded activations; the environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
-    )
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    for add_action in (_add_show, _add_export, _add_import, _add_clear, _add_plot):
-        add_action(actions)
+@dataclass(frozen=True, slots=True)
+class CsvForm:
+    """A dictionary in the form of the paper, which is of one context."""
 
-
-def _add_show(actions: Any) -> None:
-    show = _add(actions, "show", _show, "print the dictionary as a table, the fastest backend marked")
-    _add_path(show.add_mutually_exclusive_group()).add_argument(
-        "--all", action="store_true", help="list all dictionaries and their machines"
-    )
-    show.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_export(actions: Any) -> None:
-    export = _add(actions, "export", _export, "write the dictionary for other machines, or in the form of the paper")
-    _add_path(export)
-    form = export.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the whole dictionary; the default")
-    form.add_argument("--csv", choices=get_args(Which), help="a dictionary of the paper: for writing, reading or both")
-    export.add_argument("--device", default="cpu", help="for CSV: kind of the device that bytes come from or go to")
-    export.add_argument("--unsynced", action="store_true", help="for CSV: writes that need not be durable")
-    export.add_argument("--resident", action="store_true", help="for CSV: reads from the page cache")
-    export.add_argument(
-        "-o", "--output", metavar="FILE", default="-", help="the file to write; default: standard output"
-    )
-
-
-def _add_import(actions: Any) -> None:
-    imported = _add(actions, "import", _import, "take over the timings of a file, in place of the known ones")
-    imported.add_argument("file", metavar="FILE", help="a dictionary of Fastensor, or CSV in the form of the paper")
-    _add_path(imported)
-    imported.add_argument(
-        "--context",
-        type=_context,
-        help="for CSV: the context of the timings, such as 'write cpu durable' or 'read cuda cold'",
-    )
-
-
-def _add_clear(actions: Any) -> None:
-    clear = _add(actions, "clear", _clear, "remove the dictionary: everything is learned anew")
-    _add_path(clear.add_mutually_exclusive_group()).add_argument(
-        "--all", action="store_true", help="remove all dictionaries, those of other machines included"
-    )
-
-
-def _add_plot(actions: Any) -> None:
-    drawn = _add(actions, "plot", _plot, "draw the bandwidth of each backend by size (needs matplotlib)")
-    _add_path(drawn)
-    drawn.add_argument("-o", "--output", metavar="FILE", required=True, help="such as dictionary.png")
-
-
-def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    kinds = parser.add_mutually_exclusive_group()
-    for kind, whose in (("tensors", "single tensors in a TensorStore"), ("activations", "offloaded activations")):
-        kinds.add_argument(f"--{kind}", action="store_const", const=kind, dest="of", help=f"the dictionary of {whose}")
-    parser.set_defaults(of="files")
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_path(parser: Any) -> Any:
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        nargs="?",
-        default=".",
-        help="a file or folder on the filesystem in question; default: this folder",
-    )
-    return parser
-
-
-def _file(options: argparse.Namespace) -> DictionaryFile:
-    return file_for(options.path, of=options.of)
+    which: Which
+    device: str
+    unsynced: bool
+    resident: bool
 
 
 def _context(text: str) -> Context:
     try:
         return Context.parse(text)
-    except ValueError:
+    except ValueError as error:
         expected = "write DEVICE durable|unsynced or read DEVICE cold|resident"
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}") from None
+        raise typer.BadParameter(f"expected {expected}, found {text!r}", param_hint="'--context'") from error
 
 
 def _known(file: DictionaryFile) -> Dictionary:
@@ -127,15 +54,14 @@ def _known(file: DictionaryFile) -> Dictionary:
 # show
 
 
-def _show(options: argparse.Namespace) -> int:
-    if options.all:
-        return _show_all(options)
-    file = _file(options)
+def show(where: str, of: Kind, *, json: bool) -> int:
+    """Show the dictionary for a path."""
+    file = file_for(where, of=of)
     dictionary = _known(file)
-    if options.json:
+    if json:
         print_json(_as_json(file.path, dictionary, file.machine))
         return OK
-    print(printable(f"Dictionary for files at {options.path}: {file.path}"))
+    print(printable(f"Dictionary for files at {where}: {file.path}"))
     print(printable(_facts(file.machine)))
     print()
     if dictionary:
@@ -146,7 +72,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _as_json(path: Path, dictionary: Dictionary, machine: dict[str, str]) -> dict[str, Any]:
-    return {"path": str(path), **json.loads(dictionary.to_json(machine))}
+    return {"path": str(path), **loads(dictionary.to_json(machine))}
 
 
 def _print(dictionary: Dictionary) -> None:
@@ -184,9 +110,10 @@ def _all_files() -> Iterator[_Listed]:
             yield _Listed(path, Dictionary(), error=str(error))
 
 
-def _show_all(options: argparse.Namespace) -> int:
+def show_all(*, json: bool) -> int:
+    """List all dictionaries."""
     found = list(_all_files())
-    if options.json:
+    if json:
         print_json(
             [
                 {"path": str(one.path), "error": one.error}
@@ -218,29 +145,38 @@ def _facts(machine: dict[str, str]) -> str:
 # the others
 
 
-def _export(options: argparse.Namespace) -> int:
-    file = _file(options)
+def export(where: str, of: Kind, form: CsvForm | None, output: str, *, force: bool) -> int:
+    """Write the dictionary into a file, or to the standard output."""
+    file = file_for(where, of=of)
     dictionary = _known(file)
-    if options.csv:
-        text = to_csv(dictionary, options.csv, options.device, unsynced=options.unsynced, resident=options.resident)
-    else:
-        text = dictionary.to_json(file.machine) if dictionary else ""
+    text = ""
+    if form is not None:
+        text = to_csv(dictionary, form.which, form.device, unsynced=form.unsynced, resident=form.resident)
+    elif dictionary:
+        text = dictionary.to_json(file.machine)
     if not text:
-        raise ValueError(f"nothing is known that could be exported: see fastensor dictionary show {options.path}")
-    if options.output == "-":
+        raise ValueError(f"nothing is known that could be exported: see fastensor dictionary show {where}")
+    if output == "-":
         sys.stdout.write(text)
     else:
-        write_text(options.output, text)
+        _check_is_free(output, force=force)
+        write_text(output, text)
     return OK
 
 
-def _import(options: argparse.Namespace) -> int:
-    file = _file(options)
-    source = Path(options.file)
-    if options.context is None:
+def _check_is_free(output: str, *, force: bool) -> None:
+    if os.path.lexists(output) and not force:
+        raise FastensorError(f"{output}: it is there already; --force replaces it, or choose another file")
+
+
+def import_(source_name: str, where: str, of: Kind, context: str | None) -> int:
+    """Take over what a file holds."""
+    file = file_for(where, of=of)
+    source = Path(source_name)
+    if context is None:
         dictionary, machine = _read_json(source)
     else:
-        dictionary, machine = _read_csv(source, options.context), {}
+        dictionary, machine = _read_csv(source, _context(context)), {}
     file.update(replacing(dictionary))
     print(printable(f"{file.path}: {len(dictionary)} sizes and contexts were taken over from {source}"))
     for name in {**machine, **file.machine}:
@@ -263,15 +199,17 @@ def _read_csv(source: Path, context: Context) -> Dictionary:
         raise DictionaryError(f"{source}: {error}") from error
 
 
-def _clear(options: argparse.Namespace) -> int:
-    """
+def clear(where: str | None, of: Kind) -> int:
+    """Remove the dictionary for a path, or all if that is None.
+
     Raises:
         FileNotFoundError: there is nothing at the path, which is likely a mistake.
     """
-    if not os.path.lexists(options.path):
+    if where is not None and not os.path.lexists(where):
         what = "there is no such file or folder; expected one on the disk whose dictionary is to be forgotten"
-        raise FileNotFoundError(errno.ENOENT, what, options.path)
-    files = [DictionaryFile(path, {}) for path in files_in(default_folder())] if options.all else [_file(options)]
+        raise FileNotFoundError(errno.ENOENT, what, where)
+    every = [DictionaryFile(path, {}) for path in files_in(default_folder())] if where is None else []
+    files = every if where is None else [file_for(where, of=of)]
     removed = [path for file in files for path in file.remove()]
     for path in removed:
         print(printable(f"removed {path}"))
@@ -280,8 +218,10 @@ def _clear(options: argparse.Namespace) -> int:
     return OK
 
 
-def _plot(options: argparse.Namespace) -> int:
-    file = _file(options)
-    plot(_known(file), _facts(file.machine), Path(options.output))
-    print(printable(f"{options.output}: drawn from {file.path}"))
+def draw(where: str, of: Kind, output: str, *, force: bool) -> int:
+    """Draw the dictionary for a path."""
+    _check_is_free(output, force=force)
+    file = file_for(where, of=of)
+    plot(_known(file), _facts(file.machine), Path(output))
+    print(printable(f"{output}: drawn from {file.path}"))
     return OK

@@ -1,13 +1,11 @@
-"""``fastensor doctor``"""
+"""What ``fastensor doctor`` does."""
 
 from __future__ import annotations
 
-import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -16,15 +14,24 @@ from fastensor.cli.checkup import measurement, software
 from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.folder import Folder
 from fastensor.cli.checkup.measurement import BackendState, Chosen, Speed
-from fastensor.cli.checkup.printing import leaving_on_sigterm, parse_sizes, print_choices, print_speeds
+from fastensor.cli.checkup.printing import leaving_on_sigterm, measured, print_choices, speed_row, speed_table
 from fastensor.cli.checkup.software import Cuda, Gds, KvikioState, Software
-from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
+from fastensor.cli.output import (
+    FAILED,
+    OK,
+    GrowingTable,
+    print_json,
+    print_styled,
+    print_table,
+    printable,
+)
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import DictionaryError
 from fastensor.select.files import file_for, read
 
 VERSION = 1
-_SIZES = (64 << 10, 64 << 20)
+_FACT_WIDTH = len("page cache")
+_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,63 +69,97 @@ class Checkup:
     """Errors come first."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "doctor",
-        help="show the software, devices and backends here, how fast they are, and what is wrong",
-        description="Look at the software, GPUs and GPUDirect Storage, at a folder and its filesystem, and at the "
-        "backends; measure each of them with files in that folder, which are removed; and say what is wrong. "
-        "Nothing is learned from that: the dictionary stays as it is.",
-        epilog="Exit status: 0 if files can be saved there, whatever the warnings; 1 if not, or if they do not come "
-        "back.",
-    )
-    parser.add_argument("path", metavar="PATH", nargs="?", default=".", help="the folder; default: this one")
-    parser.add_argument("--quick", action="store_true", help="measure nothing")
-    parser.add_argument(
-        "--sizes",
-        type=parse_sizes,
-        default=_SIZES,
-        metavar="SIZE,...",
-        help="sizes of the files that are measured; default: 64K,64M, less if there is little space",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON: one object, as fastensor.cli.doctor.Checkup")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    found = _check_up(options.path, options.sizes, quick=options.quick)
-    if options.json:
+def run(path: str, sizes: Sequence[int], *, quick: bool, json: bool) -> int:
+    """Check all up, and print each part when it is known; as JSON, when all is."""
+    found = _check_up(path, sizes, _Silence() if json else _Printer(), quick=quick)
+    if json:
         print_json(asdict(found))
-    else:
-        _print(found)
     return FAILED if any(one.level == "error" for one in found.advice) else OK
 
 
-def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
+class _Silence:
+    """Prints nothing of what is found."""
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        """Rows of the first table."""
+
+    def backends(self, states: Sequence[BackendState]) -> None:
+        """The table of backends."""
+
+    def measures(self, names: Sequence[str]) -> None:
+        """The speeds of these backends come next."""
+
+    def speed(self, speed: Speed) -> None:
+        """The speed of one backend for one size."""
+
+    def end(self, choices: Sequence[Chosen], advice: Sequence[Advice]) -> None:
+        """What would be chosen, and what is wrong."""
+
+
+class _Printer(_Silence):
+    """Prints what is found."""
+
+    def __init__(self) -> None:
+        self._facts = GrowingTable(["what", "found"], [_FACT_WIDTH, 0])
+        self._speeds: GrowingTable | None = None
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        for name, text in rows.items():
+            if text:
+                self._facts.add([name, text])
+
+    def backends(self, states: Sequence[BackendState]) -> None:
+        print()
+        rows = [[state.name, "yes" if state.available else f"no: {state.reason}"] for state in states]
+        print_table(["backend", "available"], rows)
+
+    def measures(self, names: Sequence[str]) -> None:
+        print()
+        self._speeds = speed_table(names)
+
+    def speed(self, speed: Speed) -> None:
+        assert self._speeds is not None
+        self._speeds.add(speed_row(speed))
+
+    def end(self, choices: Sequence[Chosen], advice: Sequence[Advice]) -> None:
+        if choices:
+            print()
+            print_choices(choices)
+        if advice:
+            print()
+        for one in advice:
+            level, _, rest = str(one).partition(":")
+            print_styled((level, _STYLES.get(level, "")), (printable(f":{rest}"), ""))
+
+
+def _check_up(path: str, sizes: Sequence[int], out: _Silence, *, quick: bool) -> Checkup:
+    versions = software.find_software()
+    out.facts(software.versions(versions))
     kvikio, gds = software.find_kvikio()
     cuda = software.find_cuda()
+    out.facts(software.devices(cuda, kvikio, gds))
     if cuda.devices:
         with suppress(RuntimeError, AssertionError):  # gds will say that it is not available, and why
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
     folder = folders.examine(path)
+    dictionary = _dictionary_state(path)
+    out.facts({**folders.facts(folder), "dictionary": _describe(dictionary)})
     states = measurement.backend_states()
+    out.backends(states)
     names = [state.name for state in states if state.available]
     possible = sizes if folder.space is None else measurement.fitting(sizes, folder.space.free_nbytes)
-    speeds: tuple[Speed, ...] = ()
-    if not (quick or folder.error):
-        with _unlogged(), leaving_on_sigterm():
-            speeds = tuple(map(measurement.summary, measurement.measure_rounds(path, possible, names)))
-    dictionary = _dictionary_state(path)
+    speeds = () if quick or folder.error else _measure(path, possible, names, out)
     choices = measurement.choices_for(path, possible or sizes, measurement.contenders(names))
     advice = [
         *folders.advise(folder),
         *software.advise(kvikio, gds),
         *measurement.advise(folder.path, states, speeds, choices),
     ]
+    advice.sort(key=lambda one: one.level != "error")
+    out.end(choices, advice)
     return Checkup(
         version=VERSION,
-        software=software.find_software(),
+        software=versions,
         cuda=cuda,
         kvikio=kvikio,
         gds=gds,
@@ -127,8 +168,20 @@ def _check_up(path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
         speeds=speeds,
         dictionary=dictionary,
         choices=choices,
-        advice=tuple(sorted(advice, key=lambda one: one.level != "error")),
+        advice=tuple(advice),
     )
+
+
+def _measure(path: str, sizes: Sequence[int], names: Sequence[str], out: _Silence) -> tuple[Speed, ...]:
+    speeds = []
+    if sizes and names:
+        out.measures(names)
+    with _unlogged(), leaving_on_sigterm():
+        for nbytes in sizes:
+            for rounds in measured(path, nbytes, names):
+                speeds.append(measurement.summary(rounds))
+                out.speed(speeds[-1])
+    return tuple(speeds)
 
 
 def _dictionary_state(path: str) -> DictionaryState:
@@ -156,30 +209,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _print(found: Checkup) -> None:
-    rows = {
-        **software.facts(found.software, found.cuda, found.kvikio, found.gds),
-        **folders.facts(found.folder),
-        "dictionary": _describe(found.dictionary),
-    }
-    print_table(["what", "found"], [[name, text] for name, text in rows.items() if text])
-    print()
-    print_table(
-        ["backend", "available"],
-        [[state.name, "yes" if state.available else f"no: {state.reason}"] for state in found.backends],
-    )
-    if found.speeds:
-        print()
-        print_speeds(found.speeds)
-    if found.choices:
-        print()
-        print_choices(found.choices)
-    if found.advice:
-        print()
-    for one in found.advice:
-        print(printable(str(one)))
 
 
 def _describe(found: DictionaryState) -> str:

@@ -1,133 +1,70 @@
-"""``fastensor inspect FILE``"""
+"""What ``fastensor inspect`` does."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.names import resolve
-from fastensor.cli.output import OK, print_json, print_table, printable
-from fastensor.files.words import human_size
+from fastensor.cli.errors import in_flags
+from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable
+from fastensor.cli.summary import dtype_name, grouped, patterns, prefix, rows, totals
+from fastensor.errors import FastensorError
+from fastensor.files.words import human_count, human_size
 
 _MANY = 200
 """The most tensors and values that are shown one by one. More tensors are summarized, more values cut off."""
-_MOST_GROUPS = 60
+_GROUPS = ("tensors", "parameters", "dtype", "size")
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "inspect",
-        help="show what a file holds",
-        description="Show what a checkpoint holds, without reading its tensors and without running any of its code.",
-    )
-    parser.add_argument(
-        "file", metavar="FILE", help="path or URL of a file, or of the directory of a distributed checkpoint"
-    )
-    parser.add_argument(
-        "--key", action="append", dest="keys", metavar="KEY", help="show only this name, branch or glob pattern"
-    )
-    parser.add_argument("--all", action="store_true", help=f"show each tensor and value, also of more than {_MANY}")
-    parser.add_argument("--json", action="store_true", help="print JSON, with each tensor")
-    parser.set_defaults(run=_run)
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is shown of a file."""
+
+    found: Inspection
+    tensors: list[TensorInfo]
+    others: Mapping[str, str]
+    depth: int | None
+    """By how many parts of their names tensors are summed up; None for each tensor."""
 
 
-def _run(options: argparse.Namespace) -> int:
-    found = inspect(options.file)
-    tensors, others = list(found.tensors), dict(found.others)
-    if options.keys:
-        leaves = [*(tensor.name for tensor in tensors), *others]
-        within = {leaf: {leaf, *_branches_above(leaf)} for leaf in leaves}
-        named = resolve(options.keys, [*leaves, *set().union(*within.values()).difference(leaves)], found.path)
-        chosen = {leaf for leaf, names in within.items() if names & named}
-        tensors = [tensor for tensor in tensors if tensor.name in chosen]
-        others = {name: text for name, text in others.items() if name in chosen}
-    if options.json:
-        print_json(_as_json(found, tensors, others))
-    else:
-        _print(found, tensors, others, most=sys.maxsize if options.all else _MANY)
-    return OK
+def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, everything: bool, json: bool) -> int:
+    """Show what files hold."""
+    shown: list[Any] = []
+    status = OK
+    for number, file in enumerate(files):
+        try:
+            view = _view(inspect(file), keys, depth)
+        except (FastensorError, OSError) as error:
+            if len(files) == 1:
+                raise
+            print(f"fastensor: {in_flags(str(error))}", file=sys.stderr)
+            status = FAILED
+            continue
+        if json:
+            shown.append(_as_json(view))
+        else:
+            print("\n" if number else "", end="")
+            _print(view, most=sys.maxsize if everything else _MANY)
+    if json:
+        print_json(shown[0] if len(files) == 1 else shown)
+    return status
 
 
-def _as_json(found: Inspection, tensors: list[TensorInfo], others: dict[str, str]) -> dict[str, Any]:
-    described = [{**asdict(tensor), "dtype": _dtype(tensor), "nbytes": tensor.nbytes} for tensor in tensors]
-    return {
-        "path": found.path,
-        "container": found.container,
-        "nbytes": found.nbytes,
-        "checked": found.checked,
-        "tensors": described,
-        "others": others,
-        "metadata": dict(found.metadata),
-        "ties": found.ties,
-        "refused_by_weights_only": found.refused,
-    }
-
-
-def _print(found: Inspection, tensors: list[TensorInfo], others: dict[str, str], *, most: int) -> None:
-    checked = "with checksums" if found.checked else "without checksums"
-    print(f"{found.path}: {found.container}, {human_size(found.nbytes)}, {checked}")
-    print(f"{len(found.tensors)} tensors of {human_size(found.tensor_bytes)}, {len(found.others)} other values")
-    if len(tensors) > most:
-        print()
-        _print_some(["tensors", "", "dtype", "size"], summarize(tensors), most, right=(1, 3))
-        print("\n--all shows each tensor; --key PATTERN those that match")
-    elif tensors:
-        print()
-        rows = [
-            [
-                tensor.name,
-                tensor.kind,
-                _dtype(tensor),
-                " × ".join(map(str, tensor.shape)) or "scalar",
-                human_size(tensor.nbytes),
-                "" if tensor.crc32 is None else f"{tensor.crc32:08x}",
-            ]
-            for tensor in tensors
-        ]
-        print_table(["tensor", "kind", "dtype", "shape", "size", "CRC32"], rows, right=(4,))
-    for title, texts in (("value", others), ("metadata", found.metadata)):
-        if texts:
-            print()
-            _print_some([title, ""], [[name, text] for name, text in texts.items()], most)
-    if found.ties or found.refused:
-        print()
-    for names in found.ties:
-        print(printable(f"share memory: {', '.join(names)}"))
-    if found.refused:
-        print(printable(f"weights_only=True refuses: {', '.join(found.refused)}"))
-
-
-def _print_some(header: list[str], rows: list[list[str]], most: int, right: Sequence[int] = ()) -> None:
-    print_table(header, rows[:most], right=right)
-    if len(rows) > most:
-        print(f"and {len(rows) - most} more, which --all shows")
-
-
-def summarize(tensors: Iterable[TensorInfo]) -> list[list[str]]:
-    """A row for each group of tensors whose names differ only in numbers. If there are too many groups, those whose
-    names begin alike are joined. The name of a group is a pattern for ``--key``."""
-    names = {tensor: tuple("*" if one.isdecimal() else one for one in tensor.name.split(".")) for tensor in tensors}
-    depth = max(map(len, names.values()))
-    while depth > 1 and len({name[:depth] for name in names.values()}) > _MOST_GROUPS:
-        depth -= 1
-    groups: dict[str, list[TensorInfo]] = {}
-    for tensor, name in names.items():
-        groups.setdefault(".".join([*name[:depth], *(["*"] if len(name) > depth else [])]), []).append(tensor)
-    return [
-        [
-            pattern,
-            str(len(group)),
-            ", ".join(sorted({_dtype(tensor) for tensor in group})),
-            human_size(sum(tensor.nbytes for tensor in group)),
-        ]
-        for pattern, group in groups.items()
-    ]
+def _view(found: Inspection, keys: Sequence[str] | None, depth: int | None) -> _View:
+    """What the keys choose of a file."""
+    if not keys:
+        return _View(found, [*found.tensors], found.others, depth)
+    leaves = [*(tensor.name for tensor in found.tensors), *found.others]
+    within = {leaf: {leaf, *_branches_above(leaf)} for leaf in leaves}
+    named = resolve(keys, [*leaves, *set().union(*within.values()).difference(leaves)], found.path)
+    chosen = {leaf for leaf, names in within.items() if names & named}
+    tensors = [tensor for tensor in found.tensors if tensor.name in chosen]
+    return _View(found, tensors, {name: text for name, text in found.others.items() if name in chosen}, depth)
 
 
 def _branches_above(name: str) -> Iterator[str]:
@@ -138,5 +75,97 @@ def _branches_above(name: str) -> Iterator[str]:
     return (name[:at] for at, character in enumerate(name) if character == ".")
 
 
-def _dtype(tensor: TensorInfo) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _as_json(view: _View) -> dict[str, Any]:
+    found = view.found
+    described = [{**asdict(tensor), "dtype": dtype_name(tensor), "nbytes": tensor.nbytes} for tensor in view.tensors]
+    shown = {
+        "path": found.path,
+        "container": found.container,
+        "nbytes": found.nbytes,
+        "checked": found.checked,
+        "memory_nbytes": found.memory_bytes,
+        "totals": asdict(totals(view.tensors, found.ties)),
+        "dtypes": {name: asdict(one) for name, (one, _) in grouped(view.tensors, found.ties, dtype_name).items()},
+        "tensors": described,
+        "others": view.others,
+        "metadata": dict(found.metadata),
+        "ties": found.ties,
+        "refused_by_weights_only": found.refused,
+    }
+    if view.depth is not None:
+        shown["prefixes"] = {name: asdict(one) for name, (one, _) in _by_prefix(view, view.depth).items()}
+    return shown
+
+
+def _by_prefix(view: _View, depth: int) -> Any:
+    return grouped(view.tensors, view.found.ties, lambda tensor: prefix(tensor.name, depth))
+
+
+def _print(view: _View, *, most: int) -> None:
+    _print_head(view)
+    _print_tensors(view, most)
+    for title, texts in (("value", view.others), ("metadata", view.found.metadata)):
+        if texts:
+            print()
+            _print_some([title, ""], [[name, text] for name, text in texts.items()], most)
+    if view.found.ties or view.found.refused:
+        print()
+    for names in view.found.ties:
+        print(printable(f"share memory: {', '.join(names)}"))
+    if view.found.refused:
+        print(printable(f"weights_only=True refuses: {', '.join(view.found.refused)}"))
+
+
+def _print_head(view: _View) -> None:
+    found = view.found
+    checked = "with checksums" if found.checked else "without checksums"
+    print_styled((printable(found.path), "bold"), (f": {found.container}, {human_size(found.nbytes)}, {checked}", ""))
+    all_of_it = totals(found.tensors, found.ties)
+    print(
+        f"{all_of_it.tensors} tensors of {human_size(all_of_it.nbytes)}, {human_count(all_of_it.parameters)} "
+        f"parameters, {human_size(found.memory_bytes)} in memory; {len(found.others)} other values"
+    )
+
+
+def _print_tensors(view: _View, most: int) -> None:
+    ties = view.found.ties
+    dtypes = grouped(view.tensors, ties, dtype_name)
+    if len(dtypes) > 1:
+        print()
+        table = [
+            [name, str(one.tensors), f"{one.parameters:,}", human_size(one.nbytes)] for name, (one, _) in dtypes.items()
+        ]
+        print_table(["dtype", "tensors", "parameters", "size"], table, right=(1, 2, 3))
+    if not view.tensors:
+        return
+    print()
+    if view.depth is not None:
+        _print_some(["prefix", *_GROUPS], rows(_by_prefix(view, view.depth)), most, right=(1, 2, 4))
+    elif len(view.tensors) > most:
+        names = patterns(view.tensors)
+        found = grouped(view.tensors, ties, lambda tensor: names[tensor.name])
+        _print_some(["names", *_GROUPS], rows(found), most, right=(1, 2, 4))
+        print("\n--all shows each tensor; --depth N sums up by prefix; --key PATTERN shows those that match")
+    else:
+        _print_each(view.tensors)
+
+
+def _print_each(tensors: Sequence[TensorInfo]) -> None:
+    table = [
+        [
+            tensor.name,
+            tensor.kind,
+            dtype_name(tensor),
+            " × ".join(map(str, tensor.shape)) or "scalar",
+            human_size(tensor.nbytes),
+            "" if tensor.crc32 is None else f"{tensor.crc32:08x}",
+        ]
+        for tensor in tensors
+    ]
+    print_table(["tensor", "kind", "dtype", "shape", "size", "CRC32"], table, right=(4,))
+
+
+def _print_some(header: list[str], table: list[list[str]], most: int, right: Sequence[int] = ()) -> None:
+    print_table(header, table[:most], right=right)
+    if len(table) > most:
+        print(f"and {len(table) - most} more, which --all shows")

@@ -2,19 +2,86 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Annotated, Any
 
-from fastensor import __version__
-from fastensor.cli import convert, data, dictionary, diff, doctor, inspect, tune, verify
-from fastensor.cli.output import FAILED, INTERRUPTED
-from fastensor.errors import FastensorError
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-_COMMANDS = (verify, inspect, diff, convert, dictionary, doctor, tune, data)
+from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine
+from fastensor.cli.errors import in_flags
+from fastensor.cli.output import FAILED, INTERRUPTED, USAGE
+from fastensor.errors import FastensorError, UnknownBackendError
+from fastensor.version import VERSION
+
+_STATUSES = (
+    "Exit status: 0 if all is well; 1 if something is damaged, missing, refused or different; 2 for wrong arguments; 3 "
+    "if a file has no checksums to verify; 4 if a file is intact, but names code that torch does not allow; 130 if "
+    "interrupted."
+)
+
+
+class _Group(TyperGroup):
+    """Runs the command, and leaves with its status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the tables show the same
+                status = super().invoke(ctx)
+                sys.stdout.flush()
+        except BrokenPipeError:  # the reader of our output has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = FAILED
+        except (FastensorError, OSError, ValueError) as error:
+            print(f"fastensor: {in_flags(str(error))}", file=sys.stderr)
+            status = USAGE if isinstance(error, UnknownBackendError) else FAILED
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        raise typer.Exit(status)
+
+
+app = typer.Typer(
+    name="fastensor",
+    cls=_Group,
+    no_args_is_help=False,
+    rich_markup_mode=None,  # boxes take half of the time that help may take, and cannot be searched
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _add in (checkpoints.add_to, dictionaries.add_to, machine.add_to, datasets.add_to):
+    _add(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fastensor {VERSION}")
+        raise typer.Exit
+
+
+@app.callback(epilog=_STATUSES)
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Look into checkpoints and datasets, convert them, and see how fast they are moved here."""
+
+
+def _spare_coercion(command: Any, parent: Any = None) -> None:
+    """Give the flags that Typer makes itself a default. They have none, which is no bool: to find that, Typer would
+    import Pydantic, which takes as long as all the rest of a help text."""
+    context = command.context_class(command, parent=parent, **command.context_settings)
+    for parameter in command.get_params(context):
+        if parameter.name in ("help", "install_completion", "show_completion"):
+            parameter.default = False
+    for inner in getattr(command, "commands", {}).values():
+        _spare_coercion(inner, context)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,30 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if all is well; 1 if something is damaged, missing, refused or different; 2 for wrong arguments; 3 if a file
-        has no checksums to verify; 130 if interrupted.
+        has no checksums to verify; 4 if a file is intact, but names code that torch does not allow; 130 if interrupted.
     """
-    parser = argparse.ArgumentParser(
-        "fastensor", description="Look into checkpoints and datasets, and at how fast they are moved here."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
-        module.add_to(commands)
-    options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the tables show the same
-            status: int = options.run(options)
-            sys.stdout.flush()
-    except (FastensorError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
-        print(f"fastensor: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return status
+        command: Any = get_command(app)
+        _spare_coercion(command)
+        command.main(None if arguments is None else [*arguments], prog_name="fastensor")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED
+    return FAILED

@@ -1,36 +1,92 @@
-"""Tables, JSON and progress bars of the commands."""
+"""Tables, JSON, progress bars and exit statuses of the commands. Colours and bars are for terminals (see NO_COLOR)."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
-OK, FAILED, UNCHECKED, INTERRUPTED = 0, 1, 3, 130
-_LONG_NBYTES = 256 << 20
-"""Work on fewer bytes is done before anyone has read a progress bar."""
+OK, FAILED, USAGE, UNCHECKED, FOREIGN_CODE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+_PATIENCE_SECONDS = 1.0
+"""What takes less is done before anyone has read a progress bar."""
+_REFRESH_SECONDS = 0.1
+_TITLE_CHARACTERS = 30
+_NO_STYLES: Mapping[str, str] = {}
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+def print_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    styles: Mapping[str, str] = _NO_STYLES,
+) -> None:
     """Print rows under a head, columns aligned.
 
     Args:
         head: titles of the columns.
         rows: one text for each column.
         right: numbers of the columns that are aligned to the right.
+        styles: styles of Rich by the texts of cells.
     """
-    shown = [[printable(text) for text in row] for row in (head, *rows)]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(head))]
-    for row in shown:
-        cells = [
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    widths = [max(len(printable(row[column])) for row in (head, *rows)) for column in range(len(head))]
+    table = GrowingTable(head, widths, right=right, styles=styles)
+    for row in rows:
+        table.add(row)
+
+
+class GrowingTable:
+    """A table whose rows are printed as they come. The head has been printed when it is made.
+
+    Args:
+        head: titles of the columns.
+        widths: of the columns, in characters. A text that is longer moves what follows it.
+        right, styles: as for :func:`print_table`.
+    """
+
+    def __init__(
+        self,
+        head: Sequence[str],
+        widths: Sequence[int],
+        *,
+        right: Sequence[int] = (),
+        styles: Mapping[str, str] = _NO_STYLES,
+    ) -> None:
+        self._widths = [max(width, len(title)) for width, title in zip(widths, head, strict=True)]
+        self._right = right
+        self._styles = styles
+        self._print(head, ["bold"] * len(head))
+
+    def add(self, row: Sequence[str]) -> None:
+        """Print a row."""
+        self._print(row, [self._styles.get(text, "") for text in row])
+        sys.stdout.flush()
+
+    def _print(self, row: Sequence[str], styles: Sequence[str]) -> None:
+        pieces = []
+        for column, (text, width) in enumerate(zip(map(printable, row), self._widths, strict=True)):
+            cell = text.rjust(width) if column in self._right else text.ljust(width)
+            pieces.append((cell if column == len(row) - 1 else f"{cell}  ", styles[column]))
+        print_styled(*pieces)
+
+
+def print_styled(*pieces: tuple[str, str]) -> None:
+    """Print a line of texts, each with a style of Rich or none. They must be printable."""
+    line = "".join(text for text, _ in pieces).rstrip()
+    if any(style for _, style in pieces) and sys.stdout.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print(Text.assemble(*((text, style) for text, style in pieces)), soft_wrap=True)
+    else:
+        print(line)
 
 
 def printable(text: str) -> str:
@@ -52,18 +108,48 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback for the bytes done and the bytes in all, which shows a bar on a terminal if the work is long."""
-    bar: Any = None
+    """A callback for the bytes done and the bytes in all. It shows a bar on a terminal when a second has gone by."""
+    began = time.perf_counter()
+    bar: Progress | None = None
+    refreshed = 0.0
 
     def show(done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None and total >= _LONG_NBYTES and sys.stderr.isatty():
-            bar = tqdm(total=total, desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
-        if bar is not None:
-            bar.update(done - bar.n)
+        nonlocal bar, refreshed
+        now = time.perf_counter()
+        if bar is None:
+            if now - began < _PATIENCE_SECONDS or not sys.stderr.isatty():
+                return
+            bar = _new_bar()
+            bar.add_task(_shortened(printable(title)), total=total)
+            bar.start()
+        if now - refreshed >= _REFRESH_SECONDS or done == total:
+            refreshed = now
+            bar.update(bar.task_ids[0], completed=done, total=total, refresh=True)
 
     try:
         yield show
     finally:
         if bar is not None:
-            bar.close()
+            bar.stop()
+
+
+def _shortened(title: str) -> str:
+    """The end of a title, so that there is room for the numbers."""
+    return title if len(title) <= _TITLE_CHARACTERS else f"…{title[1 - _TITLE_CHARACTERS :]}"
+
+
+def _new_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,  # it may be a pipe
+    )

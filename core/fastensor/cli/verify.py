@@ -1,50 +1,51 @@
-"""``fastensor verify FILE...``"""
+"""What ``fastensor verify`` does."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fastensor.checkpoint.sharded import files_of, is_index, weights_at
 from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
-from fastensor.cli.output import FAILED, OK, UNCHECKED, print_json, print_table, progress_bar
+from fastensor.cli.errors import in_flags
+from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable, progress_bar
 from fastensor.errors import FastensorError
 from fastensor.files.words import human_size
 
-_STATUS = {"sound": OK, "no checksums": UNCHECKED, "partly checked": UNCHECKED, "damaged": FAILED, "unreadable": FAILED}
+_STYLES = {
+    "intact": "green",
+    "intact, names code": "yellow",
+    "no checksums": "yellow",
+    "partly checked": "yellow",
+    "damaged": "bold red",
+    "unreadable": "bold red",
+}
+_SHOWN = 5
+"""The most names of code that are shown of a file."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "verify",
-        help="compare files with their checksums",
-        description="Read checkpoints and compare them with their checksums. Files of torch.save carry checksums, "
-        "safetensors files only if Fastensor wrote them.",
-        epilog="Exit status: 0 if all files are sound; 1 if a file is damaged or cannot be read; 3 if none is, but one "
-        "has no checksums.",
-    )
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="path or URL of a file, or of the directory of a distributed checkpoint",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--allow-unchecked", action="store_true", help="exit with 0 for files without checksums")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    results = [_verify(file) for file in options.files]
-    if options.json:
+def run(files: Sequence[str], *, json: bool, allow_unchecked: bool, allow_code: bool) -> int:
+    """Verify files."""
+    results = [_verify(path) for file in files for path in _parts(file)]
+    if json:
         print_json(results)
     else:
         _print(results)
-    statuses = {_STATUS[result["result"]] for result in results}
-    if options.allow_unchecked:
-        statuses.discard(UNCHECKED)
-    return next((status for status in (FAILED, UNCHECKED) if status in statuses), OK)
+    statuses = {status for one in results for status in _statuses(one)}
+    statuses -= ({UNCHECKED} if allow_unchecked else set()) | ({FOREIGN_CODE} if allow_code else set())
+    return next((status for status in (FAILED, FOREIGN_CODE, UNCHECKED) if status in statuses), OK)
+
+
+def _parts(file: str) -> Iterator[str]:
+    """The file; or the files of a model in several ones."""
+    found = weights_at(file)
+    if found is None:
+        yield file
+    elif is_index(found):
+        yield from map(str, files_of(found))
+    else:
+        yield str(found)
 
 
 def _verify(file: str) -> dict[str, Any]:
@@ -59,27 +60,53 @@ def _verify(file: str) -> dict[str, Any]:
 
 
 def _describe(report: VerifyReport) -> str:
-    if report.complete:
-        return "sound"
-    return "partly checked" if report.compared_bytes else "no checksums"
+    if not report.complete:
+        return "partly checked" if report.compared_bytes else "no checksums"
+    return "intact"
 
 
-def _print(results: list[dict[str, Any]]) -> None:
-    rows = []
+def _statuses(one: dict[str, Any]) -> Iterator[int]:
+    """Everything that is wrong with a file."""
+    if one["result"] in ("damaged", "unreadable"):
+        yield FAILED
+    if one["result"] in ("no checksums", "partly checked"):
+        yield UNCHECKED
+    if one.get("code"):
+        yield FOREIGN_CODE
+
+
+def _print(results: Sequence[dict[str, Any]]) -> None:
+    rows = [_row(one) for one in results]
+    print_table(["result", "container", "size", "compared", "speed", "file"], rows, right=(2, 3, 4), styles=_STYLES)
     for one in results:
-        if "nbytes" in one:
-            rate = human_size(one["compared_bytes"] / max(one["seconds"], 1e-9))
-            compared = f"{one['compared']} of {one['compared'] + one['uncompared']} parts"
-            cells = [one["container"], human_size(one["nbytes"]), compared, f"{rate}/s" if one["compared"] else ""]
-        else:
-            cells = ["", "", "", ""]
-        rows.append([one["result"], *cells, one["path"]])
-    print_table(["result", "container", "size", "compared", "speed", "file"], rows, right=(2, 3, 4))
-    for one in results:
-        for damage in one.get("damage", ()):
-            print(
+        _print_details(one)
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    result = f"{one['result']}, names code" if one.get("code") else one["result"]
+    if "nbytes" not in one:
+        return [result, "", "", "", "", one["path"]]
+    rate = human_size(one["compared_bytes"] / max(one["seconds"], 1e-9))
+    compared = f"{one['compared']} of {one['compared'] + one['uncompared']} parts"
+    speed = f"{rate}/s" if one["compared"] else ""
+    return [result, one["container"], human_size(one["nbytes"]), compared, speed, one["path"]]
+
+
+def _print_details(one: dict[str, Any]) -> None:
+    for damage in one.get("damage", ()):
+        print(
+            printable(
                 f"{one['path']}: {damage['part']} ({damage['nbytes']} bytes at offset {damage['offset']}) has CRC32 "
                 f"{damage['found']:08x}, expected {damage['expected']:08x}"
             )
-        if one["result"] == "unreadable":
-            print(one["error"])
+        )
+    if code := one.get("code"):
+        more = f" and {len(code) - _SHOWN} more" if len(code) > _SHOWN else ""
+        print(
+            printable(
+                f"{one['path']}: names code that weights_only=True refuses: {', '.join(code[:_SHOWN])}{more}; load it "
+                f"with weights_only=False only if you trust who made it"
+            )
+        )
+    if one["result"] == "unreadable":
+        print(printable(in_flags(one["error"])))

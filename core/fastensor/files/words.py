@@ -38,6 +38,20 @@ def nbytes_in(text: str) -> int:
     return round(float(number) * (1024.0 if binary else 1000.0) ** power)
 
 
+def human_count(count: int) -> str:
+    """A number of things to three significant digits.
+
+    >>> human_count(999), human_count(1536), human_count(124_439_808), human_count(7_241_732_096)
+    ('999', '1.54 thousand', '124 million', '7.24 billion')
+    """
+    number, word = float(count), ""
+    for larger in ("thousand", "million", "billion", "trillion"):
+        if number < 1000:
+            break
+        number, word = number / 1000, f" {larger}"
+    return f"{_three_digits(number)}{word}"
+
+
 def human_seconds(seconds: float) -> str:
     """A time to three significant digits.
 

@@ -131,6 +131,16 @@ class Selector:
         self._renew_lock()
         _selectors.add(self)
 
+    def __repr__(self) -> str:
+        """
+        >>> Selector(explore=False)
+        <Selector: does not explore, mode 'write', 0 sizes known, 0 transfers>
+        """
+        how = "explores" if self.explore else "does not explore"
+        with self._lock:
+            known, moved = len(self._dictionary), self._counts.total()
+        return f"<Selector: {how}, mode {self.mode!r}, {known} sizes known, {moved} transfers>"
+
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()
 

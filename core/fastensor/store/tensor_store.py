@@ -129,6 +129,19 @@ class TensorStore:
         self.__init__(**settings)  # type: ignore[misc]  # a copy is made like any other store
         self._closed = closed
 
+    def __repr__(self) -> str:
+        """
+        >>> import tempfile
+        >>> TensorStore(tempfile.mkdtemp(), backend="numpy")
+        <TensorStore '...': backend 'numpy', mode 'write', not durable>
+        """
+        durable = "durable" if self._durable else "not durable"
+        state = ", closed" if self._closed else ""
+        return (
+            f"<TensorStore {self._directory!r}: backend {self._tools.tool!r}, mode {self._tools.mode!r}, "
+            f"{durable}{state}>"
+        )
+
     @property
     def directory(self) -> str:
         """The absolute path of the directory."""

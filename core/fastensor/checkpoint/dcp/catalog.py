@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +16,15 @@ from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, ite
 from fastensor.checkpoint.dcp.metadata import chunks_in, read_metadata
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.inspect import Inspection
-from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify, verify_opened
-from fastensor.errors import CheckpointReadError, UnsupportedContentError
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
+from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 
 _BESIDE = "meta.pt"
 """What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
@@ -102,6 +105,7 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
         uncompared=comparison.uncompared,
         seconds=time.perf_counter() - started,
         damage=tuple(comparison.damage),
+        code=tuple(dict.fromkeys((*_code_of_metadata(contents), *comparison.code))),
     )
     if report.damage:
         raise DamagedCheckpointError(report)
@@ -119,6 +123,7 @@ class _DirectoryComparison:
         self.compared_bytes = 0
         self.uncompared = 0
         self.damage: list[Damage] = []
+        self.code: list[str] = []
 
     def compare(self, reader: ItemReader, item: Item) -> None:
         """Compare an item with its CRC32, or with those of its records."""
@@ -128,6 +133,8 @@ class _DirectoryComparison:
             self._add(1, item.nbytes)
             if found != item.crc32:
                 self.damage.append(Damage(title, item.offset, item.nbytes, found, item.crc32))
+            elif item.shape is None:
+                self.code += _code_in(reader.read(item))
         else:
             self._compare_records(reader, item, title)
         self._done += item.nbytes
@@ -166,11 +173,28 @@ class _DirectoryComparison:
     def _add_report(self, report: VerifyReport, title: str, offset: int) -> None:
         self._add(report.compared, report.compared_bytes)
         self.uncompared += report.uncompared
+        self.code += report.code
         self.damage += [replace(one, part=f"{title}: {one.part}", offset=offset + one.offset) for one in report.damage]
 
     def _add(self, count: int, nbytes: int) -> None:
         self.compared += count
         self.compared_bytes += nbytes
+
+
+def _code_in(data: bytes) -> tuple[str, ...]:
+    """What the bytes of an object name. Bytes that a planner of the user's has made are not unpickled by torch."""
+    try:
+        with opened(io.BytesIO(data)) as file:
+            return foreign_code(file)
+    except CorruptCheckpointError:
+        return ()
+
+
+def _code_of_metadata(contents: Contents) -> Iterator[str]:
+    """What the metadata name: torch's own reader unpickles them without restrictions."""
+    for one in all_in(contents.metadata.planner_data):
+        if isinstance(one, UnknownObject | UnknownGlobal) and "." in one.name:  # others are keys that take long to hash
+            yield one.name
 
 
 def inspect_directory(path: str | os.PathLike[str]) -> Inspection:
@@ -208,6 +232,7 @@ def describe(contents: Contents) -> Inspection:
         metadata=_described(contents),
         refused=(),
         ties=(),
+        memory_bytes=sum(tensor.nbytes for tensor in tensors),
     )
 
 

@@ -6,17 +6,20 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.convert import OF_TORCH, plan_stand_ins, untouched
+from fastensor.checkpoint.conversion.casting import CastBytes
+from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
+from fastensor.checkpoint.conversion.renames import renamed
+from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.dcp.catalog import Contents, read_contents
 from fastensor.checkpoint.dcp.tensors import DirectoryTensors, TensorBytes
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
@@ -26,62 +29,40 @@ from fastensor.checkpoint.location import Location, locate, name_of
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
-from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, files_of, find_weights, write_sharded
+from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, check_has, files_of, is_index, weights_at, write_sharded
 from fastensor.checkpoint.verify import Progress
 from fastensor.checkpoint.verify import verify as verify_file
-from fastensor.errors import CorruptCheckpointError, LayoutError, UnsupportedContentError
-from fastensor.select.transfer import BackendChoice
-from fastensor.stitch.source import Plan
+from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.source import FileBytes, Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Keywords of :func:`fastensor.convert`."""
-
-    root: str | None
-    metadata: Mapping[str, str] | None
-    checksums: bool
-    container: SavedContainer | Literal["huggingface"] | None
-    verify: bool
-    backend: BackendChoice
-    durable: bool
-    shard_nbytes: int
-    memory_nbytes: int
-
-    @property
-    def texts(self) -> Mapping[str, str] | None:
-        """The metadata of safetensors files."""
-        return OF_TORCH if self.metadata is None and self.container == "huggingface" else self.metadata
-
-
-def from_directory(source: Location, target: Location, settings: Settings, progress: Progress) -> SaveReport:
+def from_directory(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
     """:func:`fastensor.convert` from a distributed checkpoint to a file, or to the shards of a model."""
     contents = read_contents(cast(str, source))
     chosen = _chosen(contents, settings.root)
     with DirectoryTensors(contents, settings.backend, verify=settings.verify) as tensors:
         names = [name for name in tensors.entries if name in chosen]
-        done = _Done(progress, sum(map(tensors.nbytes, names)))
+        writer = _Writer(tensors, settings, _Done(progress, sum(map(tensors.nbytes, names))))
         if settings.container == "huggingface":
-            by_key = _keys(contents, chosen, names)
+            by_key = _keys(contents, chosen, names, settings)
             return write_sharded(
                 cast(str, target),
-                {key: tensors.nbytes(name) for key, name in by_key.items()},
+                {key: writer.nbytes_written(name) for key, name in by_key.items()},
                 settings.shard_nbytes,
-                lambda path, keys: _write(
-                    path, tensors, {key: by_key[key] for key in keys}, None, "safetensors", settings, done
-                ),
+                lambda path, keys: writer.write(path, {key: by_key[key] for key in keys}, "safetensors"),
                 durable=settings.durable,
             )
-        kind = choose_container(settings.container, name_of(target), settings.metadata, settings.checksums)
-        if kind == "safetensors":
-            return _write(target, tensors, _keys(contents, chosen, names), None, kind, settings, done)
+        wanted = cast(SavedContainer | None, settings.container)
+        kind = choose_container(wanted, name_of(target), settings.metadata, settings.checksums)
+        if kind == "safetensors" or settings.rename:
+            return writer.write(target, _keys(contents, chosen, names, settings), kind)
         others = {name: tensors.read_object(name) for name in chosen if name not in tensors.entries}
 
         def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
             flat = {name: stand_ins[name] if name in stand_ins else others[name] for name in chosen}
             return unflatten_state_dict(flat, cast(Any, chosen))
 
-        return _write(target, tensors, {name: name for name in names}, build, kind, settings, done)
+        return writer.write(target, {name: name for name in names}, kind, build)
 
 
 class _Done:
@@ -104,58 +85,83 @@ class _Done:
         return lambda read: self._progress(before + read, self._total)
 
 
-def _write(
-    target: Location,
-    tensors: DirectoryTensors,
-    names: Mapping[str, str],
-    build: Callable[[Mapping[str, torch.Tensor]], Any] | None,
-    kind: SavedContainer,
-    settings: Settings,
-    done: _Done,
-) -> SaveReport:
-    """Write one file.
+class _Writer:
+    """Writes files with tensors of a distributed checkpoint.
 
     Args:
-        target: where.
         tensors: the checkpoint.
-        names: the names of tensors in the checkpoint, by the names that they get.
-        build: makes what is saved of stand-ins by their names; None if it is a dict of them.
-        kind: the container.
         settings: of the conversion.
         done: is told what has been read.
     """
-    entries = {key: tensors.entries[name] for key, name in names.items()}
-    stand_ins = {key: untouched(one.properties.dtype, tuple(one.size)) for key, one in entries.items()}
-    state = stand_ins if build is None else build(stand_ins)
 
-    def plan(fallbacks: list[Fallback]) -> Plan:
-        planned, keys = plan_stand_ins(state, stand_ins, kind, settings.texts, settings.checksums)
-        storages: list[Any] = []
-        for key, storage in zip(keys, planned.storages, strict=True):
-            if key is None:
-                storages.append(storage)
-            else:
-                name = names[key]
-                report = done.of_next(tensors.nbytes(name))
-                storages.append(TensorBytes(tensors, name, settings.memory_nbytes // 2, report))
-        return replace(planned, storages=tuple(storages))
+    def __init__(self, tensors: DirectoryTensors, settings: ConvertSettings, done: _Done) -> None:
+        self._tensors = tensors
+        self._settings = settings
+        self._done = done
 
-    transaction = SaveTransaction(
-        target, _refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
-    )
-    return transaction.run(plan)
+    def nbytes_written(self, name: str) -> int:
+        """The size that a tensor has in the new file."""
+        dtype = self._tensors.entries[name].properties.dtype
+        return self._tensors.nbytes(name) // dtype.itemsize * self._settings.cast(dtype).itemsize
+
+    def write(
+        self,
+        target: Location,
+        names: Mapping[str, str],
+        kind: SavedContainer,
+        build: Callable[[Mapping[str, torch.Tensor]], Any] | None = None,
+    ) -> SaveReport:
+        """Write one file.
+
+        Args:
+            target: where.
+            names: the names of tensors in the checkpoint, by the names that they get.
+            kind: the container.
+            build: makes what is saved of stand-ins by their names; None if it is a dict of them.
+        """
+        settings = self._settings
+        stand_ins = {key: self._stand_in(name) for key, name in names.items()}
+        state = stand_ins if build is None else build(stand_ins)
+        texts = settings.texts({}) if kind == "safetensors" else None
+
+        def plan(fallbacks: list[Fallback]) -> Plan:
+            planned, keys = plan_stand_ins(state, stand_ins, kind, texts, settings.checksums)
+            storages = [
+                storage if key is None else self._bytes(names[key])
+                for key, storage in zip(keys, planned.storages, strict=True)
+            ]
+            return replace(planned, storages=tuple(storages))
+
+        transaction = SaveTransaction(
+            target, refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
+        )
+        return transaction.run(plan)
+
+    def _stand_in(self, name: str) -> torch.Tensor:
+        entry = self._tensors.entries[name]
+        return untouched(self._settings.cast(entry.properties.dtype), tuple(entry.size))
+
+    def _bytes(self, name: str) -> FileBytes:
+        report = self._done.of_next(self._tensors.nbytes(name))
+        found = TensorBytes(self._tensors, name, self._settings.memory_nbytes // 2, report)
+        dtype = self._tensors.entries[name].properties.dtype
+        wanted = self._settings.cast(dtype)
+        return found if wanted == dtype else CastBytes(found, dtype, wanted, repr(name))
 
 
-def _keys(contents: Contents, chosen: Mapping[str, tuple[Any, ...]], names: Sequence[str]) -> dict[str, str]:
+def _keys(
+    contents: Contents, chosen: Mapping[str, tuple[Any, ...]], names: Sequence[str], settings: ConvertSettings
+) -> dict[str, str]:
     """The names of tensors by the keys that they get in a file that holds nothing else.
 
     Raises:
-        UnsupportedContentError: there is something else, or two tensors get one key.
+        UnsupportedContentError: there is something else, which is not to be left out; or two tensors get one key.
     """
-    if others := sorted(chosen.keys() - set(names)):
+    others = sorted(chosen.keys() - set(names))
+    if others and not settings.drop:
         raise UnsupportedContentError(
-            f"{contents.directory.path}: a safetensors file holds tensors only, but {others[0]!r} is another "
-            f"object; choose a dict of tensors with root, or write a file of torch"
+            f"{contents.directory.path}: the new file holds tensors only, but {others[0]!r} is another object; "
+            f"choose a dict of tensors with root, leave other objects out with drop=True, or write a file of torch"
         )
     keys: dict[str, str] = {}
     for name in names:
@@ -166,7 +172,22 @@ def _keys(contents: Contents, chosen: Mapping[str, tuple[Any, ...]], names: Sequ
                 f"file; write a file of torch"
             )
         keys[key] = name
-    return keys
+    new = renamed(keys, settings.rename, contents.directory.path)
+    return {new[key]: name for key, name in keys.items()}
+
+
+def _ways(contents: Contents) -> dict[str, tuple[Any, ...]]:
+    """The way to each entry of the state: keys of dicts and positions in lists."""
+    known = contents.metadata.planner_data
+    found: dict[str, tuple[Any, ...]] = {}
+    for name in contents.metadata.state_dict_metadata:
+        way = known.get(name) if isinstance(known, dict) else None
+        found[name] = way if isinstance(way, tuple) and way else (name,)
+    return found
+
+
+def _above(root: str | None) -> tuple[str, ...]:
+    return () if root is None else tuple(root.split("."))
 
 
 def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
@@ -175,33 +196,53 @@ def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
     Raises:
         UnsupportedContentError: there is nothing below the root.
     """
-    ways = contents.metadata.planner_data
-    names = contents.metadata.state_dict_metadata
-    found = {}
-    above = () if root is None else tuple(root.split("."))
-    for name in names:
-        way = ways.get(name) if isinstance(ways, dict) else None
-        way = way if isinstance(way, tuple) and way else (name,)
-        if tuple(map(str, way[: len(above)])) == above and len(way) > len(above):
-            found[name] = way[len(above) :]
+    ways = _ways(contents)
+    above = _above(root)
+    found = {
+        name: way[len(above) :]
+        for name, way in ways.items()
+        if tuple(map(str, way[: len(above)])) == above and len(way) > len(above)
+    }
     if not found and root is not None:
-        tops = sorted({str(way[0]) for way in ways.values() if len(way) > 1}) if isinstance(ways, dict) else []
+        tops = sorted({str(way[0]) for way in ways.values() if len(way) > 1})
         raise UnsupportedContentError(
             f"{contents.directory.path}: it has no dict called {root!r}; found {', '.join(tops) or 'none'}"
         )
     return found
 
 
-def to_directory(
-    source: Location, target: Location, root: str | None, *, verify: bool, backend: BackendChoice, durable: bool
-) -> SaveReport:
-    """:func:`fastensor.convert` from a file to a distributed checkpoint."""
+def left_out(contents: Contents, root: str | None, *, only_tensors: bool) -> tuple[str, ...]:
+    """Names of what a conversion leaves out: what is beside the root, and other objects than tensors.
+
+    Raises:
+        UnsupportedContentError: there is nothing below the root.
+    """
+    ways = _ways(contents)
+    chosen = _chosen(contents, root)
+    above = _above(root)
+    aside = dict.fromkeys(_up_to_fork(way, above) for name, way in ways.items() if name not in chosen)
+    kinds = contents.metadata.state_dict_metadata
+    others = [name for name in chosen if only_tensors and not isinstance(kinds[name], TensorStorageMetadata)]
+    return (*aside, *others)
+
+
+def _up_to_fork(way: Sequence[Any], other: Sequence[str]) -> str:
+    """
+    >>> _up_to_fork(("model", "head", "w"), ("model", "body"))
+    'model.head'
+    """
+    texts = [*map(str, way)]
+    depth = next((at for at, (one, two) in enumerate(zip(texts, other, strict=False)) if one != two), len(other))
+    return ".".join(texts[: depth + 1])
+
+
+def to_directory(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
+    """:func:`fastensor.convert` from files to a distributed checkpoint. The progress is that of verifying them."""
     started = time.perf_counter()
-    if not isinstance(target, str | os.PathLike):
-        raise UnsupportedContentError(f"{name_of(target)}: a distributed checkpoint needs the path of a directory")
     if metadata_names(source):
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
-    state = _loaded(source, verify=verify)
+    root = settings.root
+    state = _loaded(source, progress, verify=settings.verify)
     for key in () if root is None else root.split("."):
         if not isinstance(state, dict) or key not in state:
             raise UnsupportedContentError(f"{name_of(source)}: it has no dict called {root!r}")
@@ -209,7 +250,7 @@ def to_directory(
     if not isinstance(state, dict):
         raise UnsupportedContentError(f"{name_of(source)}: expected a dict, found {type(state).__name__}")
     planned = time.perf_counter()
-    writer = FastensorStorageWriter(target, sync_files=durable, backend=backend)
+    writer = FastensorStorageWriter(cast(str, target), sync_files=settings.durable, backend=settings.backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch: that there are no other processes
         metadata = save(state, storage_writer=writer, no_dist=True)
@@ -217,9 +258,9 @@ def to_directory(
     return SaveReport(
         path=str(writer.checkpoint_id),
         nbytes=sum(info.length for info in metadata.storage_data.values()),
-        backend=backend if isinstance(backend, str) else "auto",
-        reason="the writer has chosen" if backend == registry.AUTO else "asked for",
-        durable=durable,
+        backend=settings.backend if isinstance(settings.backend, str) else "auto",
+        reason="the writer has chosen" if settings.backend == registry.AUTO else "asked for",
+        durable=settings.durable,
         atomic=True,
         plan_seconds=planned - started,
         write_seconds=ended - planned,
@@ -230,35 +271,31 @@ def to_directory(
     )
 
 
-def _loaded(source: Location, *, verify: bool) -> Any:
+def _loaded(source: Location, progress: Progress, *, verify: bool) -> Any:
     """What a file, or the files of a model, hold. Tensors are mapped."""
-    path = Path(source) if isinstance(source, str | os.PathLike) and isinstance(locate(source), str) else None
-    if path is not None and path.is_dir():
-        found = find_weights(path)
-        if found is None:
-            raise UnsupportedContentError(
-                f"{path}: expected a file, or a directory with *{INDEX_SUFFIX} or {' or '.join(WHOLE)}, found neither"
-            )
-        source = path = found
-    if path is None or not path.name.endswith(INDEX_SUFFIX):
-        return _load_mapped(source, verify=verify)
+    found = weights_at(source)
+    if found is None:
+        _check_is_no_folder(source)
+        return _load_mapped(source, progress, verify=verify)
+    if not is_index(found):
+        return _load_mapped(found, progress, verify=verify)
     state: dict[str, Any] = {}
-    for file, names in files_of(path).items():
-        loaded = _load_mapped(file, verify=verify)
-        if missing := names - loaded.keys():
-            raise CorruptCheckpointError(
-                f"{file}: {min(missing)!r} is not in it ({len(missing)} of the tensors that {path.name} expects there "
-                f"are missing); the index and the file are of different checkpoints"
-            )
+    for file, names in files_of(found).items():
+        loaded = _load_mapped(file, progress, verify=verify)
+        check_has(loaded, names, file, found)
         state.update((name, loaded[name]) for name in sorted(names))
     return state
 
 
-def _load_mapped(source: Location, *, verify: bool) -> Any:
+def _check_is_no_folder(source: Location) -> None:
+    path = locate(source)
+    if isinstance(path, str) and os.path.isdir(path):
+        raise UnsupportedContentError(
+            f"{path}: expected a file, or a directory with *{INDEX_SUFFIX} or {' or '.join(WHOLE)}, found neither"
+        )
+
+
+def _load_mapped(source: Location, progress: Progress, *, verify: bool) -> Any:
     if verify:
-        verify_file(source)
+        verify_file(source, progress=progress)
     return load(source, "cpu", mmap=True, weights_only=True)
-
-
-def _refuse(file: BinaryIO) -> None:
-    raise LayoutError("torch cannot write a file whose tensors are in other files")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -16,8 +16,10 @@ from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
+from fastensor.checkpoint.verify import Progress
 from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.folder import MAKE_WRITABLE, PREFIX
+from fastensor.cli.values import LEAST_NBYTES
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size
@@ -27,8 +29,8 @@ from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_write
 from fastensor.select.transfer import WHOLE_FILES
 
 ROUNDS = 3
-LEAST_NBYTES, MOST_NBYTES = 4 << 10, 4 << 30
-"""Sizes that can be measured."""
+_MOVES = 3
+"""How often a round moves a file: it is saved, read from the disk, and read from the page cache."""
 _OVERHEAD_NBYTES = 2 << 10
 """The most that torch's container takes beside one tensor. Subtracted, so that files have about the size asked for."""
 _SHARE_OF_FREE = 4
@@ -118,17 +120,23 @@ def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[
     return tuple(found)
 
 
-def measure_rounds(folder: str, sizes: Iterable[int], names: Sequence[str]) -> list[Rounds]:
+def measure_rounds(folder: str, nbytes: int, names: Sequence[str], progress: Progress) -> list[Rounds]:
     """Save, read from the disk, and read from the page cache, by each backend in turn. Nothing is learned.
 
     The files are in a folder of their own inside ``folder``, which is removed, whatever happens.
 
+    Args:
+        folder: where.
+        nbytes: size of the files.
+        names: of the backends.
+        progress: called after each round of a backend with the bytes that were moved, and those to move in all.
+
     Raises:
         OSError: no folder can be created there.
     """
+    total = nbytes * len(names) * ROUNDS * _MOVES
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as inside:
-        path = Path(inside, "x.ckpt")
-        return [rounds for nbytes in sizes for rounds in _measure(path, nbytes, names)]
+        return _measure(Path(inside, "x.ckpt"), nbytes, names, lambda moved: progress(moved, total))
 
 
 @dataclass(slots=True)
@@ -149,7 +157,7 @@ class _WrongValuesError(Exception):
     """Other values were read than were saved."""
 
 
-def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Rounds]:
+def _measure(path: Path, nbytes: int, names: Sequence[str], moved: Callable[[int], object]) -> list[Rounds]:
     found = {name: Rounds(name, nbytes) for name in names}
     try:
         values = torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
@@ -157,10 +165,13 @@ def _measure(path: Path, nbytes: int, names: Sequence[str]) -> list[Rounds]:
         for rounds in found.values():
             rounds.reason = str(error)
         return list(found.values())
+    done = 0
     for number in range(ROUNDS):
         for name in [*names[number:], *names[:number]]:  # so that no backend goes first every time
             if not found[name].reason:
                 _add_round(path, values, name, found[name])
+            done += 1
+            moved(done * nbytes * _MOVES)
     return list(found.values())
 
 

@@ -1,49 +1,29 @@
-"""Arguments and tables that ``doctor`` and ``tune`` share."""
+"""Tables and the measurement that ``doctor`` and ``tune`` share."""
 
 from __future__ import annotations
 
-import argparse
-import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fastensor.cli.checkup.measurement import LEAST_NBYTES, MOST_NBYTES, Chosen, Speed
-from fastensor.cli.output import print_table
+from fastensor.cli.checkup.measurement import Chosen, Rounds, Speed, measure_rounds
+from fastensor.cli.output import GrowingTable, print_table, progress_bar
 from fastensor.files.words import human_size
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE_WIDTH = len("1023 MiB")
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """The sizes in an argument of the command line.
-
-    >>> parse_sizes("5000,64k,1.5MiB")
-    (5000, 65536, 1572864)
-    """
-    found = [re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)(?:i?B)?", one.strip(), re.IGNORECASE) for one in text.split(",")]
-    sizes = tuple(round(float(one[1]) * _UNITS[one[2].upper()]) for one in found if one is not None)
-    if None in found or not all(LEAST_NBYTES <= size <= MOST_NBYTES for size in sizes):
-        expected = f"sizes from {human_size(LEAST_NBYTES)} to {human_size(MOST_NBYTES)}, such as 64K,64M"
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")
-    return sizes
+def speed_table(names: Sequence[str]) -> GrowingTable:
+    """A table for the speeds of backends with these names."""
+    head = ["MB/s", "size", "durable write", "cold read", "warm read", ""]
+    return GrowingTable(head, [max(map(len, names), default=0), _SIZE_WIDTH, 0, 0, 0, 0], right=(1, 2, 3, 4))
 
 
-def print_speeds(speeds: Sequence[Speed]) -> None:
-    """Print the table of speeds."""
-    rows = [
-        [
-            speed.backend,
-            human_size(speed.nbytes),
-            _rate(speed.write_bytes_per_second),
-            _rate(speed.cold_read_bytes_per_second),
-            _rate(speed.warm_read_bytes_per_second),
-            speed.reason,
-        ]
-        for speed in speeds
-    ]
-    print_table(["MB/s", "size", "durable write", "cold read", "warm read", ""], rows, right=(1, 2, 3, 4))
+def speed_row(speed: Speed) -> list[str]:
+    """The row of that table for one backend and size."""
+    rates = (speed.write_bytes_per_second, speed.cold_read_bytes_per_second, speed.warm_read_bytes_per_second)
+    return [speed.backend, human_size(speed.nbytes), *map(_rate, rates), speed.reason]
 
 
 def _rate(bytes_per_second: float | None) -> str:
@@ -60,6 +40,12 @@ def print_choices(choices: Sequence[Chosen]) -> None:
     """Print the table of what ``backend="auto"`` would do next."""
     rows = [[one.context, human_size(one.nbytes), one.backend, one.reason] for one in choices]
     print_table(["auto", "size", "takes", "because"], rows, right=(1,))
+
+
+def measured(path: str, nbytes: int, names: Sequence[str]) -> list[Rounds]:
+    """Measure one size, with a progress bar."""
+    with progress_bar(f"measuring {human_size(nbytes)}") as progress:
+        return measure_rounds(path, nbytes, names, progress)
 
 
 @contextmanager

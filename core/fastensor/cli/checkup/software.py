@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from fastensor import __version__
 from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.probes import NoAnswerError, ask
 from fastensor.files.words import human_size
+from fastensor.version import VERSION
 
 ROOT = Path("/")
 """Where ``/proc`` is."""
@@ -83,7 +83,7 @@ class Gds:
 
 def find_software() -> Software:
     """The versions of the software in this process."""
-    return Software(__version__, platform.python_version(), str(torch.__version__), platform.release())
+    return Software(VERSION, platform.python_version(), str(torch.__version__), platform.release())
 
 
 def find_cuda() -> Cuda:
@@ -132,15 +132,21 @@ def gds(found: dict[str, Any], driver: str) -> Gds:
     return Gds(driver, "native", "")
 
 
-def facts(software: Software, cuda: Cuda, kvikio: KvikioState, gds: Gds) -> dict[str, str]:
-    """The rows of the table."""
-    driver = f"nvidia-fs {gds.driver}" if gds.driver else "nvidia-fs is not loaded"
-    mode = "no" if gds.mode == "none" else gds.mode
+def versions(software: Software) -> dict[str, str]:
+    """The first rows of the table."""
     return {
         "fastensor": software.fastensor,
         "Python": software.python,
         "torch": software.torch,
         "Linux": software.kernel,
+    }
+
+
+def devices(cuda: Cuda, kvikio: KvikioState, gds: Gds) -> dict[str, str]:
+    """The rows about GPUs."""
+    driver = f"nvidia-fs {gds.driver}" if gds.driver else "nvidia-fs is not loaded"
+    mode = "no" if gds.mode == "none" else gds.mode
+    return {
         "CUDA": _describe(cuda),
         "kvikio": but(kvikio.version, kvikio.reason),
         "GDS": f"{mode}: {gds.reason}; {driver}" if gds.reason else f"{mode}, {driver}",

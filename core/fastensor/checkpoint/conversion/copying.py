@@ -1,0 +1,100 @@
+"""The bytes of tensors, read from their files in the order in which a new file needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from fastensor.checkpoint.catalog import Located
+from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.reader import PartReader, extents_of
+from fastensor.checkpoint.verify import Progress
+from fastensor.select.transfer import BackendChoice
+from fastensor.stitch.source import FileBytes
+
+
+class InFile(NamedTuple):
+    """A tensor, and the open file that it is in."""
+
+    file: OpenedFile
+    tensor: Located
+
+
+class SourceTensors:
+    """Reads tensors in the order in which the target needs them. At any time, one file is read.
+
+    A target whose checksums come first is gone through twice, once for the checksums. Reading starts anew whenever the
+    first tensor of a run is begun: of tensors that follow each other in the target, and lie in one file.
+
+    Args:
+        order: all tensors, in the order of the target.
+        verify: whether they are compared with their checksums.
+        backend: as for :func:`fastensor.load`.
+        progress: called with the bytes that have been read, and those of all tensors.
+    """
+
+    def __init__(self, order: Sequence[InFile], *, verify: bool, backend: BackendChoice, progress: Progress) -> None:
+        filled = [one for one in order if one.tensor.info.nbytes]
+        self._total = sum(one.tensor.info.nbytes for one in filled)
+        self._runs: dict[InFile, tuple[list[InFile], int]] = {}
+        """The tensors of each run by the first of them, and the bytes of all runs before."""
+        before = 0
+        for _, group in groupby(filled, key=lambda one: id(one.file)):
+            run = list(group)
+            self._runs[run[0]] = run, before
+            before += sum(one.tensor.info.nbytes for one in run)
+        self._verify = verify
+        self._options = ReadOptions(backend)
+        self._progress = progress
+        self._done = 0
+        self._reader: PartReader | None = None
+
+    def readinto(self, one: InFile, begin: int, buffer: memoryview) -> int:
+        """Read a range of a tensor. Returns the CRC32 of the range."""
+        if begin == 0 and one in self._runs:
+            self._begin(*self._runs[one])
+        assert self._reader is not None
+        part = one.tensor.part
+        if one.tensor.info.nbytes < part.nbytes:
+            self._reader.check(part)
+        crc32 = self._reader.read_range(part, one.tensor.span[0] + begin, buffer)
+        self._done += buffer.nbytes
+        self._progress(self._done, self._total)
+        return crc32
+
+    def _begin(self, run: Sequence[InFile], before: int) -> None:
+        self.close()
+        order = extents_of(dict.fromkeys(one.tensor.part for one in run))
+        self._reader = PartReader(run[0].file, order, self._options, verify=self._verify)
+        self._done = before
+
+    def check(self, one: InFile, crc32: int) -> None:
+        """Compare a tensor that was read whole. The record of a tensor that is a part of it was compared before."""
+        assert self._reader is not None
+        if one.tensor.info.nbytes == one.tensor.part.nbytes:
+            self._reader.check_read(one.tensor.part, crc32)
+
+    def close(self) -> None:
+        """Close the reader. The files stay open."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+class SourceBytes(FileBytes):
+    """The bytes of one tensor of the source."""
+
+    def __init__(self, source: SourceTensors, one: InFile) -> None:
+        self._source = source
+        self._one = one
+
+    def nbytes(self) -> int:
+        return self._one.tensor.info.nbytes
+
+    def readinto(self, begin: int, buffer: memoryview) -> int:
+        return self._source.readinto(self._one, begin, buffer)
+
+    def check(self, crc32: int) -> None:
+        self._source.check(self._one, crc32)

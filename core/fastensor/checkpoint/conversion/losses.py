@@ -1,0 +1,60 @@
+"""What a conversion leaves out, before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import cast
+
+from fastensor.checkpoint.catalog import read_catalog
+from fastensor.checkpoint.conversion.selection import beside
+from fastensor.checkpoint.conversion.settings import OF_TORCH, ConvertSettings
+from fastensor.checkpoint.conversion.sources import open_source
+from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.names import nodes
+from fastensor.checkpoint.opened import opened
+from fastensor.checkpoint.save import SavedContainer, choose_container
+from fastensor.checkpoint.sharded import weights_at
+
+
+def left_out(source: Location, target: Location, settings: ConvertSettings) -> tuple[str, ...]:
+    """Names of what a conversion would leave out, with ``drop``. Only the directory of the source is read.
+
+    Not listed are: which tensors are parameters, attributes of the dict, and which tensors share memory.
+
+    Raises:
+        Exception: as :func:`fastensor.convert`, for what it finds before it writes.
+    """
+    if settings.container == "dcp":
+        return () if metadata_names(source) else _left_out_of_directories(source, settings)
+    kind: SavedContainer = "safetensors"
+    if settings.container != "huggingface":
+        kind = choose_container(settings.container, name_of(target), settings.metadata, settings.checksums)
+    if metadata_names(source):
+        from fastensor.checkpoint.dcp import catalog, convert  # loads torch.distributed.checkpoint
+
+        contents = catalog.read_contents(cast(str, source))
+        only_tensors = kind == "safetensors" or bool(settings.rename)
+        return convert.left_out(contents, settings.root, only_tensors=only_tensors)
+    with ExitStack() as stack:
+        found = open_source(source, replace(settings, drop=True, copy_ties=True, rename={}), stack)
+        return (*found.left_out, *(_metadata(found.metadata) if kind == "torch" else ()))
+
+
+def _left_out_of_directories(source: Location, settings: ConvertSettings) -> tuple[str, ...]:
+    """What a distributed checkpoint does not hold of a file: metadata, and what is beside the root."""
+    found = weights_at(source)
+    if found is not None:
+        return ()
+    with opened(source) as file:
+        catalog = read_catalog(file, verify=settings.verify)
+        aside: tuple[str, ...] = ()
+        if settings.root is not None:
+            aside = beside([node.name for node in nodes(catalog.structure, file.where)], settings.root)
+        return (*aside, *_metadata(catalog.metadata))
+
+
+def _metadata(found: Mapping[str, str]) -> list[str]:
+    return [f"metadata {name!r}" for name, text in found.items() if (name, text) not in OF_TORCH.items()]

@@ -1,0 +1,104 @@
+"""Which tensors of a source are converted, and what is left out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastensor.checkpoint.catalog import Catalog, Located
+from fastensor.checkpoint.names import nodes
+from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.pickle_records import PickledTensor
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a file that is converted."""
+
+    tensors: Mapping[str, Located]
+    """By the names that they have in the dict."""
+    left_out: tuple[str, ...]
+    """Names of everything else in the file."""
+
+
+def select(catalog: Catalog, root: str | None, *, drop: bool, where: str) -> Selection:
+    """Choose the tensors of a file.
+
+    Args:
+        catalog: the contents of the file.
+        root: the name of the dict of tensors; None if the whole file is one.
+        drop: leave out what is no dense tensor in that dict.
+        where: the file's name, for messages.
+
+    Raises:
+        UnsupportedContentError: there is no such dict; or without ``drop``, it holds something else.
+    """
+    if catalog.container == "safetensors":
+        if root is not None:
+            raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
+        return Selection(dict(catalog.located), ())
+    every = list(nodes(catalog.structure, where))
+    branches = {node.name: node.value for node in every if isinstance(node.value, dict)}
+    branch = catalog.structure if root is None else branches.get(root)
+    if not isinstance(branch, dict):
+        what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {_advice(branches)}")
+    found: dict[str, Located] = {}
+    dropped = []
+    for key, value in branch.items():
+        name = f"{root}.{key}" if root else key
+        if isinstance(key, str) and id(value) in catalog.by_identity:
+            found[key] = catalog.by_identity[id(value)]
+        elif drop:
+            dropped.append(str(name))
+        else:
+            raise UnsupportedContentError(
+                f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is "
+                f"{_kind(key, value)}; {_advice(branches)}"
+            )
+    if dropped and not found:
+        raise UnsupportedContentError(f"{where}: nothing would be left to convert; {_advice(branches)}")
+    aside = () if root is None else beside([node.name for node in every], root)
+    return Selection(found, (*aside, *dropped))
+
+
+def _kind(key: Any, value: Any) -> str:
+    if not isinstance(key, str):
+        return f"called by a key of type {type(key).__name__}"
+    return "a tensor that is more than its bytes" if isinstance(value, PickledTensor) else "no tensor"
+
+
+def _advice(branches: Mapping[str, Any]) -> str:
+    """The end of a message: which dicts of tensors the source has."""
+    roots = [
+        repr(name)
+        for name, value in branches.items()
+        if value and all(isinstance(one, PickledTensor) for one in value.values())
+    ]
+    return (
+        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN])}"
+        if roots
+        else "it holds no such dict"
+    )
+
+
+def beside(names: Iterable[str], root: str) -> tuple[str, ...]:
+    """The names that are not in a branch, nor lead to it. What is in one of them is not listed again.
+
+    Args:
+        names: of branches and leaves, each branch before what is in it.
+        root: the name of the branch.
+
+    >>> beside(["epoch", "model", "model.w", "optimizer", "optimizer.state"], "model")
+    ('epoch', 'optimizer')
+    """
+    found: list[str] = []
+    for name in names:
+        leads = name == root or root.startswith(f"{name}.")
+        known = bool(found) and name.startswith(f"{found[-1]}.")
+        if not (leads or known or name.startswith(f"{root}.")):
+            found.append(name)
+    return tuple(found)

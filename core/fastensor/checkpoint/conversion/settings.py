@@ -1,0 +1,88 @@
+"""How a checkpoint is to be converted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.save import SavedContainer
+from fastensor.errors import UnsupportedContentError
+from fastensor.select.transfer import BackendChoice
+
+WrittenContainer: TypeAlias = SavedContainer | Literal["dcp", "huggingface"]
+OF_TORCH = {"format": "pt"}
+"""The metadata by which transformers knows that the tensors of a safetensors file are torch's."""
+MIN_MEMORY_NBYTES = 1 << 20
+CAST_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes between which tensors are cast. Others are kept: integers, and floats of 8 bits, which have scales."""
+_IN_DIRECTORIES = ("dcp", "huggingface")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertSettings:
+    """Keywords of :func:`fastensor.convert`."""
+
+    root: str | None
+    metadata: Mapping[str, str] | None
+    checksums: bool
+    copy_ties: bool
+    container: WrittenContainer | None
+    verify: bool
+    backend: BackendChoice
+    durable: bool
+    shard_nbytes: int
+    memory_nbytes: int
+    dtype: torch.dtype | None
+    rename: Mapping[str, str]
+    drop: bool
+
+    def check(self, target: Location) -> None:
+        """Refuse settings that mean nothing, or do not fit each other or the target.
+
+        Raises:
+            ValueError, UnsupportedContentError: the message says which.
+        """
+        if self.shard_nbytes < 1 or self.memory_nbytes < MIN_MEMORY_NBYTES:
+            raise ValueError(
+                f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found "
+                f"{self.shard_nbytes} and {self.memory_nbytes}"
+            )
+        if self.dtype is not None and self.dtype not in CAST_DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(map(str, CAST_DTYPES))}, found {self.dtype}")
+        if self.container in _IN_DIRECTORIES:
+            self._check_directory(target)
+
+    def _check_directory(self, target: Location) -> None:
+        if not isinstance(target, str | os.PathLike):
+            raise UnsupportedContentError(f"{name_of(target)}: expected the path of a directory, found an open file")
+        if self.container == "dcp":
+            if self.metadata is not None or not self.checksums:
+                raise ValueError("metadata and checksums=False are for safetensors, not for a distributed checkpoint")
+            if self.dtype is not None or self.rename:
+                raise ValueError(
+                    "dtype and rename are for files and models in several files, not for a distributed checkpoint: "
+                    "convert to a file first, and that to a distributed checkpoint"
+                )
+        elif isinstance(locate(target), RemotePath):
+            raise UnsupportedContentError(
+                f"{name_of(target)}: a model in several files can only be written into a directory of this machine, "
+                f"found a URL; convert into a directory, and copy it"
+            )
+
+    def cast(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that tensors of a dtype get."""
+        return self.dtype if self.dtype is not None and dtype in CAST_DTYPES else dtype
+
+    def texts(self, found: Mapping[str, str]) -> Mapping[str, str] | None:
+        """The metadata of safetensors files.
+
+        Args:
+            found: the metadata of the source, which are kept if none are given.
+        """
+        texts = (found or None) if self.metadata is None else self.metadata
+        return texts or OF_TORCH if self.container == "huggingface" else texts

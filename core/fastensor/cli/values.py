@@ -1,0 +1,53 @@
+"""What the values of flags mean. Imports nothing heavy: a mistake is told at once."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from fastensor.files.words import human_size, nbytes_in
+
+LEAST_NBYTES, MOST_NBYTES = 4 << 10, 4 << 30
+"""Sizes that can be measured."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size_in(text: str, flag: str) -> int:
+    """The bytes in the value of a flag.
+
+    Raises:
+        typer.BadParameter: it is no size.
+    """
+    try:
+        return nbytes_in(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{flag}'") from error
+
+
+def pairs_in(texts: list[str], flag: str, form: str) -> dict[str, str]:
+    """The values of a flag that is given several times, each ``KEY=TEXT``.
+
+    Raises:
+        typer.BadParameter: one has no equals sign.
+    """
+    if wrong := [text for text in texts if "=" not in text]:
+        raise typer.BadParameter(f"expected {form}, found {wrong[0]!r}", param_hint=f"'{flag}'")
+    return {key: value for key, _, value in (text.partition("=") for text in texts)}
+
+
+def sizes_in(text: str) -> tuple[int, ...]:
+    """The sizes in the value of ``--sizes``.
+
+    Raises:
+        typer.BadParameter: one is none, or cannot be measured.
+
+    >>> sizes_in("5000,64k,1.5MiB")
+    (5000, 65536, 1572864)
+    """
+    found = [re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)(?:i?B)?", one.strip(), re.IGNORECASE) for one in text.split(",")]
+    sizes = tuple(round(float(one[1]) * _UNITS[one[2].upper()]) for one in found if one is not None)
+    if None in found or not all(LEAST_NBYTES <= size <= MOST_NBYTES for size in sizes):
+        expected = f"sizes from {human_size(LEAST_NBYTES)} to {human_size(MOST_NBYTES)}, such as 64K,64M"
+        raise typer.BadParameter(f"expected {expected}, found {text!r}", param_hint="'--sizes'")
+    return sizes
