@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.placement import MapLocation, kind_is_known, kind_of_device
+from fastensor.checkpoint.progress import Meter
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.select.transfer import BackendChoice
 
@@ -31,6 +32,29 @@ def is_restricted(weights_only: bool | None) -> bool:
     return forced or (not not_forced if weights_only is None else weights_only)
 
 
+def check_arguments(
+    map_location: MapLocation,
+    keys: Iterable[str] | None,
+    into: Mapping[str, Any] | None,
+    *,
+    mmap: bool,
+    verify: bool | Literal["first"] | None,
+) -> None:
+    """
+    Raises:
+        ValueError: arguments contradict each other.
+    """
+    if mmap and verify:
+        raise ValueError(
+            "mmap=True and verify=True contradict: a mapped file is read when its tensors are used; "
+            "load without mmap to verify"
+        )
+    if into is not None and (mmap or keys is not None or map_location is not None):
+        raise ValueError("into says what is loaded and where it goes, so leave keys, map_location and mmap out")
+    if verify == "first" and into is None:
+        raise ValueError("verify='first' is for into; everything else is verified before it is returned anyway")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """The arguments of one :func:`fastensor.load`."""
@@ -44,6 +68,8 @@ class LoadRequest:
     backend: BackendChoice = "auto"
     fallbacks: list[Fallback] = field(default_factory=list)
     """Ways that were not possible. The load adds to this list."""
+    meter: Meter | None = None
+    """Counts what is read; None if nobody wants to know."""
 
     @property
     def restricted(self) -> bool:
