@@ -7,9 +7,11 @@ from fastensor.checkpoint.asynchronous.writer import AsyncWriter
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.convert import convert
 from fastensor.checkpoint.diff import Difference, TensorDifference, diff
+from fastensor.checkpoint.huggingface import load_sharded, save_sharded
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.lazy import LazyCheckpoint, open
 from fastensor.checkpoint.load import load, load_with_report
+from fastensor.checkpoint.models import load_model, save_model
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
 from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
@@ -50,6 +52,10 @@ __all__ = [
     "save",
     "load",
     "load_with_report",
+    "save_model",
+    "load_model",
+    "save_sharded",
+    "load_sharded",
     "open",
     "LazyCheckpoint",
     "TensorInfo",

@@ -15,18 +15,18 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
+from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog, roots_in_words
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, opened
+from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
-from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
@@ -292,7 +292,7 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
     branch = catalog.structure if root is None else branches.get(root)
     if not isinstance(branch, dict):
         what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
-        raise UnsupportedContentError(f"{where}: expected {what}, found none; {_advice(branches)}")
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {roots_in_words(branches)}")
     found = {}
     for key, value in branch.items():
         if not isinstance(key, str) or id(value) not in catalog.by_identity:
@@ -301,24 +301,10 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
             kind = kind if isinstance(key, str) else f"called by a key of type {type(key).__name__}"
             raise UnsupportedContentError(
                 f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is {kind}; "
-                f"{_advice(branches)}"
+                f"{roots_in_words(branches)}"
             )
         found[key] = catalog.by_identity[id(value)]
     return found
-
-
-def _advice(branches: Mapping[str, Any]) -> str:
-    """The end of a message: which dicts of tensors the source has."""
-    roots = [
-        repr(name)
-        for name, value in branches.items()
-        if value and all(isinstance(one, PickledTensor) for one in value.values())
-    ]
-    return (
-        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN])}"
-        if roots
-        else "it holds no such dict"
-    )
 
 
 def _check_ties(tensors: Mapping[str, Located], where: str) -> None:
