@@ -312,7 +312,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         fastensor.save_model({}, tmp_path / "x.ckpt")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model is a torch.nn.Module"):
         fastensor.load_model({}, tmp_path / "x.ckpt")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="verify is True, False, 'first' or None, found 'yes'"):
+    with pytest.raises(TypeError, match="verify is True, False, 'first' or None, found 'yes'"):
         fastensor.load_model(Tied(), tmp_path / "x.ckpt", verify="yes")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         fastensor.load_model(Tied(), tmp_path / "x.ckpt")

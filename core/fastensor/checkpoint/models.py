@@ -22,12 +22,14 @@ from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.request import LoadRequest
+from fastensor.checkpoint.request import LoadRequest, check_verify, is_restricted
 from fastensor.checkpoint.save import choose_container, save
 from fastensor.checkpoint.sharded import check_holds, files_behind
 from fastensor.checkpoint.ties import copies_of, covered_by
 from fastensor.errors import StateMismatchError, UnsupportedContentError
+from fastensor.files.arguments import check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch.torch_pickle import STATE
 
 _SHOWN = 5
 _METADATA = "_metadata"
@@ -150,8 +152,11 @@ def load_model(
     """
     _check_model(model)
     check_choice(backend)
-    if verify not in (None, True, False, "first"):
-        raise ValueError(f"verify is True, False, 'first' or None, found {verify!r}")
+    check_flags(strict=strict)
+    check_verify(verify)
+    is_restricted(weights_only)
+    if not isinstance(root, str | None):
+        raise TypeError(f"root is the name of a dict, found {root!r}")
     overwritten: list[str] = []
     with naming(overwritten), reporting(progress) as tell, ExitStack() as stack:
         meter = None if progress is None else Meter(tell)
@@ -208,7 +213,7 @@ def _entries(
             raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
         return catalog.located, None
     branch = _dict_in(catalog.structure, root, where)
-    versions = getattr(branch, "__dict__", {}).get(_METADATA)
+    versions = getattr(branch, STATE, {}).get(_METADATA)
     entries = {str(name): catalog.by_identity.get(id(value)) for name, value in branch.items()}
     return entries, versions if isinstance(versions, dict) else None
 

@@ -14,8 +14,12 @@ Fastensor. What it raises ends the work."""
 
 
 class _StoppedError(FastensorError):
-    """A user's callback has raised the cause of this. No backend is blamed for an error of this package, so that none
-    is tried instead."""
+    """Carries the exception of a user's callback. No backend is blamed for an error of this package, so that none is
+    tried instead."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the callback for the progress has raised {error!r}")
+        self.error = error
 
 
 @contextmanager
@@ -41,13 +45,14 @@ def reporting(progress: Progress | None) -> Iterator[Progress]:
         try:
             progress(done, total)
         except Exception as error:
-            raise _StoppedError("the callback for the progress has raised an exception") from error
+            raise _StoppedError(error) from error
 
     try:
         yield call
+        return
     except _StoppedError as stopped:
-        assert stopped.__cause__ is not None
-        raise stopped.__cause__ from None
+        error = stopped.error
+    raise error
 
 
 class Meter:
