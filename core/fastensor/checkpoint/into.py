@@ -279,7 +279,8 @@ def _memory_of(one: Filling) -> torch.UntypedStorage | None:
     if not (target.is_contiguous() and one.source.on_meta().is_contiguous() and has_own_memory(target)):
         return None
     start = int(target.storage_offset()) * target.itemsize
-    return target.untyped_storage()[start : start + end - begin]
+    memory: torch.UntypedStorage = target.untyped_storage()[start : start + end - begin]
+    return memory
 
 
 def _values(reader: PartReader, source: Located) -> torch.Tensor:

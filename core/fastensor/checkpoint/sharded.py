@@ -66,7 +66,9 @@ def files_behind(path: Location, *, others: str = "") -> Mapping[Location, set[s
     assert weights is not None
     if not weights.name.endswith(INDEX_SUFFIX):
         return {weights: None}
-    return {**files_of(weights)}
+    found_files: dict[Location, set[str] | None] = {}
+    found_files.update(files_of(weights))
+    return found_files
 
 
 def check_holds(where: str, names: Collection[str], expected: Collection[str]) -> None:
@@ -218,7 +220,7 @@ def split(sizes: Mapping[str, int], shard_nbytes: int) -> list[list[str]]:
     return [*shards, current] if current or not shards else shards
 
 
-def _names(count: int, used: Collection[str]) -> list[str]:
+def _names(count: int, used: set[str]) -> list[str]:
     """The names of so many files, none of which is in use.
 
     >>> _names(2, {"model-00001-of-00002.safetensors"})

@@ -50,7 +50,7 @@ def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "le
     {'b': 'a', 'half': 'a'}
     """
     areas = {name: area for name, tensor in tensors.items() if (area := _area_of(tensor)) is not None}
-    left_out = {}
+    left_out: dict[str, str] = {}
     for names in _overlapping(areas):
         whole = _Area(areas[names[0]].device, areas[names[0]].begin, max(areas[name].end for name in names))
         complete = [name for name in tensors if name in names and areas[name].contains(whole)]

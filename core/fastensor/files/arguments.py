@@ -99,7 +99,7 @@ def check_seconds(value: object, name: str, *, zero: bool = False, optional: boo
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number of seconds{' or None' * optional}, found {value!r}")
-    if not (value >= 0 if zero else value > 0):
+    if not (float(value) >= 0 if zero else float(value) > 0):  # NaN is neither
         raise ValueError(f"{name} is a number of seconds{', 0 or more' if zero else ' above 0'}, found {value!r}")
 
 
