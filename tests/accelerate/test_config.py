@@ -111,7 +111,7 @@ def test_defaults_are_not_written_as_none() -> None:
         ({"durable": "maybe"}, "durable is true or false, found 'maybe'"),
         ({"durable": 1}, "durable is bool, found 1"),
         ({"verify": []}, r"verify is bool, found \[\]"),
-        ({"staging_bytes": "much"}, "staging_bytes is a number"),
+        ({"staging_bytes": "much"}, "staging_bytes: expected a size such as 5GB or 2GiB, found 'much'"),
         ({"staging_bytes": 1.5}, "staging_bytes is int | None, found 1.5"),
         ({"staging_bytes": True}, "staging_bytes is int | None, found True"),
         ({"staging_bytes": 0}, "staging_bytes"),
