@@ -28,7 +28,7 @@ from fastensor.checkpoint.save import save
 from fastensor.checkpoint.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
 from fastensor.errors import UnsupportedContentError
-from fastensor.files.arguments import as_nbytes
+from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
 
 
@@ -83,6 +83,9 @@ def save_sharded(
     """
     largest = as_nbytes(shard_nbytes, "shard_nbytes", at_least=1)
     check_choice(backend)
+    check_flags(checksums=checksums, durable=durable)
+    if not isinstance(state, Mapping | nn.Module):
+        raise TypeError(f"state is a dict from names to tensors, or a model, found one of type {type(state).__name__}")
     if isinstance(locate(folder), RemotePath):
         raise UnsupportedContentError(
             f"{name_of(folder)}: a model in several files can only be written into a directory of this machine, found "

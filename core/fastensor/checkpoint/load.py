@@ -19,7 +19,7 @@ from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import LoadReport, warn_unverified
-from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted
+from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
 from fastensor.select.current import explores
@@ -132,7 +132,7 @@ def load_with_report(
     check_choice(backend)
     is_restricted(weights_only)  # these two raise where the environment says what cannot be
     explores()
-    names = keys if keys is None or isinstance(keys, str) else tuple(keys)
+    names = listed(keys)
     targets = None if into is None else targets_in(into)
     overwritten: list[str] = []
     with naming(overwritten), reporting(progress) as tell:

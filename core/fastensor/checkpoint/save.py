@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
+from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save_transaction import Planner, SaveTransaction, Writer
 from fastensor.errors import LayoutError
+from fastensor.files.arguments import check_flags, did_you_mean
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.containers import is_safetensors_name
@@ -157,6 +158,9 @@ class SaveSettings:
     pickle_module: Any = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
 
+    def __post_init__(self) -> None:
+        check_flags(checksums=self.checksums, durable=self.durable, follow_symlinks=self.follow_symlinks)
+
     def prepare(
         self, obj: object, path: Location, *, write_shared: Writer | None = None
     ) -> tuple[SaveTransaction, Planner]:
@@ -215,7 +219,8 @@ def choose_container(
         ValueError: there is no such container; or metadata, or no checksums, were asked for a file of torch.
     """
     if wanted not in (None, "torch", "safetensors"):
-        raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}")
+        hint = did_you_mean(str(wanted), get_args(SavedContainer))
+        raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}{hint}")
     kind = wanted or ("safetensors" if is_safetensors_name(name) else "torch")
     if kind == "torch" and (metadata is not None or not checksums):
         raise ValueError(f"metadata and checksums=False are for safetensors, but {name} is to be a file of torch's")
