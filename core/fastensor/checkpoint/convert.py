@@ -15,21 +15,20 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog, roots_in_words
+from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
+from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
-from fastensor.files.arguments import as_nbytes, check_flags
-from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.pickle_records import PickledTensor
 from fastensor.stitch.shape import row_major
@@ -57,8 +56,8 @@ def convert(
     verify: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
-    shard_nbytes: int | str = SHARD_NBYTES,
-    memory_nbytes: int | str = MEMORY_NBYTES,
+    shard_nbytes: int = SHARD_NBYTES,
+    memory_nbytes: int = MEMORY_NBYTES,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt``, ``.safetensors``, models of Hugging
@@ -88,8 +87,7 @@ def convert(
         verify: whether to compare tensors with the checksums of the source.
         backend: how bytes are moved on both sides.
         durable: as for :func:`fastensor.save`.
-        shard_nbytes: for ``"huggingface"``: the most bytes of tensors in a file, such as ``"5GB"``, unless one tensor
-            has more.
+        shard_nbytes: for ``"huggingface"``: the most bytes of tensors in a file, unless one tensor has more.
         memory_nbytes: how many bytes of a distributed checkpoint may be in memory at a time, at least 1 MiB. Tensors
             are put together of their chunks in one half of it, in pieces if they are larger than that. Buffers of the
             backend, tables of names and other objects than tensors come on top.
@@ -112,10 +110,11 @@ def convert(
     >>> fastensor.load(f"{folder}/a.safetensors")
     {'weight': tensor([1., 1.])}
     """
-    shard_nbytes = as_nbytes(shard_nbytes, "shard_nbytes", at_least=1)
-    memory_nbytes = as_nbytes(memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES)
-    check_choice(backend)
-    check_flags(checksums=checksums, copy_ties=copy_ties, verify=verify, durable=durable)
+    if shard_nbytes < 1 or memory_nbytes < MIN_MEMORY_NBYTES:
+        raise ValueError(
+            f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found {shard_nbytes} and "
+            f"{memory_nbytes}"
+        )
     if container in ("dcp", "huggingface") and not isinstance(target, str | os.PathLike):
         raise UnsupportedContentError(f"{name_of(target)}: expected the path of a directory, found an open file")
     if container == "huggingface" and isinstance(locate(target), RemotePath):
@@ -293,7 +292,7 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
     branch = catalog.structure if root is None else branches.get(root)
     if not isinstance(branch, dict):
         what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
-        raise UnsupportedContentError(f"{where}: expected {what}, found none; {roots_in_words(branches)}")
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {_advice(branches)}")
     found = {}
     for key, value in branch.items():
         if not isinstance(key, str) or id(value) not in catalog.by_identity:
@@ -302,10 +301,24 @@ def _tensors_of(catalog: Catalog, root: str | None, where: str) -> dict[str, Loc
             kind = kind if isinstance(key, str) else f"called by a key of type {type(key).__name__}"
             raise UnsupportedContentError(
                 f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is {kind}; "
-                f"{roots_in_words(branches)}"
+                f"{_advice(branches)}"
             )
         found[key] = catalog.by_identity[id(value)]
     return found
+
+
+def _advice(branches: Mapping[str, Any]) -> str:
+    """The end of a message: which dicts of tensors the source has."""
+    roots = [
+        repr(name)
+        for name, value in branches.items()
+        if value and all(isinstance(one, PickledTensor) for one in value.values())
+    ]
+    return (
+        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN])}"
+        if roots
+        else "it holds no such dict"
+    )
 
 
 def _check_ties(tensors: Mapping[str, Located], where: str) -> None:

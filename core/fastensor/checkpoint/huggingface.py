@@ -14,7 +14,6 @@ from torch import nn
 
 from fastensor.backends import registry
 from fastensor.checkpoint.catalog import read_catalog
-from fastensor.checkpoint.convert import OF_TORCH
 from fastensor.checkpoint.into import Filling, Pairing, check_fit, check_present, fill, naming, targets_in
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
@@ -25,7 +24,7 @@ from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.request import LoadRequest, check_arguments
 from fastensor.checkpoint.save import save
-from fastensor.checkpoint.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
+from fastensor.checkpoint.sharded import OF_TORCH, SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, check_flags

@@ -17,9 +17,8 @@ from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, di
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.inspect import Inspection
 from fastensor.checkpoint.opened import OpenedFile
-from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
-from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify, verify_opened
+from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify, verify_opened
 from fastensor.errors import CheckpointReadError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 import torch
@@ -21,14 +22,14 @@ from fastensor.checkpoint.dcp.tensors import DirectoryTensors, TensorBytes
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.load import load
-from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.progress import Progress
+from fastensor.checkpoint.location import Location, locate, name_of
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
-from fastensor.checkpoint.sharded import check_holds, files_behind, write_sharded
+from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, files_of, find_weights, write_sharded
+from fastensor.checkpoint.verify import Progress
 from fastensor.checkpoint.verify import verify as verify_file
-from fastensor.errors import LayoutError, UnsupportedContentError
+from fastensor.errors import CorruptCheckpointError, LayoutError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import Plan
 
@@ -231,12 +232,24 @@ def to_directory(
 
 def _loaded(source: Location, *, verify: bool) -> Any:
     """What a file, or the files of a model, hold. Tensors are mapped."""
+    path = Path(source) if isinstance(source, str | os.PathLike) and isinstance(locate(source), str) else None
+    if path is not None and path.is_dir():
+        found = find_weights(path)
+        if found is None:
+            raise UnsupportedContentError(
+                f"{path}: expected a file, or a directory with *{INDEX_SUFFIX} or {' or '.join(WHOLE)}, found neither"
+            )
+        source = path = found
+    if path is None or not path.name.endswith(INDEX_SUFFIX):
+        return _load_mapped(source, verify=verify)
     state: dict[str, Any] = {}
-    for file, names in files_behind(source).items():
+    for file, names in files_of(path).items():
         loaded = _load_mapped(file, verify=verify)
-        if names is None:
-            return loaded
-        check_holds(name_of(file), loaded, names)
+        if missing := names - loaded.keys():
+            raise CorruptCheckpointError(
+                f"{file}: {min(missing)!r} is not in it ({len(missing)} of the tensors that {path.name} expects there "
+                f"are missing); the index and the file are of different checkpoints"
+            )
         state.update((name, loaded[name]) for name in sorted(names))
     return state
 
