@@ -28,7 +28,8 @@ from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import LayoutError, UnsupportedContentError
-from fastensor.select.transfer import BackendChoice
+from fastensor.files.arguments import as_nbytes, check_flags
+from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.pickle_records import PickledTensor
 from fastensor.stitch.shape import row_major
@@ -56,8 +57,8 @@ def convert(
     verify: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
-    shard_nbytes: int = SHARD_NBYTES,
-    memory_nbytes: int = MEMORY_NBYTES,
+    shard_nbytes: int | str = SHARD_NBYTES,
+    memory_nbytes: int | str = MEMORY_NBYTES,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Write the tensors of one checkpoint as another, between ``.ckpt``, ``.pt``, ``.safetensors``, models of Hugging
@@ -110,11 +111,10 @@ def convert(
     >>> fastensor.load(f"{folder}/a.safetensors")
     {'weight': tensor([1., 1.])}
     """
-    if shard_nbytes < 1 or memory_nbytes < MIN_MEMORY_NBYTES:
-        raise ValueError(
-            f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found {shard_nbytes} and "
-            f"{memory_nbytes}"
-        )
+    shard_nbytes = as_nbytes(shard_nbytes, "shard_nbytes", at_least=1)
+    memory_nbytes = as_nbytes(memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES)
+    check_choice(backend)
+    check_flags(checksums=checksums, copy_ties=copy_ties, verify=verify, durable=durable)
     if container in ("dcp", "huggingface") and not isinstance(target, str | os.PathLike):
         raise UnsupportedContentError(f"{name_of(target)}: expected the path of a directory, found an open file")
     if container == "huggingface" and isinstance(locate(target), RemotePath):
