@@ -269,12 +269,14 @@ def _is_size(option: dataclasses.Field[Any]) -> bool:
 
 
 def _size(option: dataclasses.Field[Any], text: str) -> int | float:
-    """The bytes in a text such as ``2GiB``, or, of a rate, the bytes of each second."""
+    """The bytes in a number, or in a text such as ``2GiB``; or, of a rate, the bytes of each second."""
+    number = int if str(option.type).startswith("int") else float
+    with suppress(ValueError):
+        return number(text)
     try:
-        nbytes = as_nbytes(text, option.name)
+        return number(as_nbytes(text, option.name))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return nbytes if str(option.type).startswith("int") else float(nbytes)
 
 
 def _schedule(value: str | float) -> Schedule:
