@@ -56,6 +56,7 @@ USES: dict[str, Use] = {
     "OffloadConfig": lambda folder, arguments: OffloadConfig(**arguments),
     "ActivationOffload": lambda folder, arguments: ActivationOffload(**arguments),
     "cooperative.save": lambda folder, arguments: cooperative.save(STATE, folder / "new.ckpt", **arguments),
+    "cooperative.load": lambda folder, arguments: cooperative.load(folder / "x.ckpt", **arguments),
     "FastensorStorageWriter": lambda folder, arguments: FastensorStorageWriter(folder / "dcp", **arguments),
     "FastensorStorageReader": lambda folder, arguments: FastensorStorageReader(folder / "dcp", **arguments),
     "LmdbDataset": lambda folder, arguments: LmdbDataset(folder / "nothing.lmdb", **arguments),
@@ -187,6 +188,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"timeout": -1}, ValueError, "timeout is a number of seconds above 0, found -1"),
         ({"check_replicas": "none"}, ValueError, "check_replicas is one of .*found 'none'"),
     ],
+    "cooperative.load": [*PLACE, ({"timeout": 0}, ValueError, "timeout is a number of seconds above 0, found 0")],
     "FastensorStorageWriter": [
         *BACKEND,
         flag("sync_files"),
