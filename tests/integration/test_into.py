@@ -115,6 +115,17 @@ def test_sparse_tensors_and_files_of_old_torch_are_copied(tmp_path: Path) -> Non
     assert torch.equal(into["dense"], torch.ones(2))
 
 
+def test_verified_first_holds_for_copied_tensors_too(tmp_path: Path) -> None:
+    state = {"sparse": torch.eye(3).to_sparse(), "dense": torch.arange(100_000)}
+    fastensor.save(state, tmp_path / "x.ckpt")
+    damage(tmp_path / "x.ckpt", state["dense"])
+    into = {"sparse": torch.zeros(3, 3).to_sparse(), "dense": torch.zeros(100_000, dtype=torch.int64)}
+    with pytest.raises(CorruptCheckpointError) as caught:
+        fastensor.load(tmp_path / "x.ckpt", into=into, verify="first")
+    assert caught.value.overwritten == ()
+    assert not into["sparse"].to_dense().any()
+
+
 def test_a_graph_that_needs_the_old_values_is_not_wrong(tmp_path: Path) -> None:
     weight = torch.ones(3, requires_grad=True)
     fastensor.save({"w": torch.full((3,), 2.0)}, tmp_path / "x.ckpt")

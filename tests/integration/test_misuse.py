@@ -116,6 +116,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "save_sharded": [
         *SAVES,
         *size("shard_nbytes", 1),
+        ({"state": {"epoch": 3}}, fastensor.UnsupportedContentError, "tensors only, but 'epoch' is of type int"),
         ({"state": [1]}, TypeError, r"state is a dict from names to tensors, or a model, found one of type list"),
         ({"folder": 3}, TypeError, "expected a path"),
     ],
@@ -184,11 +185,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     ],
     "cooperative.save": [
         *SAVES,
-        ({"timeout": "long"}, TypeError, "timeout is a number of seconds, found 'long'"),
-        ({"timeout": -1}, ValueError, "timeout is a number of seconds above 0, found -1"),
+        ({"timeout": "long"}, ValueError, "timeout is a positive number of seconds, found 'long'"),
+        ({"timeout": -1}, ValueError, "timeout is a positive number of seconds, found -1"),
         ({"check_replicas": "none"}, ValueError, "check_replicas is one of .*found 'none'"),
     ],
-    "cooperative.load": [*PLACE, ({"timeout": 0}, ValueError, "timeout is a number of seconds above 0, found 0")],
+    "cooperative.load": [*PLACE, ({"timeout": 0}, ValueError, "timeout is a positive number of seconds, found 0")],
     "FastensorStorageWriter": [
         *BACKEND,
         flag("sync_files"),

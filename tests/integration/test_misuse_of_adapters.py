@@ -41,7 +41,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"asynchronous": {"staging": 3}}, TypeError, "found 'staging'; did you mean 'staging_bytes'"),
         ({"asynchronous": {"staging_bytes": "lots"}}, ValueError, "staging_bytes: expected a size"),
         ({"asynchronous": {"exit_seconds": "long"}}, TypeError, "exit_seconds is a number of seconds, found 'long'"),
-        ({"cooperative": {"timeout": -1}}, ValueError, "timeout is a number of seconds above 0, found -1"),
+        ({"cooperative": {"timeout": -1}}, ValueError, "timeout is a positive number of seconds, found -1"),
         ({"cooperative": {"check_replicas": "some"}}, ValueError, "check_replicas is one of .*found 'some'"),
     ],
     "SSDActivationOffload": [

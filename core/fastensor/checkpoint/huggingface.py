@@ -94,6 +94,11 @@ def save_sharded(
     if isinstance(state, nn.Module):
         about["total_parameters"] = sum(parameter.numel() for parameter in state.parameters())
         state = state.state_dict()
+    for name, one in state.items():
+        if not isinstance(one, torch.Tensor):
+            raise UnsupportedContentError(
+                f"the files of a model hold tensors only, but {name!r} is of type {type(one).__name__}; leave it out"
+            )
     left_out = copies_of(state, keep="first")
     tensors = {name: one for name, one in state.items() if name not in left_out}
     sizes = {name: one.nbytes for name, one in tensors.items()}

@@ -109,9 +109,13 @@ def load_into(
     check_fit([pairing])
     rest = [name for name in targets if name not in located and (catalog is None or name in catalog.tensors)]
     others = load(file, replace(request, keys=rest, map_location="cpu")) if rest else None
-    if others is not None:
-        _copy(dict(walk(others.result)), {name: targets[name] for name in rest}, file.where, overwritten)
+    values = {} if others is None else dict(walk(others.result))
+    _check_values(values, {name: targets[name] for name in rest}, file.where)
     backend, reason = fill([pairing], request, overwritten, verify_first=verify_first)
+    with torch.no_grad():
+        for name in rest:
+            overwritten.append(name)
+            targets[name].copy_(values[name])
     if catalog is None or not pairing.fillings:
         assert others is not None
         return replace(others, result=None)
@@ -175,17 +179,16 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(map(repr, names[:_SHOWN]))}{more}" if names else "no tensors"
 
 
-def _copy(values: Mapping[str, Any], targets: Mapping[str, torch.Tensor], where: str, overwritten: list[str]) -> None:
-    """Copy tensors that were loaded."""
+def _check_values(values: Mapping[str, Any], targets: Mapping[str, torch.Tensor], where: str) -> None:
+    """
+    Raises:
+        StateMismatchError: tensors that were loaded do not fit.
+    """
     check_present(targets, values, where)
     misfits = {name: why_not(values[name].shape, values[name].dtype, target) for name, target in targets.items()}
     for name, why in misfits.items():
         if why:
             raise StateMismatchError(f"{where}: values do not fit, nothing was overwritten: {name!r}: {why}")
-    with torch.no_grad():
-        for name, target in targets.items():
-            overwritten.append(name)
-            target.copy_(values[name])
 
 
 def fill(

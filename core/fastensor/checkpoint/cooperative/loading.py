@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
+from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from fastensor.checkpoint.cooperative.ranks import Ranks
 from fastensor.checkpoint.load import load_with_report as load_alone
 from fastensor.checkpoint.location import Location, locate
@@ -24,7 +24,6 @@ from fastensor.checkpoint.report import LoadReport
 from fastensor.checkpoint.request import check_arguments
 from fastensor.errors import CheckpointReadError
 from fastensor.files import posix
-from fastensor.files.arguments import check_seconds
 
 _THROUGH_THE_PAGE_CACHE = "numpy"
 
@@ -73,7 +72,7 @@ def load_with_report(
 ) -> tuple[Any, LoadReport]:
     """:func:`load`, and what it did on this rank."""
     check_arguments(map_location, keys, None, mmap=False, verify=verify)
-    check_seconds(timeout, "timeout")
+    check_timeout(timeout)
     found = locate(path)
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) != 1
     if has_others and isinstance(found, str):
