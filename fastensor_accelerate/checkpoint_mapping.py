@@ -20,6 +20,7 @@ from torch import nn
 from fastensor.backends import registry
 from fastensor.backends.to_device import entered
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice
 from fastensor_accelerate.weight_files import open_weights
 
@@ -188,16 +189,15 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         model: nn.Module | None = None,
         *,
         device: torch.device | str | int = "cpu",
-        read_ahead_bytes: int = 256 << 20,
+        read_ahead_bytes: int | str = 256 << 20,
         prefix: str = "",
         verify: bool = True,
         backend: BackendChoice = registry.AUTO,
     ) -> None:
-        if read_ahead_bytes < 0:
-            raise ValueError(f"read_ahead_bytes is a number of bytes, 0 or more, found {read_ahead_bytes}")
+        check_flags(verify=verify)
         self._path = os.fspath(path)
         self._device = _with_index(torch.device(device))
-        self._read_ahead_bytes = read_ahead_bytes
+        self._read_ahead_bytes = as_nbytes(read_ahead_bytes, "read_ahead_bytes")
         self._process = os.getpid()
         self._files = open_weights(path, self._device, verify=verify, backend=backend)
         try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -14,6 +13,7 @@ from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
 from fastensor.errors import FastensorError
+from fastensor.files.arguments import as_nbytes, nearest
 from fastensor.offload import OffloadConfig, Schedule
 
 USE = "ACCELERATE_USE_FASTENSOR"
@@ -22,8 +22,6 @@ _PREFIX = "ACCELERATE_FASTENSOR_"
 SECTION = "fastensor_config"
 """The section of Accelerate's YAML file."""
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_NEAR = 0.5
-"""How similar a known name must be to an unknown one to be suggested, from 0 to 1."""
 
 
 class ConfigError(FastensorError, ValueError):
@@ -146,6 +144,9 @@ class FastensorConfig:
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, str) and _is_size(option):
+                object.__setattr__(self, option.name, _size(option, value))
             _check_type(option, getattr(self, option.name))
         if self.backend != registry.AUTO and self.backend not in (known := registry.names()):
             raise ConfigError(f"backend is {self.backend!r}, which is no backend{nearest(self.backend, known)}")
@@ -157,11 +158,11 @@ class FastensorConfig:
             raise ConfigError(f"cooperative_timeout is a number of seconds above 0, found {self.cooperative_timeout}")
         try:
             WriterSettings(**self.writer_options())
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from error
         try:
             self.offload_config()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"offload_{error}") from error
 
     def writer_options(self) -> dict[str, Any]:
@@ -254,11 +255,28 @@ def _read(option: dataclasses.Field[Any], value: Any) -> Any:
         return _as_bool(option.name, value)
     if kind.startswith("str"):
         return value
+    if _is_size(option):
+        return _size(option, value)
     number = int if kind.startswith("int") else float
     try:
         return number(value)
     except ValueError:
         raise ConfigError(f"{option.name} is a number ({kind}), found {value!r}") from None
+
+
+def _is_size(option: dataclasses.Field[Any]) -> bool:
+    return "_bytes" in option.name
+
+
+def _size(option: dataclasses.Field[Any], text: str) -> int | float:
+    """The bytes in a number, or in a text such as ``2GiB``; or, of a rate, the bytes of each second."""
+    number = int if str(option.type).startswith("int") else float
+    with suppress(ValueError):
+        return number(text)
+    try:
+        return number(as_nbytes(text, option.name))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _schedule(value: str | float) -> Schedule:
@@ -295,10 +313,3 @@ def _write(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, 1, _NEAR)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

@@ -22,13 +22,13 @@ from accelerate.commands.config import cluster, config, config_args
 from accelerate.commands.config.config_utils import _ask_field, _ask_options, _convert_yes_no_to_bool
 
 from fastensor.backends import registry
+from fastensor.files.arguments import nearest
 from fastensor_accelerate.config import (
     SECTION,
     USE,
     ConfigError,
     FastensorConfig,
     is_wanted_by_environment,
-    nearest,
     options_in_environment,
 )
 

@@ -15,7 +15,8 @@ import torch
 
 import fastensor
 from fastensor.backends.memory import map_file
-from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, files_of, find_weights, read_json
+from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.sharded import check_holds, files_behind, read_json
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
@@ -71,27 +72,11 @@ def open_weights(
         CorruptCheckpointError: a file is damaged, or an index is none.
         CheckpointReadError, UnsupportedContentError: as for :func:`fastensor.open`.
     """
-    found = _in_folder(Path(path)) if os.path.isdir(path) else Path(path)
-    if found.name == _OFFLOAD_INDEX:
+    found = Path(path, _OFFLOAD_INDEX) if os.path.isdir(path) else Path(path)
+    if found.name == _OFFLOAD_INDEX and found.exists():
         return OffloadFolder(found, device)
-    is_index = found.name.endswith(INDEX_SUFFIX)
-    files: Mapping[Path, set[str] | None] = files_of(found) if is_index else {found: None}
+    files = files_behind(path, others=f"{_OFFLOAD_INDEX} (of disk_offload), ")
     return Checkpoints(files, device, verify=verify, backend=backend)
-
-
-def _in_folder(folder: Path) -> Path:
-    """The index or the file in a folder that names its weights; safetensors come first."""
-    if (folder / _OFFLOAD_INDEX).exists():
-        return folder / _OFFLOAD_INDEX
-    found = find_weights(folder)
-    if found is None:
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"no weights: expected {_OFFLOAD_INDEX} (of disk_offload), *{INDEX_SUFFIX} or {' or '.join(WHOLE)} in "
-            "the folder; for a file of another name, give its path",
-            str(folder),
-        )
-    return found
 
 
 class Checkpoints:
@@ -105,7 +90,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, files: Mapping[Path, set[str] | None], device: torch.device, *, verify: bool, backend: BackendChoice
+        self, files: Mapping[Location, set[str] | None], device: torch.device, *, verify: bool, backend: BackendChoice
     ) -> None:
         self.weights: dict[str, Weight] = {}
         self.ties: dict[str, str] = {}
@@ -120,13 +105,9 @@ class Checkpoints:
                 self._add(file, path, expected)
             self._open = stack.pop_all()
 
-    def _add(self, file: fastensor.LazyCheckpoint, path: Path, expected: set[str] | None) -> None:
+    def _add(self, file: fastensor.LazyCheckpoint, path: Location, expected: set[str] | None) -> None:
         names = file.info.keys() if expected is None else expected
-        if missing := names - file.info.keys():
-            raise CorruptCheckpointError(
-                f"{path}: {min(missing)!r} is not in it ({len(missing)} of the tensors that the index expects there "
-                "are missing); the index and the file are of different checkpoints"
-            )
+        check_holds(name_of(path), file.info, names)
         for name, info in file.info.items():
             if name in names:
                 self.weights[name] = Weight(info.shape, info.nbytes)

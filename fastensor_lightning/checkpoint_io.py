@@ -19,11 +19,15 @@ import fastensor
 from fastensor.checkpoint import cooperative, ordering
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, log_failures, settle
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
-from fastensor.checkpoint.cooperative.options import CooperativeOptions
+from fastensor.checkpoint.cooperative.options import CooperativeOptions, check_cooperation
 from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
+from fastensor.checkpoint.placement import check_map_location
+from fastensor.files.arguments import check_flags, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
 from fastensor.files.new_directory import replace_link
+from fastensor.files.posix import memory_filesystem_of
+from fastensor.select.transfer import check_choice
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
 
@@ -50,9 +54,9 @@ _FOR_REQUEUE = re.compile(r"hpc_ckpt_\d+\.ckpt")
 class AsyncOptions(TypedDict, total=False):
     """The keywords of :class:`fastensor.AsyncWriter`."""
 
-    staging_bytes: int | None
+    staging_bytes: int | str | None
     when_busy: WhenBusy
-    max_bytes_per_second: float | None
+    max_bytes_per_second: float | str | None
     exit_seconds: float
     preemption_seconds: float | None
 
@@ -136,6 +140,9 @@ class FastensorCheckpointIO(CheckpointIO):
         cooperative: bool | CooperativeOptions | None = False,
     ) -> None:
         super().__init__()
+        check_choice(backend)
+        check_flags(durable=durable, verify=verify)
+        check_map_location(map_location)
         self.backend = backend
         self.durable = durable
         self.map_location = map_location
@@ -144,6 +151,7 @@ class FastensorCheckpointIO(CheckpointIO):
         self.asynchronous = asynchronous not in (False, None)
         self._cooperation = cast(CooperativeOptions, _check_options("cooperative", cooperative, CooperativeOptions))
         self.cooperative = cooperative not in (False, None)
+        check_cooperation(**self._cooperation)
         if self.cooperative and self.asynchronous:
             raise ValueError(
                 "cooperative and asynchronous contradict: ranks that save together wait for each other; choose one"
@@ -162,6 +170,8 @@ class FastensorCheckpointIO(CheckpointIO):
         """Whether all ranks have saved together, or a monitor was seen that has them do so."""
         self._may_be_alone = True
         """Whether to warn that no monitor was seen: not if one was seen, or the warning was given."""
+        self._said_in_memory = False
+        """Whether the warning was given that files are in memory."""
         self._torn_down = False
         """Whether a run has ended, and none that we know of has begun: then no teardown waits for what is pending."""
         self._runs_are_seen = True
@@ -421,9 +431,22 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _notify(self, report: fastensor.SaveReport, step: int | None) -> None:
         _logger.debug("saved %s", report)
+        self._warn_if_in_memory(report)
         self.last_save = report
         for listener in tuple(self._listeners):
             listener.saved(report, step)
+
+    def _warn_if_in_memory(self, report: fastensor.SaveReport) -> None:
+        if self._said_in_memory or not self.durable or report.durable or not os.path.isabs(report.path):
+            return
+        if kind := memory_filesystem_of(report.path):
+            self._said_in_memory = True
+            _logger.warning(
+                "%s is on %s, which is in memory: checkpoints there do not survive a power failure or a reboot; set "
+                "the Trainer's default_root_dir, or ModelCheckpoint's dirpath, to a folder on a disk",
+                report.path,
+                kind,
+            )
 
     def _may_be_left_pending(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bool:
         """Whether an asynchronous save may be left pending when it returns. Warns if no monitor watches it."""
@@ -502,6 +525,8 @@ class FastensorCheckpointIO(CheckpointIO):
                 f"storage_options of {type(self).__name__} is a dict with keys among {list(_STORAGE_OPTIONS)}, "
                 f"found {overrides!r}"
             )
+        check_choice(overrides.get("backend", options.backend))
+        check_flags(**{name: overrides[name] for name in ("durable", "asynchronous") if name in overrides})
         return replace(options, **overrides)
 
 
@@ -544,7 +569,8 @@ def _check_options(name: str, value: object, kind: type) -> dict[str, Any]:
         raise TypeError(f"{name} is a bool, or a dict with keys among {known}; found {value!r}")
     unknown = [key for key in value if key not in known]
     if unknown:
-        raise TypeError(f"{name} is a dict with keys among {known}; found {', '.join(map(repr, unknown))}")
+        hint = nearest(str(unknown[0]), known)
+        raise TypeError(f"{name} is a dict with keys among {known}; found {', '.join(map(repr, unknown))}{hint}")
     return value
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import fastensor
+from fastensor.files.arguments import check_flags
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
@@ -56,6 +57,7 @@ class CheckpointMonitor(Callback):
 
     def __init__(self, *, progress_bar: bool = True, explain: bool = False) -> None:
         super().__init__()
+        check_flags(progress_bar=progress_bar, explain=explain)
         self._progress_bar = progress_bar
         self._explain = explain
         self._to_show: fastensor.SaveReport | None = None

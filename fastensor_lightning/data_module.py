@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader
 from fastensor.data.epochs import EpochLoader
 from fastensor.data.plan import Shuffle
+from fastensor.files.arguments import check_flags, check_function, check_whole, check_word
 from fastensor.provision import DataService
 from fastensor_lightning.frameworks import load_classes
 
@@ -78,6 +79,13 @@ class FastensorDataModule(LightningDataModule):
         persistent_workers: bool = False,
     ) -> None:
         super().__init__()
+        check_whole(batch_size, "batch_size", at_least=1)
+        check_whole(num_workers, "num_workers", at_least=0)
+        check_whole(seed, "seed", at_least=0)
+        check_word(shuffle, "shuffle", get_args(Shuffle))
+        check_function(decode, "decode")
+        check_function(collate_fn, "collate_fn")
+        check_flags(drop_last=drop_last, pin_memory=pin_memory, persistent_workers=persistent_workers)
         if train is not None and service is not None:
             raise ValueError("train= and service= are both data for training: give one of them")
         training = service if isinstance(service, DataService) else train

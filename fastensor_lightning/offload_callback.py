@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastensor.errors import UnsupportedContentError
+from fastensor.files.arguments import check_flags
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
-from fastensor.offload.config import with_default_folder
+from fastensor.offload.config import checked_config, with_default_folder
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.methods import replace_method
 
@@ -47,6 +48,8 @@ class SSDActivationOffload(Callback):
             ``config``, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
 
     Raises:
+        TypeError: an argument is of the wrong kind.
+        OffloadError: in ``fit``, no file can be made in a folder.
         UnsupportedContentError: in ``fit``, with ``FSDPStrategy``, which is FSDP version 1, and DeepSpeed's ZeRO stage
             3; and where a Trainer has several of these callbacks.
 
@@ -56,7 +59,8 @@ class SSDActivationOffload(Callback):
 
     def __init__(self, config: OffloadConfig | None = None, *, log: bool = False, dry_run: bool = False) -> None:
         super().__init__()
-        self.config = config or OffloadConfig()
+        check_flags(log=log, dry_run=dry_run)
+        self.config = checked_config(config)
         self._is_dry_run = dry_run
         self.estimate: OffloadEstimate | None = None
         """What a dry run has found; None before that."""

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.catalog import TensorInfo
     from fastensor.checkpoint.convert import convert
     from fastensor.checkpoint.diff import Difference, TensorDifference, diff
+    from fastensor.checkpoint.huggingface import load_sharded, save_sharded
     from fastensor.checkpoint.inspect import Inspection, inspect
     from fastensor.checkpoint.lazy import LazyCheckpoint, open
     from fastensor.checkpoint.load import load, load_with_report
+    from fastensor.checkpoint.models import load_model, save_model
     from fastensor.checkpoint.report import LoadReport, SaveReport
     from fastensor.checkpoint.save import save
     from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         ReplicaMismatchError,
         SaveDroppedError,
         StateChangedError,
+        StateMismatchError,
         UnknownBackendError,
         UnknownFilesystemError,
         UnknownKeyError,
@@ -58,9 +61,11 @@ else:
         "fastensor.checkpoint.catalog": ("TensorInfo",),
         "fastensor.checkpoint.convert": ("convert",),
         "fastensor.checkpoint.diff": ("Difference", "TensorDifference", "diff"),
+        "fastensor.checkpoint.huggingface": ("load_sharded", "save_sharded"),
         "fastensor.checkpoint.inspect": ("Inspection", "inspect"),
         "fastensor.checkpoint.lazy": ("LazyCheckpoint", "open"),
         "fastensor.checkpoint.load": ("load", "load_with_report"),
+        "fastensor.checkpoint.models": ("load_model", "save_model"),
         "fastensor.checkpoint.report": ("LoadReport", "SaveReport"),
         "fastensor.checkpoint.save": ("save",),
         "fastensor.checkpoint.verify": ("DamagedCheckpointError", "VerifyReport", "verify"),
@@ -75,6 +80,7 @@ else:
             "ReplicaMismatchError",
             "SaveDroppedError",
             "StateChangedError",
+            "StateMismatchError",
             "UnknownBackendError",
             "UnknownFilesystemError",
             "UnknownKeyError",
@@ -115,6 +121,10 @@ __all__ = [
     "save",
     "load",
     "load_with_report",
+    "save_model",
+    "load_model",
+    "save_sharded",
+    "load_sharded",
     "open",
     "LazyCheckpoint",
     "TensorInfo",
@@ -162,6 +172,7 @@ __all__ = [
     "ReplicaMismatchError",
     "SaveDroppedError",
     "StateChangedError",
+    "StateMismatchError",
     "UnknownKeyError",
     "UnknownFilesystemError",
     "UnknownBackendError",

@@ -14,6 +14,10 @@ from concurrent.futures import CancelledError
 class FastensorError(Exception):
     """Base of everything that Fastensor raises on purpose."""
 
+    overwritten: tuple[str, ...] = ()
+    """The names of the tensors whose old values are gone, if a load into existing tensors has failed. All others are as
+    they were."""
+
 
 class CheckpointWriteError(FastensorError, OSError):
     """A save failed. The message says whether the old file is kept: it is unless only the sync of the new name failed.
@@ -55,6 +59,14 @@ class UnsupportedContentError(FastensorError, ValueError):
 
 class PlacementError(FastensorError, RuntimeError):
     """torch cannot put tensors on the device that ``map_location``, or otherwise the file, names."""
+
+
+class StateMismatchError(FastensorError, RuntimeError):
+    """The tensors of a file are not those of the model, or of the dict, that they are to be loaded into: names are
+    missing or unexpected, or shapes differ. ``load_state_dict`` raises ``RuntimeError``, too.
+
+    Unless the message says something else, nothing has been overwritten.
+    """
 
 
 class SaveDroppedError(FastensorError, CancelledError):

@@ -558,7 +558,7 @@ def test_a_weight_of_another_shape(path: Path) -> None:
 
 
 def test_a_budget_that_is_none(path: Path) -> None:
-    with pytest.raises(ValueError, match="0 or more, found -1"):
+    with pytest.raises(ValueError, match="read_ahead_bytes is at least 0, found -1"):
         CheckpointMapping(path, read_ahead_bytes=-1)
 
 

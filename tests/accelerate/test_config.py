@@ -111,7 +111,7 @@ def test_defaults_are_not_written_as_none() -> None:
         ({"durable": "maybe"}, "durable is true or false, found 'maybe'"),
         ({"durable": 1}, "durable is bool, found 1"),
         ({"verify": []}, r"verify is bool, found \[\]"),
-        ({"staging_bytes": "much"}, "staging_bytes is a number"),
+        ({"staging_bytes": "much"}, "staging_bytes: expected a size such as 5GB or 2GiB, found 'much'"),
         ({"staging_bytes": 1.5}, "staging_bytes is int | None, found 1.5"),
         ({"staging_bytes": True}, "staging_bytes is int | None, found True"),
         ({"staging_bytes": 0}, "staging_bytes"),
@@ -325,7 +325,7 @@ def test_no_fastensor_wins_over_everything(command: Command, tmp_path: Path) -> 
         (["--fastensr"], None, "no flag --fastensr; did you mean '--fastensor'"),
         (["--no_fsdp_async"], None, None),  # looks like none of ours: Accelerate refuses it
         (["--fastensor_backend", "dierct"], None, "did you mean 'direct'"),
-        (["--fastensor_staging_bytes", "much"], None, "staging_bytes is a number"),
+        (["--fastensor_staging_bytes", "much"], None, "staging_bytes: expected a size such as 5GB"),
         ([], {"durabel": True}, "config.yaml has no option 'durabel'; did you mean 'durable'"),
         (["--no_fastensor_durable"], {"durable": "perhaps"}, "durable is true or false, found 'perhaps'"),
         ([], ["durable"], r"config.yaml is a section of options, found \['durable'\]"),

@@ -163,8 +163,8 @@ def test_a_save_that_cannot_begin_replaces_nothing(tmp_path: Path, blocked: Any)
         ({"staging_bytes": 100}, "at least 4194304"),
         ({"when_busy": "panic"}, "one of .*'wait'"),
         ({"max_bytes_per_second": 0}, "positive or None, found 0"),
-        ({"exit_seconds": -1}, "not negative, found -1"),
-        ({"preemption_seconds": -1}, "positive or None, found -1"),
+        ({"exit_seconds": -1}, "a number of seconds, 0 or more, found -1"),
+        ({"preemption_seconds": -1}, "a number of seconds above 0, found -1"),
     ],
 )
 def test_wrong_settings(option: Any, message: str) -> None:

@@ -149,6 +149,24 @@ def test_a_part_of_a_checkpoint_straight_to_the_device(tmp_path: Path) -> None:
     assert found["a"].is_cuda
 
 
+@pytest.mark.parametrize("backend", registry.names())
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_parameters_on_the_device_are_filled_where_they_are(tmp_path: Path, backend: str, name: str) -> None:
+    skip_unless_available(backend)
+    model = torch.nn.Sequential(torch.nn.Linear(3000, 2000), torch.nn.Linear(2000, 7)).cuda()
+    fastensor.save_model(model, tmp_path / name, backend=backend)
+    other = torch.nn.Sequential(torch.nn.Linear(3000, 2000), torch.nn.Linear(2000, 7)).cuda()
+    addresses = [one.data_ptr() for one in other.parameters()]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fastensor.load_model(other, tmp_path / name, backend=backend)
+    if backend != "gds":  # the device computes checksums, which takes memory
+        assert torch.cuda.max_memory_allocated() - before < 4 << 20
+    assert addresses == [one.data_ptr() for one in other.parameters()]
+    for one, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, expected)
+
+
 def test_the_plugin_loads_straight_to_the_device(tmp_path: Path) -> None:
     plugin = pytest.importorskip("fastensor_lightning", exc_type=ImportError).FastensorCheckpointIO(map_location="cuda")
     plugin.save_checkpoint({"w": torch.arange(5)}, tmp_path / "x")

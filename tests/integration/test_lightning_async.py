@@ -667,7 +667,9 @@ def test_what_asynchronous_cannot_be(value: Any) -> None:
 
 
 def test_asynchronous_options_are_checked_at_once() -> None:
-    with pytest.raises(TypeError, match=r"keys among \['staging_bytes', .*; found 'stagingbytes', 3$"):
+    with pytest.raises(
+        TypeError, match=r"keys among \['staging_bytes', .*; found 'stagingbytes', 3; did you mean 'staging_bytes'\?$"
+    ):
         FastensorCheckpointIO(asynchronous={"stagingbytes": 1, "when_busy": "skip", 3: 1})
     with pytest.raises(ValueError, match="when_busy is one of"):
         FastensorCheckpointIO(asynchronous={"when_busy": "never"})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from itertools import count
+from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -107,10 +108,16 @@ def test_a_failed_write_of_the_last_tensor_is_raised_by_the_next_step(make: Any)
         loss.backward()
 
 
-def test_a_folder_that_is_not_there(make: Any, expected: list[torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
-    offload = make(directories=("/nonexistent/folder",))
+def test_a_folder_that_is_not_there(
+    make: Any, expected: list[torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(OffloadError, match=r"made in /nonexistent/folder \(No such file or directory\); create it"):
+        make(directories=("/nonexistent/folder",))
+    (tmp_path / "folder").mkdir()
+    offload = make(directories=(str(tmp_path / "folder"),))
+    (tmp_path / "folder").rmdir()
     assert equal(gradients(TRANSFORMER, offload), expected)
-    assert "no file for activations can be made in /nonexistent/folder (No such file or directory)" in caplog.text
+    assert f"no file for activations can be made in {tmp_path / 'folder'} (No such file or directory)" in caplog.text
 
 
 @pytest.mark.parametrize("ahead", [0, 64 << 20])

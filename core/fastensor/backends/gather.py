@@ -128,6 +128,7 @@ class DeviceStager:
             self._checksums.combine(payload.storage, crc32, piece.nbytes)
         window.checksums = None
         self._copy_headers(window)
+        self._plan.progress(window.offset + window.nbytes)
 
     def release(self, window: DeviceWindow) -> None:
         self._free.append(window.buffer)

@@ -71,6 +71,8 @@ class HostStager:
         self._snapshot = None if isinstance(source, Plan) else source
         plan = source if isinstance(source, Plan) else source.layout
         self._image = plan.image
+        self.progress = plan.progress
+        """Called with the bytes that have been staged."""
         self._copier = Copier(plan.storages)
         self._checksums = Checksums(len(plan.storages) if self._snapshot is None else self._snapshot.storage_count)
         self._resources = ExitStack()
@@ -111,6 +113,7 @@ class HostStager:
         for event in window.events:
             event.synchronize()
         self._checksums.take(window.late, window.data)
+        self.progress(window.offset + window.nbytes)
 
     def release(self, window: Window) -> None:
         if self._snapshot is not None:

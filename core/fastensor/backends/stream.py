@@ -48,6 +48,7 @@ def write_stream(source: Source, write: Callable[[memoryview], object]) -> tuple
 def checksums_of(source: Source) -> tuple[int, ...]:
     """The CRC32s that the source's head needs. Stages the whole source."""
     with open_stager(source) as stager:
+        stager.progress = lambda done: None  # the file is staged once more
         deque(_windows(source, stager), maxlen=0)
         return stager.checksums
 

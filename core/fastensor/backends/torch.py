@@ -41,13 +41,18 @@ class TorchBackend:
             raise BackendUnavailableError(
                 "torch.serialization.skip_data is active, so torch would leave the values out"
             )
-        with file_for_torch(partial(posix.write_fully, fd)) as file:
+        with file_for_torch(partial(_write, source, fd)) as file:
             source.write_with_torch(file)
         posix.truncate(fd, source.nbytes)
         return ()
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
         return _PlainReader(fd)
+
+
+def _write(source: TorchZip, fd: int, data: memoryview, offset: int) -> None:
+    posix.write_fully(fd, data, offset)
+    source.progress(offset + data.nbytes)
 
 
 @contextmanager

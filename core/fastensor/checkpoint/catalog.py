@@ -25,6 +25,7 @@ from fastensor.stitch.torch_pickle import read_program
 
 _SHOWN = 60
 """How many characters of a value are shown."""
+_SHOWN_ROOTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,24 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         program.structure,
         by_identity,
         program.naming_globals(),
+    )
+
+
+def roots_in_words(branches: Mapping[str, Any]) -> str:
+    """The end of a message: which of some dicts hold nothing but tensors.
+
+    Args:
+        branches: dicts by their names, of a pickle that was loaded or only read.
+    """
+    roots = [
+        repr(name)
+        for name, value in branches.items()
+        if value and all(isinstance(one, PickledTensor | torch.Tensor) for one in value.values())
+    ]
+    return (
+        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN_ROOTS])}"
+        if roots
+        else "it holds no such dict"
     )
 
 

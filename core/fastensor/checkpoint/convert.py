@@ -14,7 +14,7 @@ from fastensor.checkpoint.conversion.casting import CastBytes
 from fastensor.checkpoint.conversion.copying import InFile, SourceBytes, SourceTensors
 from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
 from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_same_file
-from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
+from fastensor.checkpoint.conversion.settings import MIN_MEMORY_NBYTES, ConvertSettings, WrittenContainer
 from fastensor.checkpoint.conversion.sources import Source, open_source
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, name_of
@@ -24,6 +24,7 @@ from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import UnsupportedContentError
+from fastensor.files.arguments import as_nbytes
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import FileBytes, Plan
 
@@ -43,8 +44,8 @@ def convert(
     verify: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
-    shard_nbytes: int = SHARD_NBYTES,
-    memory_nbytes: int = MEMORY_NBYTES,
+    shard_nbytes: int | str = SHARD_NBYTES,
+    memory_nbytes: int | str = MEMORY_NBYTES,
     dtype: torch.dtype | None = None,
     rename: Mapping[str, str] | None = None,
     drop: bool = False,
@@ -114,8 +115,8 @@ def convert(
         verify=verify,
         backend=backend,
         durable=durable,
-        shard_nbytes=shard_nbytes,
-        memory_nbytes=memory_nbytes,
+        shard_nbytes=as_nbytes(shard_nbytes, "shard_nbytes", at_least=1),
+        memory_nbytes=as_nbytes(memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES),
         dtype=dtype,
         rename=rename or {},
         drop=drop,

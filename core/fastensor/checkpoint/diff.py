@@ -19,7 +19,7 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.lazy import open as open_lazily
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import opened
-from fastensor.checkpoint.sharded import check_has, files_of, is_index, weights_at
+from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
 from fastensor.checkpoint.verify import Progress
 from fastensor.errors import CorruptCheckpointError
 from fastensor.select.transfer import BackendChoice
@@ -263,7 +263,7 @@ class _OfShards:
         self.others: dict[str, str] = {}
         for path, expected in files_of(index).items():
             side = _OfFile(path, backend, stack)
-            check_has(side.tensors, expected, path, index)
+            check_holds(str(path), side.tensors, expected)
             self.tensors |= {name: info for name, info in side.tensors.items() if name in expected}
             self.others |= side.others
             self._side_of |= dict.fromkeys(expected, side)

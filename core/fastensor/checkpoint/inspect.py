@@ -12,7 +12,7 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import refused_globals
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import opened
-from fastensor.checkpoint.sharded import check_has, files_of, is_index, read_json, weights_at
+from fastensor.checkpoint.sharded import check_holds, files_of, is_index, read_json, weights_at
 from fastensor.stitch.containers import Container
 
 
@@ -116,7 +116,7 @@ def _inspect_sharded(index: Path) -> Inspection:
     others: dict[str, str] = {}
     for path, expected in expected_of.items():
         found = {tensor.name: tensor for tensor in files[path].tensors}
-        check_has(found, expected, path, index)
+        check_holds(str(path), found, expected)
         tensors += [replace(one, part=path.name) for one in found.values() if one.name in expected]
         others |= {f"{path.name}: {name}": text for name, text in files[path].others.items()}
     return Inspection(

@@ -15,11 +15,12 @@ from fastensor.backends.base import Extent
 from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo, read_catalog
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import LocalFile, OpenedFile, opened
-from fastensor.checkpoint.placement import MapLocation, check_destination, filled, place
+from fastensor.checkpoint.placement import MapLocation, check_destination, check_map_location, filled, place
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.files.arguments import check_flags
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.parts import Part
@@ -78,6 +79,8 @@ def open(  # users write fastensor.open
             [4, 5]])
     """
     check_choice(backend)
+    check_flags(mmap=mmap, verify=verify, verify_again=verify_again)
+    check_map_location(map_location)
     with ExitStack() as stack:
         file = stack.enter_context(opened(path))
         catalog = read_catalog(file, verify=verify)

@@ -9,15 +9,17 @@ the file, checks the record's CRC32, and only then does the storage reach the un
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias
 
 from fastensor.backends import registry
+from fastensor.checkpoint.into import load_into, naming, targets_in
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
 from fastensor.checkpoint.placement import MapLocation, begin_to_use
+from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import LoadReport, warn_unverified
-from fastensor.checkpoint.request import Loaded, LoadRequest, is_restricted
+from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
 from fastensor.select.current import explores
@@ -30,10 +32,12 @@ def load(
     map_location: MapLocation = None,
     *,
     keys: Iterable[str] | None = None,
+    into: Mapping[str, Any] | None = None,
     weights_only: bool | None = None,
     mmap: bool = False,
-    verify: bool | None = None,
+    verify: bool | Literal["first"] | None = None,
     backend: BackendChoice = registry.AUTO,
+    progress: Progress | None = None,
 ) -> Any:
     """Load a checkpoint as ``torch.load`` does, at the speed of the disk or of the page cache, and verify it.
 
@@ -48,21 +52,29 @@ def load(
             (``state_dict``). Only the tensors in it are read. The result is the same object with nothing else in it; of
             a list, only what was chosen is left. A list of nothing but plain values is one value. None loads
             everything.
+        into: a dict of tensors, such as ``model.state_dict()``, which may be nested as the file is. Each tensor gets
+            the values that the file has under its name, straight into its memory on whatever device, converted to its
+            dtype if that keeps them; nothing else is read. It is returned. A damaged tensor is noticed when its old
+            values are gone: the error names all that have been overwritten, also in its ``overwritten``.
         weights_only: as for ``torch.load``. None means True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set in the
             environment; ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` makes it True whatever is given. With False a crafted file
             can run any code; with True it is as safe as torch's restricted unpickler. A safetensors file runs none.
         mmap: as for ``torch.load``: map the file instead of reading it.
         verify: compare everything that is loaded with the CRC32s in the file. None means True, but False with
             ``mmap``, which reads nothing that could be compared. A file without checksums is loaded with an
-            :class:`~fastensor.errors.UnverifiedCheckpointWarning`.
+            :class:`~fastensor.errors.UnverifiedCheckpointWarning`. ``"first"`` compares everything before anything of
+            ``into`` is overwritten, which reads the file twice.
         backend: ``"auto"`` for the one that was fastest for such files on this machine, the name of a backend, or a
             :class:`~fastensor.Selector` that chooses. One that cannot, on this file or machine, is replaced by another,
             which is logged.
+        progress: called after every few MiB with the bytes that have been read and the bytes to read. What it raises
+            ends the load.
 
     Raises:
         FileNotFoundError: there is no such file.
         CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
         UnknownKeyError: a name or pattern in ``keys`` chooses nothing.
+        StateMismatchError: a tensor of ``into`` is not in the file, or its shape differs. Nothing is overwritten.
         UnsafeCheckpointError: ``weights_only=True`` met a global that is not allow-listed.
         PlacementError: torch cannot put tensors where ``map_location``, or else the file, says.
         UnsupportedContentError: the file is sound, but this torch cannot rebuild what it holds, such as a dtype that it
@@ -83,9 +95,21 @@ def load(
     {'model': {'weight': tensor([0, 1, 2]), 'bias': tensor([1.])}, 'epoch': 3}
     >>> fastensor.load(path, keys=["*.bias"])
     {'model': {'bias': tensor([1.])}}
+    >>> weight = torch.zeros(3)
+    >>> _ = fastensor.load(path, into={"model": {"weight": weight}})
+    >>> weight
+    tensor([0., 1., 2.])
     """
     result, _ = load_with_report(
-        path, map_location, keys=keys, weights_only=weights_only, mmap=mmap, verify=verify, backend=backend
+        path,
+        map_location,
+        keys=keys,
+        into=into,
+        weights_only=weights_only,
+        mmap=mmap,
+        verify=verify,
+        backend=backend,
+        progress=progress,
     )
     return result
 
@@ -95,41 +119,52 @@ def load_with_report(
     map_location: MapLocation = None,
     *,
     keys: Iterable[str] | None = None,
+    into: Mapping[str, Any] | None = None,
     weights_only: bool | None = None,
     mmap: bool = False,
-    verify: bool | None = None,
+    verify: bool | Literal["first"] | None = None,
     backend: BackendChoice = registry.AUTO,
+    progress: Progress | None = None,
 ) -> tuple[Any, LoadReport]:
     """:func:`load`, and what it did."""
     started = time.perf_counter()
-    if mmap and verify:
-        raise ValueError(
-            "mmap=True and verify=True contradict: a mapped file is read when its tensors are used; "
-            "load without mmap to verify"
-        )
+    check_arguments(map_location, keys, into, mmap=mmap, verify=verify)
     check_choice(backend)
     is_restricted(weights_only)  # these two raise where the environment says what cannot be
     explores()
-    names = keys if keys is None or isinstance(keys, str) else tuple(keys)
-    request = LoadRequest(map_location, names, weights_only, mmap, verify is not False and not mmap, backend)
-    begin_to_use(map_location)
-    with opened(path) as file:
-        if mmap and file.path is None:
-            raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
-        loaded = _LOADERS[container_of(file)](file, request)
-        report = LoadReport(
-            path=file.where,
-            nbytes=file.nbytes,
-            backend=loaded.backend,
-            reason=loaded.reason,
-            verified=loaded.verified,
-            resident_fraction=file.resident_fraction,
-            seconds=time.perf_counter() - started,
-            fallbacks=tuple(request.fallbacks),
-        )
+    names = listed(keys)
+    targets = None if into is None else targets_in(into)
+    overwritten: list[str] = []
+    with naming(overwritten), reporting(progress) as tell:
+        meter = None if progress is None else Meter(tell)
+        checked = verify is not False and not mmap
+        request = LoadRequest(map_location, names, weights_only, mmap, checked, backend, meter=meter)
+        begin_to_use(map_location)
+        with opened(path) as file:
+            if mmap and file.path is None:
+                raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
+            load_file = _LOADERS[container_of(file)]
+            if targets is None:
+                loaded = load_file(file, request)
+            else:
+                loaded = load_into(
+                    file, request, targets, load_file, verify_first=verify == "first", overwritten=overwritten
+                )
+            if meter is not None:
+                meter.finish(file.nbytes)
+            report = LoadReport(
+                path=file.where,
+                nbytes=file.nbytes,
+                backend=loaded.backend,
+                reason=loaded.reason,
+                verified=loaded.verified,
+                resident_fraction=file.resident_fraction,
+                seconds=time.perf_counter() - started,
+                fallbacks=tuple(request.fallbacks),
+            )
     if request.checked and not loaded.verified:
         warn_unverified(report.path, loaded.unchecked, stacklevel=3)
-    return loaded.result, report
+    return loaded.result if into is None else into, report
 
 
 Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]

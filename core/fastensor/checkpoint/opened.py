@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
+from fastensor.checkpoint.sharded import find_weights
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
@@ -228,6 +230,8 @@ def _what_is(directory: str) -> str:
             "the directory of a distributed checkpoint; load it by torch.distributed.checkpoint with "
             "FastensorStorageReader, or make a file of it by fastensor.convert"
         )
+    if find_weights(Path(directory)) is not None:
+        return "the folder of a model; fastensor.load_sharded loads what is in it"
     return f"a directory that is no distributed checkpoint (it has no {METADATA_NAME}); name what is in it"
 
 

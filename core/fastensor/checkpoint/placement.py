@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,9 @@ from fastensor.backends.to_device import FILLED_AT_ONCE, is_filled_at_once, stor
 from fastensor.errors import PlacementError
 
 _HOST = torch.device("cpu")
+_KINDS = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "xla")
+_OFTEN_MEANT = {"gpu": "cuda", "nvidia": "cuda", "host": "cpu"}
+"""What people call kinds of devices, and what torch calls them."""
 MapLocation: TypeAlias = Any
 """The argument of ``torch.load``: a device, its name, a dict between names, a callable, or None."""
 
@@ -42,6 +46,42 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
 def _is_users(map_location: MapLocation) -> bool:
     """Whether ``map_location`` is a user's callable."""
     return callable(map_location) and not isinstance(map_location, torch.device)
+
+
+def check_map_location(map_location: MapLocation) -> None:
+    """Refuse what can name no device. Whether this machine has the device is found out when something is put there.
+
+    Raises:
+        TypeError: it is of a type that ``torch.load`` does not take.
+        ValueError: it is a text that names no kind of device that torch knows.
+
+    >>> check_map_location("gpu:1")
+    Traceback (most recent call last):
+    ValueError: map_location='gpu:1' names no device; did you mean 'cuda:1'?
+    """
+    if not isinstance(map_location, str):
+        if not (map_location is None or isinstance(map_location, torch.device | dict) or callable(map_location)):
+            raise TypeError(
+                f"map_location is a device, its name, a dict of names or a function, found {map_location!r}"
+            )
+        return
+    try:
+        torch.device(map_location)
+    except RuntimeError as error:
+        if not _is_registered(map_location):
+            kind, colon, number = map_location.partition(":")
+            near = _OFTEN_MEANT.get(kind.lower()) or next(iter(get_close_matches(kind, _KINDS, 1)), "")
+            hint = f"did you mean {near + colon + number!r}?" if near else "expected one such as 'cpu' or 'cuda:1'"
+            raise ValueError(f"map_location={map_location!r} names no device; {hint}") from error
+
+
+def _is_registered(location: str) -> bool:
+    """Whether a library has told torch how to load to a place of this name (``register_package``)."""
+    try:
+        destination(location, location)
+    except Exception:  # noqa: BLE001  # whatever a library raises, it does not know the place
+        return False
+    return True
 
 
 def kind_is_known(map_location: MapLocation) -> bool:

@@ -25,6 +25,7 @@ from fastensor.backends.fallback import Fallback
 from fastensor.backends.to_device import Filler
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.progress import Meter
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.request import LoadRequest
 from fastensor.errors import CheckpointReadError, FastensorError
@@ -37,6 +38,8 @@ from fastensor.stitch.zip_directory import LOCAL_HEADER
 _BLOCK_NBYTES = 4 << 20
 BATCH_NBYTES = 128 << 20
 """How much of a file is read at a time, unless a single part is larger."""
+_METERED_NBYTES = 32 << 20
+"""Read at a time where somebody wants to know how far a read has come."""
 _PAD_NBYTES = 512
 """The largest size of a local header, alignment to 64 bytes and a data descriptor together, for ordinary names."""
 T = TypeVar("T")
@@ -62,12 +65,19 @@ class MeasuredReader:
         order: the extents that will be read, in this order, as far as they are known.
         options: how the file is read.
         fallbacks: backends that could not be used are added here.
+        meter: counts what is read, every few MiB.
     """
 
     def __init__(
-        self, file: OpenedFile, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]
+        self,
+        file: OpenedFile,
+        order: Sequence[Extent],
+        options: ReadOptions,
+        fallbacks: list[Fallback],
+        meter: Meter | None = None,
     ) -> None:
         self.where = file.where
+        self._meter = meter
         with read_errors(file.where):
             self.backend, self.reason, self._reader, self._transfer = file.open_reader(order, options, fallbacks)
         self._filler = Filler(self._reader)
@@ -83,6 +93,19 @@ class MeasuredReader:
             CorruptCheckpointError: the file ends before.
             CheckpointReadError: the operating system, or the backend, fails.
         """
+        if self._meter is None:
+            return self._read(offset, target, checksum=checksum)
+        crc32 = 0
+        nbytes = target.nbytes if isinstance(target, memoryview) else target.nbytes()
+        for at in range(0, nbytes, _METERED_NBYTES):
+            piece = target[at : min(at + _METERED_NBYTES, nbytes)]
+            found = self._read(offset + at, piece, checksum=checksum)
+            count = min(_METERED_NBYTES, nbytes - at)
+            crc32 = isal_zlib.crc32_combine(crc32, found, count) if checksum else 0
+            self._meter.add(count)
+        return crc32
+
+    def _read(self, offset: int, target: Memory, *, checksum: bool) -> int:
         if isinstance(target, memoryview):
             return self._measured(
                 offset + target.nbytes, checksum, lambda: self._reader.readinto(offset, target, checksum=checksum)
@@ -96,7 +119,10 @@ class MeasuredReader:
         only if :attr:`batches`."""
         reader = cast(BatchReader, self._reader)
         end = max(offset + target.nbytes for offset, target in pieces)
-        return self._measured(end, checksum, lambda: reader.read_batch(pieces, checksum=checksum))
+        crc32s = self._measured(end, checksum, lambda: reader.read_batch(pieces, checksum=checksum))
+        if self._meter is not None:
+            self._meter.add(sum(target.nbytes for _, target in pieces))
+        return crc32s
 
     def _measured(self, end: int, checksum: bool, read: Callable[[], T]) -> T:
         """Read up to an offset of the file, and note how long that takes."""
@@ -161,6 +187,7 @@ class PartReader:
         fallbacks: backends that could not be used are added here.
         parts: the parts that :meth:`read_array` will read, in this order, as far as they are known.
         keep: whether the memory of the window stays valid. If not, it is valid until the next :meth:`read_small`.
+        meter: counts what is read.
 
     Every method raises :class:`~fastensor.errors.CorruptCheckpointError` where the file ends too early, where a local
     header contradicts the directory, and, unless it says something else, where a CRC32 differs; and
@@ -177,10 +204,11 @@ class PartReader:
         fallbacks: list[Fallback] | None = None,
         parts: Sequence[Part] = (),
         keep: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         self.where = file.where
         self.verify = verify
-        self._reader = MeasuredReader(file, order, options, [] if fallbacks is None else fallbacks)
+        self._reader = MeasuredReader(file, order, options, [] if fallbacks is None else fallbacks, meter)
         # The window's CRC32s are computed only so that the time of this load compares with that of others.
         # The partial refers to the inner reader: with a reference cycle, memory would wait for the garbage collector.
         self.window = ReadWindow(partial(self._reader.read, checksum=verify), order, kept=keep)
@@ -340,12 +368,16 @@ def open_reader(file: OpenedFile, parts: Sequence[Part], request: LoadRequest, *
         request: the load.
         keep: as for :class:`PartReader`.
     """
+    order = extents_of(parts)
+    if request.meter is not None:
+        request.meter.begin(sum(extent.end - extent.begin for extent in order))
     return PartReader(
         file,
-        extents_of(parts),
+        order,
         request.options,
         verify=request.checked,
         fallbacks=request.fallbacks,
         parts=[part for part in parts if not is_joined(part)],
         keep=keep,
+        meter=request.meter,
     )

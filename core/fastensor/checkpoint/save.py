@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save_transaction import Planner, SaveTransaction, Writer
 from fastensor.errors import LayoutError
+from fastensor.files.arguments import check_flags, did_you_mean
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.containers import is_safetensors_name
@@ -37,6 +39,7 @@ def save(
     follow_symlinks: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = DEFAULT_PROTOCOL,
+    progress: Progress | None = None,
 ) -> SaveReport:
     """Save an object as ``torch.save`` does, atomically, durably, with checksums, at the speed of the disk.
 
@@ -76,6 +79,8 @@ def save(
         follow_symlinks: whether a symlink's target is replaced, or the link itself by a file.
         pickle_module: as for ``torch.save``.
         pickle_protocol: as for ``torch.save``.
+        progress: called after every few MiB with the bytes that are on their way to the disk and the bytes of the file.
+            The sync comes after that. What it raises ends the save, and the old file is kept as after any failure.
 
     Returns:
         What was done, and how long it took.
@@ -111,7 +116,20 @@ def save(
         metadata, checksums, container, backend, durable, follow_symlinks, pickle_module, pickle_protocol
     )
     transaction, plan = settings.prepare(obj, path)
-    return transaction.run(plan)
+    if progress is None:
+        return transaction.run(plan)
+    with reporting(progress) as report:
+        return transaction.run(_watched(plan, report))
+
+
+def _watched(planner: Planner, progress: Progress) -> Planner:
+    """A planner of the same file, whose writing is reported."""
+
+    def plan(fallbacks: list[Fallback]) -> Plan | None:
+        planned = planner(fallbacks)
+        return None if planned is None else replace(planned, progress=lambda done: progress(done, planned.nbytes))
+
+    return plan
 
 
 class SaveOptions(TypedDict, total=False):
@@ -139,6 +157,9 @@ class SaveSettings:
     follow_symlinks: bool = True
     pickle_module: Any = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
+
+    def __post_init__(self) -> None:
+        check_flags(checksums=self.checksums, durable=self.durable, follow_symlinks=self.follow_symlinks)
 
     def prepare(
         self, obj: object, path: Location, *, write_shared: Writer | None = None
@@ -198,7 +219,8 @@ def choose_container(
         ValueError: there is no such container; or metadata, or no checksums, were asked for a file of torch.
     """
     if wanted not in (None, "torch", "safetensors"):
-        raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}")
+        hint = did_you_mean(str(wanted), get_args(SavedContainer))
+        raise ValueError(f"container is 'torch', 'safetensors' or None, found {wanted!r}{hint}")
     kind = wanted or ("safetensors" if is_safetensors_name(name) else "torch")
     if kind == "torch" and (metadata is not None or not checksums):
         raise ValueError(f"metadata and checksums=False are for safetensors, but {name} is to be a file of torch's")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, locate
+from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.report import SaveReport
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import read_errors, write_errors
@@ -22,7 +27,11 @@ WHOLE = ("model.safetensors", "pytorch_model.bin")
 """What ``save_pretrained`` and ``Accelerator.save_model`` call the file of a model that is not sharded."""
 SHARD_NBYTES = 5_000_000_000
 """The largest shard that ``save_pretrained`` writes by default."""
+OF_TORCH = {"format": "pt"}
+"""The metadata by which transformers knows that the tensors of a file are torch's."""
 _INDEX = f"{WHOLE[0]}{INDEX_SUFFIX}"
+_SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+"""The names of shards that are written here."""
 
 
 def find_weights(folder: Path) -> Path | None:
@@ -54,6 +63,49 @@ def weights_at(location: Location) -> Path | None:
     if is_index(path):
         return path
     return find_weights(path) if os.path.isdir(found) and not metadata_names(found) else None
+
+
+def files_behind(path: Location, *, others: str = "") -> Mapping[Location, set[str] | None]:
+    """The files that a model's weights are in, and the names of the tensors that each must hold.
+
+    Args:
+        path: a file, whose names are not known: then None stands for them; or, of this machine, an index, or the folder
+            of a model.
+        others: what else the caller looks for in a folder, for messages.
+
+    Raises:
+        FileNotFoundError: there is no model in the folder.
+        CorruptCheckpointError: as :func:`files_of`.
+    """
+    found = locate(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(found, str):
+        return {path: None}
+    weights: Path | None = Path(found)
+    if os.path.isdir(found):
+        weights = find_weights(Path(found))
+        if weights is None:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"no weights: expected {others}*{INDEX_SUFFIX} or {' or '.join(WHOLE)} in the folder; for a file of "
+                "another name, give its path",
+                found,
+            )
+    assert weights is not None
+    if not weights.name.endswith(INDEX_SUFFIX):
+        return {weights: None}
+    return {file: names for file, names in files_of(weights).items()}  # noqa: C416  # dict() would keep narrower types
+
+
+def check_holds(where: str, names: Container[str], expected: Collection[str]) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: a file lacks tensors that its index expects in it.
+    """
+    if missing := [name for name in expected if name not in names]:
+        raise CorruptCheckpointError(
+            f"{where}: {min(missing)!r} is not in it ({len(missing)} of the tensors that the index expects there "
+            "are missing); the index and the file are of different checkpoints"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -92,19 +144,6 @@ def files_of(index: Path) -> dict[Path, set[str]]:
     return files
 
 
-def check_has(found: Container[str], expected: Collection[str], file: Path, index: Path) -> None:
-    """Compare the names in a file with those that the index expects there.
-
-    Raises:
-        CorruptCheckpointError: some are missing.
-    """
-    if missing := sorted(name for name in expected if name not in found):
-        raise CorruptCheckpointError(
-            f"{file}: {missing[0]!r} is not in it ({len(missing)} of the tensors that {index.name} expects there are "
-            f"missing); the index and the file are of different checkpoints"
-        )
-
-
 def write_sharded(
     folder: str | os.PathLike[str],
     sizes: Mapping[str, int],
@@ -112,34 +151,68 @@ def write_sharded(
     write: Callable[[str, Sequence[str]], SaveReport],
     *,
     durable: bool,
+    replaces: bool = False,
+    about: Mapping[str, int] | None = None,
 ) -> SaveReport:
     """Write tensors as the shards of a model, and their index when all shards are there.
 
+    A model that is replaced can be read until then: new shards have names that it does not use.
+
     Args:
-        folder: is created. It must not hold a model yet.
+        folder: is created.
         sizes: the bytes of each tensor, by name.
         shard_nbytes: shards have no more bytes of tensors, unless a tensor alone has.
-        write: writes the tensors with these names into the file at a path.
+        write: writes the tensors with these names into the file at a path, atomically.
         durable: sync the index and the folder.
+        replaces: whether a model in the folder is replaced; if not, there must be none. Other files in it are kept.
+        about: numbers for the ``metadata`` of the index, beside ``total_size``.
 
     Returns:
         A report of all shards together.
 
     Raises:
-        CheckpointWriteError: the folder holds a model, or a file could not be written. Shards without an index may be
-            left, which the next attempt replaces.
+        CheckpointWriteError: the folder holds a model that is not to be replaced, another thread or process is
+            writing one there, or a file could not be written. Shards without an index may be left, which the next
+            attempt replaces.
     """
     path = os.path.abspath(folder)
     with write_errors(path, "the directory cannot be created"):
         os.makedirs(path, exist_ok=True)
-        _check_is_free(Path(path))
-    shards = _split(sizes, shard_nbytes)
-    names = WHOLE[:1] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
-    reports = [write(os.path.join(path, name), shard) for name, shard in zip(names, shards, strict=True)]
-    if len(shards) > 1:
-        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        _write_index(os.path.join(path, _INDEX), places, sum(sizes.values()), durable=durable)
+    with _alone_in(path):
+        if not replaces:
+            with write_errors(path, "cannot save"):
+                _check_is_free(Path(path))
+        shards = split(sizes, shard_nbytes)
+        names = _names(len(shards), _used_in(path))
+        reports = [write(os.path.join(path, name), shard) for name, shard in zip(names, shards, strict=True)]
+        if len(shards) > 1:
+            places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            metadata = {**(about or {}), "total_size": sum(sizes.values())}
+            _write_index(os.path.join(path, _INDEX), places, metadata, durable=durable)
+        with write_errors(path, "the new model is there, but the old one could not be removed"):
+            _remove_replaced(path, set(names), durable=durable)
     return _joined(path, reports)
+
+
+@contextmanager
+def _alone_in(path: str) -> Iterator[None]:
+    """Lock a folder in the block: the shards of two writers would get the same names.
+
+    Raises:
+        CheckpointWriteError: another one has locked it.
+    """
+    with write_errors(path, "cannot save", KEPT):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with write_errors(path, "cannot save", KEPT):
+            is_alone = posix.try_lock(fd)
+        if not is_alone:
+            raise CheckpointWriteError(
+                errno.EBUSY, "cannot save: a model is being saved there; save one after the other", path
+            )
+        yield
+    finally:
+        posix.close_read_only(fd)
 
 
 def _check_is_free(folder: Path) -> None:
@@ -150,36 +223,88 @@ def _check_is_free(folder: Path) -> None:
         )
 
 
-def _split(sizes: Mapping[str, int], shard_nbytes: int) -> list[list[str]]:
-    """The names of the tensors of each shard.
+def split(sizes: Mapping[str, int], shard_nbytes: int) -> list[list[str]]:
+    """The names of the tensors of each shard, as ``save_pretrained`` splits them: a larger tensor has a shard of its
+    own, which comes before the one that is being filled.
 
-    >>> _split({"a": 4, "b": 3, "c": 9, "d": 1}, 7)
-    [['a', 'b'], ['c'], ['d']]
+    >>> split({"a": 4, "b": 3, "c": 9, "d": 1}, 7)
+    [['c'], ['a', 'b'], ['d']]
     """
-    shards: list[list[str]] = [[]]
+    shards: list[list[str]] = []
+    current: list[str] = []
     filled = 0
     for name, nbytes in sizes.items():
-        if shards[-1] and filled + nbytes > shard_nbytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
+        if nbytes > shard_nbytes:
+            shards.append([name])
+            continue
+        if filled + nbytes > shard_nbytes:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(name)
         filled += nbytes
-    return shards
+    return [*shards, current] if current or not shards else shards
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def _names(count: int, used: set[str]) -> list[str]:
+    """The names of so many files, none of which is in use.
+
+    >>> _names(2, {"model-00001-of-00002.safetensors"})
+    ['model-2-00001-of-00002.safetensors', 'model-2-00002-of-00002.safetensors']
+    """
+    if count == 1:
+        return [WHOLE[0]]
+    for number in itertools.count(1):
+        tag = f"-{number}" if number > 1 else ""
+        names = [f"model{tag}-{shard + 1:05d}-of-{count:05d}.safetensors" for shard in range(count)]
+        if not used & set(names):
+            return names
+    raise AssertionError  # numbers do not end
 
 
-def _write_index(path: str, places: Mapping[str, str], nbytes: int, *, durable: bool) -> None:
+def _used_in(folder: str) -> set[str]:
+    """The names of the files that the index in a folder names; none if there is no index that can be read."""
+    with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+        return {file.name for file in files_of(Path(folder, _INDEX))}
+    return set()
+
+
+def _remove_replaced(folder: str, names: set[str], *, durable: bool) -> None:
+    """Remove what a model of other files has left: the file or index that it began with, and its shards.
+
+    Args:
+        folder: of the model.
+        names: the files of the new one.
+        durable: make sure that it does not come back.
+    """
+    whole = WHOLE[0] in names
+    _unlink(os.path.join(folder, _INDEX if whole else WHOLE[0]))
+    if durable:  # from_pretrained would take the old file before the new index
+        posix.sync_directory(folder)
+    for name in os.listdir(folder):
+        if _SHARD.fullmatch(name) and name not in names:
+            _unlink(os.path.join(folder, name))
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _write_index(path: str, places: Mapping[str, str], metadata: Mapping[str, int], *, durable: bool) -> None:
     """Write the index as ``save_pretrained`` does."""
-    index = {"metadata": {"total_size": nbytes}, "weight_map": places}
+    index = {"metadata": metadata, "weight_map": places}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    with write_errors(path, "the index could not be written"), NewFile(path) as new:
+    published = False
+
+    def outcome() -> str:
+        return "the new one is there, but a power failure may bring back the old one" if published else KEPT
+
+    with write_errors(path, "the index could not be written", outcome), NewFile(path) as new:
         posix.write_fully(new.fd, memoryview(text.encode()), 0)
         if durable:
             posix.sync_file(new.fd)
         new.publish()
+        published = True
         if durable:
             posix.sync_directory(os.path.dirname(path))
 
@@ -196,7 +321,7 @@ def _joined(path: str, reports: Sequence[SaveReport]) -> SaveReport:
         backend=reports[0].backend,
         reason=reports[0].reason,
         durable=all(report.durable for report in reports),
-        atomic=len(reports) == 1,
+        atomic=all(report.atomic for report in reports),
         plan_seconds=total("plan_seconds"),
         write_seconds=total("write_seconds"),
         sync_seconds=total("sync_seconds"),

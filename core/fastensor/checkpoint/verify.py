@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Literal, TypeAlias, cast
+from typing import Literal, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.archive import read_archive, verify_compressed
@@ -15,6 +15,8 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
+from fastensor.checkpoint.progress import Progress as Progress
+from fastensor.checkpoint.progress import reporting
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
@@ -23,8 +25,6 @@ from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called after every few MiB with the bytes done so far and the bytes to do in all."""
 _SHOWN = 5
 
 
@@ -101,13 +101,13 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     (True, 2)
     """
     check_choice(backend)
-    progress = progress or (lambda done, total: None)
-    if metadata_names(path):
-        from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
+    with reporting(progress) as report:
+        if metadata_names(path):
+            from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
 
-        return verify_directory(cast(str, path), backend, progress)
-    with opened(path) as file:
-        return verify_opened(file, backend, progress)
+            return verify_directory(cast(str, path), backend, report)
+        with opened(path) as file:
+            return verify_opened(file, backend, report)
 
 
 def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) -> VerifyReport:

@@ -24,6 +24,7 @@ from fastensor.data.samplers import AnnouncedBatch
 from fastensor.data.staggering import Staggering
 from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
+from fastensor.files.arguments import as_nbytes, check_function, check_word
 
 T = TypeVar("T", covariant=True)
 
@@ -55,7 +56,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             - ``"direct"``: threads read past the page cache
             - ``"kvikio"``: explicit reads to the memory of the current GPU
 
-        read_ahead_nbytes: how many bytes each process reads ahead at most, or one batch if that is more.
+        read_ahead_nbytes: how many bytes each process reads ahead at most (``"64MiB"``), or one batch if that is more.
         merging: what is read together.
         reader: which process reads. ``"process"``: each one for itself. ``"node"``: a process that reads for all ranks
             and workers of the job on this machine (LMM in the paper); this call starts it if it does not run yet. Each
@@ -83,20 +84,21 @@ class LmdbDataset(Dataset[T], Generic[T]):
         *,
         decode: Callable[[Any], T] | None = None,
         engine: EngineOrAuto = "auto",
-        read_ahead_nbytes: int = READ_AHEAD_NBYTES,
+        read_ahead_nbytes: int | str = READ_AHEAD_NBYTES,
         merging: Merging | None = None,
         reader: Literal["process", "node"] = "process",
         staggering: Staggering | None = None,
     ) -> None:
         if isinstance(source, LmdbIndex) and db is not None:
             raise ValueError(f"db= goes with a path: an index is of one database, found an index and db={db!r}")
+        check_function(decode, "decode")
+        read_ahead_nbytes = as_nbytes(read_ahead_nbytes, "read_ahead_nbytes")
+        check_word(reader, "reader", ("process", "node"))
         self._strategy = Strategy(engine, merging or Merging(), staggering)
         self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
         """Where the records are."""
         self.decode = decode
         self.read_ahead_nbytes = read_ahead_nbytes
-        if reader not in ("process", "node"):
-            raise ValueError(f"reader is 'process' or 'node', found {reader!r}")
         if reader == "node" and engine == "kvikio":
             raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
         self._node = NodeReader() if reader == "node" else None

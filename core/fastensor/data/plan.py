@@ -15,6 +15,8 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from fastensor.files.arguments import check_whole
+
 Shuffle: TypeAlias = Literal["full", "block", "none"]
 """How an epoch is shuffled; see :class:`EpochPlan`."""
 Positions: TypeAlias = npt.NDArray[np.int64]
@@ -74,8 +76,7 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            if (found := getattr(self, name)) < least:
-                raise ValueError(f"{name} is at least {least}, found {found}")
+            check_whole(getattr(self, name), name, at_least=least)
         if self.rank >= self.world_size:
             raise ValueError(f"rank is less than world_size ({self.world_size}), found {self.rank}")
         if self.shuffle not in _SHUFFLES:

@@ -322,6 +322,18 @@ def memory_filesystem(fd: int) -> str | None:
     return _MEMORY_FILESYSTEMS.get(_filesystem_type(fd))
 
 
+def memory_filesystem_of(path: str) -> str | None:
+    """The name of the filesystem of a file, if that lives in memory; None if it does not, or the file is missing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return memory_filesystem(fd)
+    finally:
+        close_read_only(fd)
+
+
 def _filesystem_type(fd: int) -> int:
     buffer = ctypes.create_string_buffer(_STATFS_NBYTES)
     _call("fstatfs64", fd, buffer)

@@ -12,11 +12,12 @@ from typing import Any, Self
 import torch
 
 from fastensor.errors import OffloadError
-from fastensor.offload.config import OffloadConfig
+from fastensor.offload.config import OffloadConfig, checked_config
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.hooks import StepHooks, untraced
 from fastensor.offload.modules import AttachedModel
 from fastensor.offload.report import OffloadEstimate, PlanReport, report_of
+from fastensor.offload.slots import check_folders
 from fastensor.offload.statistics import OffloadStatistics
 
 
@@ -50,7 +51,8 @@ class ActivationOffload:
         config: how many bytes go where.
 
     Raises:
-        OffloadError: the folder of a trace is missing, or the trace names a folder.
+        TypeError: ``config`` is something else.
+        OffloadError: no file can be made in a folder; or the folder of a trace is missing, or the trace names a folder.
 
     >>> import torch
     >>> from fastensor.offload import ActivationOffload, OffloadConfig
@@ -64,7 +66,8 @@ class ActivationOffload:
     """
 
     def __init__(self, config: OffloadConfig | None = None) -> None:
-        self.config = config or OffloadConfig()
+        self.config = checked_config(config)
+        check_folders(self.config)
         self._engine = OffloadEngine(self.config)
         self._running = threading.local()
 

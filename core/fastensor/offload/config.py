@@ -7,24 +7,27 @@ import os
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from fastensor.backends import registry
+from fastensor.files.arguments import as_nbytes, check_flags, did_you_mean
 from fastensor.offload.codecs import LOSSY, Codec
 
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
+_SIZES = ("min_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
+_OPTIONAL_SIZES = ("dram_bytes", "ssd_bytes")
 _LEAST = {"min_bytes": 1, "staging_bytes": 1}
-"""The least values of numbers that may not be 0."""
+"""The least values of sizes that may not be 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """How activations are offloaded. All sizes are in bytes.
+    """How activations are offloaded. Sizes are in bytes, or texts (``"2GiB"``), which become numbers.
 
-    >>> OffloadConfig(min_bytes=1 << 20).min_bytes
+    >>> OffloadConfig(min_bytes="1MiB").min_bytes
     1048576
     >>> OffloadConfig(prefetch_bytes=-1)
     Traceback (most recent call last):
@@ -110,12 +113,14 @@ class OffloadConfig:
                 raise ValueError(f"{name} is one of {choices}, found {getattr(self, name)!r}")
         for option in dataclasses.fields(self):
             _check_kind(option.name, str(option.type), getattr(self, option.name))
+        self._read_sizes()
         _check_schedule(self.schedule)
         for name in ("directories", "include", "exclude", "codecs"):
             value = getattr(self, name)
             is_one = isinstance(value, str) or not isinstance(value, Collection)
             if is_one or not all(isinstance(one, str | os.PathLike) for one in value):
-                raise TypeError(f"{name} is a tuple of strings, found {value!r}")
+                hint = f"; one is written ({value!r},)" if isinstance(value, str) else ""
+                raise TypeError(f"{name} is a tuple of strings, found {value!r}{hint}")
             object.__setattr__(self, name, tuple(os.fspath(one) for one in value))
         unknown = set(self.codecs).difference(get_args(Codec))
         if unknown or len(LOSSY.keys() & self.codecs) > 1:
@@ -129,29 +134,39 @@ class OffloadConfig:
         if self.backend != registry.AUTO and self.backend not in registry.names_with_slots():
             raise ValueError(
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"
+                f"{did_you_mean(str(self.backend), registry.names_with_slots())}"
             )
+
+    def _read_sizes(self) -> None:
+        """Replace texts by the numbers that they say.
+
+        Raises:
+            TypeError, ValueError: a size is none, or too small.
+        """
+        for name in _SIZES:
+            if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
+                nbytes = as_nbytes(getattr(self, name), name, at_least=_LEAST.get(name, 0))
+                object.__setattr__(self, name, nbytes)
+        if isinstance(self.schedule, str) and self.schedule not in ("auto", "all") and self.schedule[-1:] in "bB":
+            object.__setattr__(self, "schedule", as_nbytes(self.schedule, "schedule"))
 
 
 def _check_kind(name: str, kind: str, value: Any) -> None:
-    """Raise an error for a number or a truth value that is none, or is too small.
+    """Raise an error for a number or a truth value that is none, or is negative. Sizes are left alone.
 
     Args:
         name: the option.
         kind: its annotation.
         value: what was found.
     """
-    if (value is None and "None" in kind) or not kind.startswith(("bool", "int", "float")):
-        return
     if kind == "bool":
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is True or False, found {value!r}")
+        check_flags(**{name: value})
+    if (value is None and "None" in kind) or not kind.startswith("float"):
         return
-    number, words = (Integral, "a whole number of bytes") if kind.startswith("int") else (Real, "a number")
-    if isinstance(value, bool) or not isinstance(value, number):
-        raise TypeError(f"{name} is {words}, found {value!r}")
-    least = _LEAST.get(name, 0)
-    if not float(value) >= least:  # also NaN
-        raise ValueError(f"{name} is at least {least}, found {value}")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is a number, found {value!r}")
+    if not float(value) >= 0:  # also NaN
+        raise ValueError(f"{name} is at least 0, found {value}")
 
 
 def _check_schedule(schedule: object) -> None:
@@ -165,6 +180,20 @@ def _check_schedule(schedule: object) -> None:
         if schedule >= 0:
             return
     raise ValueError(f"schedule is 'auto', 'all', a number of bytes, or a share from 0.0 to 1.0, found {schedule!r}")
+
+
+def checked_config(config: OffloadConfig | None) -> OffloadConfig:
+    """A configuration that was given, or the default one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if config is None:
+        return OffloadConfig()
+    if not isinstance(config, OffloadConfig):
+        folder = f": OffloadConfig(directories=({config!r},)) offloads to that folder" * isinstance(config, str)
+        raise TypeError(f"config is an OffloadConfig, found {config!r}{folder}")
+    return config
 
 
 def folders_to_try(config: OffloadConfig) -> Sequence[str]:

@@ -140,10 +140,7 @@ class SlotFiles:
         self._resources.close()
 
     def _open(self, folder: str, limit: int) -> SlotFile:
-        try:
-            fd = posix.open_nameless(folder)
-        except OSError as error:
-            raise OffloadError(f"no file for activations can be made in {folder} ({error.strerror})") from error
+        fd = _open_nameless(folder)
         self._resources.callback(posix.close_read_only, fd)
         return SlotFile(folder, fd, Extents(ALIGNMENT, limit))
 
@@ -178,6 +175,37 @@ class SlotFiles:
         return frozenset.intersection(*map(frozenset, kinds))
 
 
+def check_folders(config: OffloadConfig) -> None:
+    """Make sure that files can be made in the folders that a configuration names, which is tried. Logs a warning for a
+    folder that is not on a disk.
+
+    Raises:
+        OffloadError: no file can be made in a folder.
+    """
+    if config.target == "ssd":
+        for folder in config.directories:
+            posix.close_read_only(_open_nameless(folder))
+        _warn_of_disks(config.directories)
+
+
+def _open_nameless(folder: str) -> int:
+    try:
+        return posix.open_nameless(folder)
+    except OSError as error:
+        what = "create it, or name" if isinstance(error, FileNotFoundError) else "name"
+        raise OffloadError(
+            f"no file for activations can be made in {folder} ({error.strerror}); {what} another folder on an SSD in "
+            f"OffloadConfig(directories=...)"
+        ) from error
+
+
+def _warn_of_disks(folders: Sequence[str]) -> None:
+    for folder in folders:
+        kind = identity(folder).get("filesystem", "")
+        if warning := wrong_disk(folder, storage_kind(kind), kind):
+            _logger.warning("%s; name a folder on an SSD in OffloadConfig(directories=...)", warning)
+
+
 def wrong_disk(folder: str, storage: StorageKind, kind: str) -> str:
     """A warning about a folder that is not on a disk of this machine; an empty string if it is.
 
@@ -192,17 +220,15 @@ def wrong_disk(folder: str, storage: StorageKind, kind: str) -> str:
 
 
 def _folders(config: OffloadConfig) -> Sequence[str]:
-    """The folders for the files. Logs a warning for a folder that is not on a disk."""
+    """The folders for the files. Logs a warning for one that is not on a disk, unless the configuration names it."""
     folders = folders_to_try(config)
+    if config.directories:
+        return folders
     kinds = [identity(folder).get("filesystem", "") for folder in folders]
-    if not config.directories:
-        on_disk = [at for at, kind in enumerate(kinds) if storage_kind(kind) == "disk"]
-        best = next((at for at in on_disk if os.access(folders[at], os.W_OK)), 0)
-        folders, kinds = folders[best : best + 1], kinds[best : best + 1]
-    for folder, kind in zip(folders, kinds, strict=True):
-        if warning := wrong_disk(folder, storage_kind(kind), kind):
-            _logger.warning("%s; name a folder on an SSD in OffloadConfig(directories=...)", warning)
-    return folders
+    on_disk = [at for at, kind in enumerate(kinds) if storage_kind(kind) == "disk"]
+    best = next((at for at in on_disk if os.access(folders[at], os.W_OK)), 0)
+    _warn_of_disks(folders[best : best + 1])
+    return folders[best : best + 1]
 
 
 def _limits(folders: Sequence[str], config: OffloadConfig) -> Sequence[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from fastensor.files.arguments import did_you_mean
 from fastensor.files.words import human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Timing
@@ -25,7 +26,7 @@ def check_mode(mode: Mode) -> Mode:
         ValueError: there is no such mode.
     """
     if mode not in _MODES:
-        raise ValueError(f"mode is one of {_MODES}, found {mode!r}")
+        raise ValueError(f"mode is one of {_MODES}, found {mode!r}{did_you_mean(str(mode), _MODES)}")
     return mode
 
 

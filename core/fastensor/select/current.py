@@ -9,7 +9,9 @@ import atexit
 import contextlib
 import os
 import threading
+from typing import get_args
 
+from fastensor.files.arguments import check_word
 from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
@@ -33,6 +35,8 @@ def use_selector(selector: Selector | None) -> None:
         selector: the selector for every filesystem; None goes back to the selectors that know this machine.
     """
     global _for_all
+    if not isinstance(selector, Selector | None):
+        raise TypeError(f"selector is a fastensor.Selector or None, found {selector!r}")
     _for_all = selector
 
 
@@ -48,13 +52,14 @@ def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Sel
             ``"activations"`` for that of :class:`fastensor.offload.ActivationOffload`.
 
     Raises:
-        ValueError: ``FASTENSOR_EXPLORE`` is set to something else than a yes or a no.
+        ValueError: ``of`` is none of these; or ``FASTENSOR_EXPLORE`` is set to something else than a yes or a no.
     """
     if _for_all is not None:
         return _for_all
     key = (nearest(path)[1], of)
     found = _made.get(key)
     if found is None:
+        check_word(of, "of", get_args(Kind))
         with _lock:
             found = _made[key] = _made.get(key) or _make(file_for(path, of=of))
     selector, file = found

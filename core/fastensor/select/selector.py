@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fastensor.files.arguments import check_flags
 from fastensor.files.words import human_seconds, human_size
 from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, up_to
 from fastensor.select.context import Context
@@ -119,6 +120,10 @@ class Selector:
         paper: bool = False,
         on_change: Callable[[Change], None] = lambda change: None,
     ) -> None:
+        check_flags(explore=explore, paper=paper)
+        check_mode(mode)
+        if not isinstance(dictionary, Dictionary | None):
+            raise TypeError(f"dictionary is a fastensor.Dictionary or None, found {dictionary!r}")
         self._dictionary = Dictionary() if dictionary is None else dictionary
         self.explore = explore
         """Whether backends are tried, and timings learned. May be changed at any time."""

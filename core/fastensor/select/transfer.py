@@ -40,7 +40,7 @@ def check_choice(choice: BackendChoice) -> None:
         if choice != registry.AUTO:
             registry.get(choice)
     elif not isinstance(choice, Selector):
-        raise TypeError(f"backend is a name or a fastensor.Selector, found {type(choice).__name__}")
+        raise TypeError(f"backend is a name or a fastensor.Selector, found {choice!r}")
 
 
 class Transfer:

@@ -210,12 +210,12 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
         return "it is not contiguous; store .contiguous(), or save a .ckpt, which keeps strides"
     if tensor.is_conj() or tensor.is_neg():
         return "it is a lazy conjugate or negative; store .resolve_conj().resolve_neg()"
-    if tensor.nbytes and not _has_own_memory(tensor):
+    if tensor.nbytes and not has_own_memory(tensor):
         return f"a {type(tensor).__name__} has no memory of its own; store its local or full tensor, or save a .ckpt"
     return ""
 
 
-def _has_own_memory(tensor: torch.Tensor) -> bool:
+def has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes are in its storage. Wrapper subclasses such as DTensor have none."""
     try:
         address = tensor.untyped_storage().data_ptr()

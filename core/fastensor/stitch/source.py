@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -69,6 +69,9 @@ class Plan:
     image: Image
     storages: tuple[torch.UntypedStorage | FileBytes, ...]
     """Payload segment ``i`` of the image is ``storages[i]``, or a part of it."""
+    progress: Callable[[int], object] = field(default=lambda done: None, kw_only=True, compare=False, repr=False)
+    """Called with the bytes of the file that have been staged, after each window, in the thread that stages. What it
+    raises ends the transfer."""
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,7 @@ _LONGEST_NAME = 300
 _LONGEST_REASON = 300
 """In characters. What Python says of a defect may repeat all of the pickle."""
 _SPARE_ELEMENTS = 100_000
-_STATE = "pickled state"
+STATE = "pickled state"
 """The attribute that holds the attributes of an OrderedDict: one of them may be called ``items``."""
 
 
@@ -383,7 +383,7 @@ class _Interpreter(pickle._Unpickler):
         elif isinstance(found, PickledTensor):
             self.stack[-1] = replace(found, parts=(found.parts, state))
         elif type(found) is OrderedDict:
-            found.__dict__[_STATE] = state
+            found.__dict__[STATE] = state
         else:
             raise ValueError(f"a state for an object of type {type(found).__name__}")
 

@@ -23,6 +23,7 @@ from fastensor.errors import (
     PlacementError,
 )
 from fastensor.files import posix
+from fastensor.files.arguments import check_flags
 from fastensor.files.atomic import NewFile
 from fastensor.select.choice import Mode, check_mode
 from fastensor.select.context import Context
@@ -99,6 +100,9 @@ class TensorStore:
         durable: bool = False,
         verify: bool = True,
     ) -> None:
+        check_flags(durable=durable, verify=verify)
+        if not isinstance(selector, Selector | None):
+            raise TypeError(f"selector is a fastensor.Selector or None, found {selector!r}")
         self._directory = os.path.abspath(directory)
         self._selector = selector
         current = partial(current_selector, self._directory, of="tensors")

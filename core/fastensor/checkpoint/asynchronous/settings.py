@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.backends.buffers import BUFFER_NBYTES
+from fastensor.files.arguments import as_nbytes, check_seconds, check_word
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 
@@ -18,8 +20,10 @@ _SHARE = 2
 class WriterSettings:
     """The keywords of :class:`~fastensor.AsyncWriter`, which says what they mean.
 
+    Sizes may be texts (``"2GiB"``), which become numbers.
+
     Raises:
-        ValueError: a value is out of range.
+        TypeError, ValueError: a value is of the wrong kind, or out of range.
     """
 
     staging_bytes: int | None = None
@@ -29,16 +33,20 @@ class WriterSettings:
     preemption_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.staging_bytes is not None and self.staging_bytes < BUFFER_NBYTES:
-            raise ValueError(f"staging_bytes is at least {BUFFER_NBYTES} (one buffer), found {self.staging_bytes}")
-        if self.when_busy not in get_args(WhenBusy):
-            raise ValueError(f"when_busy is one of {get_args(WhenBusy)}, found {self.when_busy!r}")
-        if not self.exit_seconds >= 0:  # refuses NaN, too
-            raise ValueError(f"exit_seconds is not negative, found {self.exit_seconds}")
-        for name in ("max_bytes_per_second", "preemption_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is positive or None, found {value}")
+        if self.staging_bytes is not None:
+            staging = as_nbytes(self.staging_bytes, "staging_bytes", at_least=BUFFER_NBYTES)
+            object.__setattr__(self, "staging_bytes", staging)
+        check_word(self.when_busy, "when_busy", get_args(WhenBusy))
+        check_seconds(self.exit_seconds, "exit_seconds", zero=True)
+        check_seconds(self.preemption_seconds, "preemption_seconds", optional=True)
+        rate = self.max_bytes_per_second
+        if isinstance(rate, str):
+            rate = float(as_nbytes(rate, "max_bytes_per_second"))
+            object.__setattr__(self, "max_bytes_per_second", rate)
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, Real)):
+            raise TypeError(f"max_bytes_per_second is a number, or a text such as '500MB', found {rate!r}")
+        if rate is not None and not rate > 0:  # refuses NaN, too
+            raise ValueError(f"max_bytes_per_second is positive or None, found {rate}")
 
     def staging_budget(self) -> int:
         """The most bytes that staging may take: ``staging_bytes``, or a share of the memory that is available now."""

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 from fastensor.backends import stream
 from fastensor.backends.buffers import BufferPool
@@ -56,15 +56,17 @@ class AsyncWriter:
     accepted for it before. Other processes only ever see whole files.
 
     Args:
-        staging_bytes: how much memory staging may take, at least 4 MiB; it is mapped when it is needed, touched once,
-            and kept until :meth:`close`. A checkpoint that is larger streams through it. None means enough for the
-            largest checkpoint so far, or 32 MiB, but no more than half of the memory that is available when it is first
-            asked for (limits of cgroups counted), shared by the processes that the launcher started on this machine.
+        staging_bytes: how much memory staging may take, at least 4 MiB, as a number or a text (``"2GiB"``); it is
+            mapped when it is needed, touched once, and kept until :meth:`close`. A checkpoint that is larger streams
+            through it. None means enough for the largest checkpoint so far, or 32 MiB, but no more than half of the
+            memory that is available when it is first asked for (limits of cgroups counted), shared by the processes
+            that the launcher started on this machine.
         when_busy: what to do when earlier saves still need so much of the staging memory that a new one would have to
             wait: ``"wait"``; ``"skip"`` the new one; or replace queued ones by it, so that the ``"latest"`` is kept (it
             waits if that is not enough). What is dropped is logged, and its handle says so. Two checkpoints can only
             be there at a time if ``staging_bytes`` is enough for two.
-        max_bytes_per_second: how fast files may be written. The rate does not count while a caller waits for a file.
+        max_bytes_per_second: how fast files may be written, as a number or a text (``"500MB"``). The rate does not
+            count while a caller waits for a file.
         exit_seconds: how long :meth:`close`, and the exit of the interpreter, wait for what is pending before it is
             given up; what was at the paths before is kept then.
         preemption_seconds: if given, SIGTERM ends the process only when what is pending is durable, or after so many
@@ -92,14 +94,18 @@ class AsyncWriter:
     def __init__(
         self,
         *,
-        staging_bytes: int | None = None,
+        staging_bytes: int | str | None = None,
         when_busy: WhenBusy = "wait",
-        max_bytes_per_second: float | None = None,
+        max_bytes_per_second: float | str | None = None,
         exit_seconds: float = 600.0,
         preemption_seconds: float | None = None,
     ) -> None:
         self._settings = WriterSettings(
-            staging_bytes, when_busy, max_bytes_per_second, exit_seconds, preemption_seconds
+            cast(int | None, staging_bytes),  # which becomes a number there, like the rate
+            when_busy,
+            cast(float | None, max_bytes_per_second),
+            exit_seconds,
+            preemption_seconds,
         )
         self._closed = self._released = False
         self._counters = SaveCounters()

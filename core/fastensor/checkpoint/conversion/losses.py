@@ -9,14 +9,14 @@ from typing import cast
 
 from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.conversion.selection import beside
-from fastensor.checkpoint.conversion.settings import OF_TORCH, ConvertSettings
+from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.conversion.sources import open_source
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.save import SavedContainer, choose_container
-from fastensor.checkpoint.sharded import weights_at
+from fastensor.checkpoint.sharded import OF_TORCH, weights_at
 
 
 def left_out(source: Location, target: Location, settings: ConvertSettings) -> tuple[str, ...]:

@@ -11,12 +11,12 @@ import torch
 
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.save import SavedContainer
+from fastensor.checkpoint.sharded import OF_TORCH
 from fastensor.errors import UnsupportedContentError
-from fastensor.select.transfer import BackendChoice
+from fastensor.files.arguments import check_flags
+from fastensor.select.transfer import BackendChoice, check_choice
 
 WrittenContainer: TypeAlias = SavedContainer | Literal["dcp", "huggingface"]
-OF_TORCH = {"format": "pt"}
-"""The metadata by which transformers knows that the tensors of a safetensors file are torch's."""
 MIN_MEMORY_NBYTES = 1 << 20
 CAST_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes between which tensors are cast. Others are kept: integers, and floats of 8 bits, which have scales."""
@@ -47,11 +47,10 @@ class ConvertSettings:
         Raises:
             ValueError, UnsupportedContentError: the message says which.
         """
-        if self.shard_nbytes < 1 or self.memory_nbytes < MIN_MEMORY_NBYTES:
-            raise ValueError(
-                f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found "
-                f"{self.shard_nbytes} and {self.memory_nbytes}"
-            )
+        check_choice(self.backend)
+        check_flags(
+            checksums=self.checksums, copy_ties=self.copy_ties, verify=self.verify, durable=self.durable, drop=self.drop
+        )
         if self.dtype is not None and self.dtype not in CAST_DTYPES:
             raise ValueError(f"dtype is one of {', '.join(map(str, CAST_DTYPES))}, found {self.dtype}")
         if self.container in _IN_DIRECTORIES:

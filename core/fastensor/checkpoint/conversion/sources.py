@@ -14,7 +14,7 @@ from fastensor.checkpoint.conversion.selection import Selection, select
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.sharded import check_has, files_of, is_index, weights_at
+from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
 from fastensor.errors import UnsupportedContentError
 
 _SHOWN = 5
@@ -96,7 +96,7 @@ def _open_sharded(index: Path, settings: ConvertSettings, stack: ExitStack) -> S
     files = files_of(index)
     for path, expected in files.items():
         file, catalog, selection = _open_one(path, settings, None, stack)
-        check_has(selection.tensors, expected, path, index)
+        check_holds(str(path), selection.tensors, expected)
         tensors |= {name: InFile(file, one) for name, one in selection.tensors.items() if name in expected}
         metadata.append(catalog.metadata)
         unchecked |= {} if catalog.checked else {file.where: catalog.unchecked}

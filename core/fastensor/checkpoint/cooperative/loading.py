@@ -15,12 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
+from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from fastensor.checkpoint.cooperative.ranks import Ranks
 from fastensor.checkpoint.load import load_with_report as load_alone
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.placement import MapLocation
 from fastensor.checkpoint.report import LoadReport
+from fastensor.checkpoint.request import check_arguments
 from fastensor.errors import CheckpointReadError
 from fastensor.files import posix
 
@@ -70,6 +71,8 @@ def load_with_report(
     verify: bool | None = None,
 ) -> tuple[Any, LoadReport]:
     """:func:`load`, and what it did on this rank."""
+    check_arguments(map_location, keys, None, mmap=False, verify=verify)
+    check_timeout(timeout)
     found = locate(path)
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) != 1
     if has_others and isinstance(found, str):

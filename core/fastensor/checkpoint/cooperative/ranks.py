@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from fastensor.checkpoint.cooperative.options import check_timeout
 from fastensor.errors import CheckpointWriteError, FastensorError, ReplicaMismatchError
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.0005, 0.05
@@ -67,8 +68,7 @@ class Ranks:
         error: type[FastensorError] = CheckpointWriteError,
         name: str | None = None,
     ) -> None:
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            raise ValueError(f"timeout is a positive number of seconds, found {timeout!r}")
+        check_timeout(timeout)
         if dist.get_rank(group) < 0:
             raise ValueError(f"{what} failed: this rank is not in the group; only ranks of the group take part")
         group = group or dist.group.WORLD

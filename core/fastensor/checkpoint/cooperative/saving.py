@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack, get_args
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from isal import isal_zlib
 
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.checkpoint.cooperative.extent import SharedFile, opened, share, write_extent
-from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, ReplicaCheck
+from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, ReplicaCheck, check_cooperation
 from fastensor.checkpoint.cooperative.ranks import Ranks
 from fastensor.checkpoint.cooperative.replicas import (
     Replica,
@@ -105,8 +105,7 @@ def save(
             f"signal handler has interrupted; save on rank 0 alone (fastensor.save)"
         )
     settings = SaveSettings(**options)
-    if check_replicas not in get_args(ReplicaCheck):
-        raise ValueError(f"check_replicas is 'sample' or 'all', found {check_replicas!r}")
+    check_cooperation(timeout, check_replicas)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         transaction, planner = settings.prepare(obj, path)
         return transaction.run(planner)

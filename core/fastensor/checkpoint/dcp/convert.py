@@ -29,7 +29,7 @@ from fastensor.checkpoint.location import Location, locate, name_of
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
-from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, check_has, files_of, is_index, weights_at, write_sharded
+from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, check_holds, files_of, is_index, weights_at, write_sharded
 from fastensor.checkpoint.verify import Progress
 from fastensor.checkpoint.verify import verify as verify_file
 from fastensor.errors import UnsupportedContentError
@@ -282,7 +282,7 @@ def _loaded(source: Location, progress: Progress, *, verify: bool) -> Any:
     state: dict[str, Any] = {}
     for file, names in files_of(found).items():
         loaded = _load_mapped(file, progress, verify=verify)
-        check_has(loaded, names, file, found)
+        check_holds(str(file), loaded, names)
         state.update((name, loaded[name]) for name in sorted(names))
     return state
 

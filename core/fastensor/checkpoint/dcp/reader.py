@@ -23,6 +23,7 @@ from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
+from fastensor.files.arguments import check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
 
 _Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
@@ -64,6 +65,7 @@ class FastensorStorageReader(FileSystemReader):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_choice(backend)
+        check_flags(verify=verify, weights_only=weights_only)
         super().__init__(os.fspath(path), _extension_registry)
         self.verify = verify
         self.backend = backend

@@ -56,6 +56,7 @@ from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.save_transaction import write_by_backend
 from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
+from fastensor.files.arguments import check_flags, check_whole
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -135,6 +136,13 @@ class FastensorStorageWriter(FileSystemWriter):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_choice(backend)
+        check_flags(
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            cache_staged_state_dict=cache_staged_state_dict,
+            overwrite=overwrite,
+        )
+        check_whole(thread_count, "thread_count", at_least=1)
         super().__init__(
             os.fspath(path),
             single_file_per_rank,
@@ -146,8 +154,6 @@ class FastensorStorageWriter(FileSystemWriter):
             _extensions,
             serialization_format,
         )
-        if thread_count < 1:
-            raise ValueError(f"thread_count is at least 1, found {thread_count}")
         self.backend = backend
         self._storage_options = storage_options
         self._begun: _Begun | None = None

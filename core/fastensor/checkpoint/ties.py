@@ -1,0 +1,90 @@
+"""Which tensors of a state are the same memory. Nothing of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+
+from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.safetensors import has_own_memory
+
+_SHOWN = 5
+
+
+class _Area(NamedTuple):
+    """The memory from the first to the last byte of a tensor."""
+
+    device: str
+    begin: int
+    end: int
+
+    def contains(self, other: _Area) -> bool:
+        return self.device == other.device and self.begin <= other.begin and other.end <= self.end
+
+
+def _area_of(tensor: torch.Tensor) -> _Area | None:
+    """The memory of a tensor; None for one without elements or without memory of its own."""
+    if not tensor.numel() or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return None
+    if not has_own_memory(tensor):
+        return None
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return _Area(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize)
+
+
+def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "least"]) -> dict[str, str]:
+    """The names to leave out so that no bytes are stored twice, and for each the name that has them.
+
+    Args:
+        tensors: the tensors by name.
+        keep: of tensors that are the same memory, the one to keep: the first one, or, as ``safetensors`` does, the one
+            whose name is the least.
+
+    Raises:
+        UnsupportedContentError: tensors overlap, and none of them has the bytes of the others.
+
+    >>> weight = torch.ones(4)
+    >>> copies_of({"b": weight, "a": weight, "half": weight[:2], "c": torch.ones(4)}, keep="least")
+    {'b': 'a', 'half': 'a'}
+    """
+    areas = {name: area for name, tensor in tensors.items() if (area := _area_of(tensor)) is not None}
+    left_out: dict[str, str] = {}
+    for names in _overlapping(areas):
+        whole = _Area(areas[names[0]].device, areas[names[0]].begin, max(areas[name].end for name in names))
+        complete = [name for name in tensors if name in names and areas[name].contains(whole)]
+        if not complete:
+            raise UnsupportedContentError(
+                f"tensors overlap in memory, and none of them holds the bytes of the others: {sorted(names)[:_SHOWN]}; "
+                f"a .safetensors file cannot express that: .clone() them, or save a .ckpt, which keeps it"
+            )
+        kept = complete[0] if keep == "first" else min(complete)
+        left_out.update((name, kept) for name in sorted(names) if name != kept)
+    return left_out
+
+
+def _overlapping(areas: Mapping[str, _Area]) -> list[list[str]]:
+    """Groups of two names or more whose areas overlap, in the order of their memory."""
+    groups: list[list[str]] = []
+    reached = _Area("", 0, 0)
+    for name, area in sorted(areas.items(), key=lambda item: item[1]):
+        if area.device == reached.device and area.begin < reached.end:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            reached = area
+        reached = reached._replace(end=max(reached.end, area.end))
+    return [names for names in groups if len(names) > 1]
+
+
+def covered_by(names: Iterable[str], written: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Those of ``names`` whose memory is that of tensors which are written, or a part of one.
+
+    >>> weight = torch.ones(4)
+    >>> covered_by({"half", "c"}, {"a"}, {"a": weight, "half": weight[:2], "c": torch.ones(4)})
+    {'half'}
+    """
+    areas = [area for name in written if name in tensors and (area := _area_of(tensors[name])) is not None]
+    wanted = {name: area for name in names if name in tensors and (area := _area_of(tensors[name])) is not None}
+    return {name for name, area in wanted.items() if any(one.contains(area) for one in areas)}

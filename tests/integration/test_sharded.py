@@ -1,0 +1,272 @@
+"""``fastensor.save_sharded`` and ``fastensor.load_sharded``: files that transformers writes and reads, crash-safe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from killer import Killer
+from states import assert_equal
+from torch import Tensor
+
+import fastensor
+from fastensor import CheckpointWriteError, CorruptCheckpointError, StateMismatchError, UnknownKeyError
+from fastensor.checkpoint.sharded import split
+from fastensor.testing.calls import intercepted
+from fastensor.testing.faults import failing_call
+
+INDEX = "model.safetensors.index.json"
+
+
+def state_of(step: int, tensors: int = 3) -> dict[str, Tensor]:
+    return {f"layer.{number}": torch.full((300,), step * 10.0 + number) for number in range(tensors)}
+
+
+def save(folder: Path, step: int, tensors: int = 3, **options: Any) -> None:
+    fastensor.save_sharded(state_of(step, tensors), folder, shard_nbytes=2000, **options)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_shards_and_index(tmp_path: Path) -> None:
+    report = fastensor.save_sharded(state_of(1), tmp_path / "new", shard_nbytes="2KiB")
+    index = json.loads((tmp_path / "new" / INDEX).read_text())
+    assert index == {
+        "metadata": {"total_size": 3600},
+        "weight_map": {f"layer.{number}": f"model-0000{number + 1}-of-00003.safetensors" for number in range(3)},
+    }
+    assert report.atomic
+    assert report.nbytes == sum(path.stat().st_size for path in (tmp_path / "new").glob("*.safetensors"))
+    assert_equal(fastensor.load_sharded(tmp_path / "new"), state_of(1))
+    assert_equal(fastensor.load_sharded(tmp_path / "new" / INDEX), state_of(1))
+
+
+def test_one_file_is_enough_for_few(tmp_path: Path) -> None:
+    fastensor.save_sharded(state_of(1), tmp_path)
+    assert names_in(tmp_path) == ["model.safetensors"]
+    assert_equal(fastensor.load_sharded(tmp_path), state_of(1))
+    assert_equal(fastensor.load_sharded(tmp_path / "model.safetensors"), state_of(1))
+    fastensor.save_sharded({}, tmp_path)
+    assert fastensor.load_sharded(tmp_path) == {}
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(1, 12))
+def test_shards_are_split_as_by_hugging_face(sizes: list[int], most: int) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    state = {f"{number:02}": torch.empty(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
+    theirs = hub.split_torch_state_dict_into_shards(state, max_shard_size=most)
+    assert split({name: one.nbytes for name, one in state.items()}, most) == [*theirs.filename_to_tensors.values()]
+
+
+def test_a_part_of_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    found = fastensor.load_sharded(tmp_path, keys=["layer.0", "*.1"])
+    assert_equal(found, {name: one for name, one in state_of(1).items() if name != "layer.2"})
+    with pytest.raises(UnknownKeyError, match=r"matches 'layer.7'"):
+        fastensor.load_sharded(tmp_path, keys=["layer.7"])
+    with pytest.raises(FileNotFoundError):
+        fastensor.load_sharded(tmp_path)
+
+
+def test_into_tensors_and_models(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 100))
+    model[1].weight = torch.nn.Parameter(model[0].weight.t())
+    fastensor.save_sharded(model, tmp_path, shard_nbytes=20_000)
+    assert len(names_in(tmp_path)) > 1
+    index = tmp_path / INDEX
+    assert not index.exists() or json.loads(index.read_text())["metadata"]["total_parameters"] == 10_150
+    other = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 100))
+    other[1].weight = torch.nn.Parameter(other[0].weight.t())
+    into = other.state_dict()
+    assert fastensor.load_sharded(tmp_path, into=into) is into
+    assert_equal({**other.state_dict()}, {**model.state_dict()})
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    fastensor.load_model(other, tmp_path)
+    assert_equal({**other.state_dict()}, {**model.state_dict()})
+    with pytest.raises(StateMismatchError, match="'more' not in it; nothing was overwritten"):
+        fastensor.load_sharded(tmp_path, into={**into, "more": torch.ones(1)})
+
+
+def test_nothing_is_overwritten_before_all_files_are_known_to_fit(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    into = {name: torch.zeros_like(one) for name, one in state_of(1).items()}
+    with pytest.raises(StateMismatchError, match=r"'layer.2': the file has the shape \[300\], it has \[2\]"):
+        fastensor.load_sharded(tmp_path, into={**into, "layer.2": torch.zeros(2)})
+    data = bytearray((tmp_path / "model-00003-of-00003.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model-00003-of-00003.safetensors").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError):
+        fastensor.load_sharded(tmp_path, into=into, verify="first")
+    assert not any(one.any() for one in into.values())
+    with pytest.raises(CorruptCheckpointError, match="2 tensors had been overwritten") as caught:
+        fastensor.load_sharded(tmp_path, into=into)
+    assert caught.value.overwritten == ("layer.0", "layer.1")
+
+
+def test_an_index_of_other_files(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / "model-00002-of-00003.safetensors")
+    for use in (
+        lambda: fastensor.load_sharded(tmp_path, verify=False),
+        lambda: fastensor.load_sharded(tmp_path, into={"layer.1": torch.zeros(300)}, verify=False),
+        lambda: fastensor.load_model(torch.nn.Linear(1, 1), tmp_path, verify=False),
+    ):
+        with pytest.raises(CorruptCheckpointError, match=r"00002-of-00003.*'layer.1' is not in it"):
+            use()
+
+
+def test_progress(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    save(tmp_path, 1, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (3600, 3600)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    total = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    seen.clear()
+    fastensor.load_sharded(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+CHANGES = [(3, 3), (3, 2), (3, 1), (1, 3), (1, 1)]
+changes = pytest.mark.parametrize(("before", "after"), CHANGES)
+
+
+@changes
+def test_a_model_is_replaced_and_other_files_stay(tmp_path: Path, before: int, after: int) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.fp16-00001-of-00002.safetensors").write_text("of another variant")
+    for step, tensors in enumerate((before, after, before, after)):
+        save(tmp_path, step, tensors)
+        assert_equal(fastensor.load_sharded(tmp_path), state_of(step, tensors))
+        count_of_shards = tensors if tensors > 1 else 0
+        assert len([name for name in names_in(tmp_path) if "-of-" in name]) == count_of_shards + 1
+        assert (tmp_path / "model.safetensors").exists() == (tensors == 1)
+        assert (tmp_path / INDEX).exists() == (tensors > 1)
+    assert (tmp_path / "config.json").exists()
+
+
+def step_in(folder: Path) -> int:
+    """The step that the folder holds, whole, for us and for those who look for a whole file first."""
+    if (folder / "model.safetensors").exists():
+        state = safetensors.torch.load_file(folder / "model.safetensors")
+        assert_equal(state, state_of(int(state["layer.0"][0]) // 10, len(state)))
+    state = fastensor.load_sharded(folder)
+    step = int(state["layer.0"][0]) // 10
+    assert_equal(state, state_of(step, len(state)))
+    return step
+
+
+@changes
+def test_killed_before_the_nth_call(tmp_path: Path, before: int, after: int) -> None:
+    """What was there before can be read until the new one can."""
+    found = []
+    for fatal in count(1):
+        folder = tmp_path / str(fatal)
+        save(folder, 1, before, durable=False)
+        pid = os.fork()
+        if pid == 0:
+            with intercepted(Killer(fatal, ("pwrite", "rename", "link", "unlink", "fsync", "fallocate64"))):
+                save(folder, 2, after)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        found.append(step_in(folder))
+        save(folder, 3, after, durable=False)
+        assert step_in(folder) == 3
+        assert not [name for name in names_in(folder) if name.startswith("model-") and name not in in_index(folder)]
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert found == sorted(found)
+    assert {*found} == {1, 2}
+
+
+def in_index(folder: Path) -> str:
+    return (folder / INDEX).read_text() if (folder / INDEX).exists() else ""
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES[1:4])
+def test_a_save_whose_nth_call_fails(tmp_path: Path, before: int, after: int) -> None:
+    save(tmp_path, 1, before)
+    for number in count(1):
+        failure: Any = None
+        with failing_call(number) as fault:
+            try:
+                save(tmp_path, 2, after)
+            except CheckpointWriteError as error:
+                failure = error
+        if failure is not None:
+            is_new = "new model is there" in str(failure)
+            assert step_in(tmp_path) == 1 or is_new or "power failure" in str(failure)
+        elif not fault.fired:
+            break
+        save(tmp_path, 1, before, durable=False)
+    assert number > 20
+    assert step_in(tmp_path) == 2
+
+
+def test_two_writers(tmp_path: Path) -> None:
+    def save_another(done: int, total: int) -> None:
+        save(tmp_path, 2)
+
+    with pytest.raises(CheckpointWriteError, match="a model is being saved there"):
+        save(tmp_path, 1, progress=save_another)
+    save(tmp_path, 1)
+
+
+# transformers
+
+
+def language_model(*, seed: int = 0, tied: bool = True) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("most", [10_000, 10**9])
+def test_files_are_byte_for_byte_those_of_transformers(tmp_path: Path, tied: bool, most: int) -> None:
+    model = language_model(tied=tied)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
+    fastensor.save_sharded(model, tmp_path / "ours", shard_nbytes=most, checksums=False)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "theirs").glob("model*")}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == expected
+    assert len(expected) == 1 or most == 10_000
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_pretrained_reads_what_replaced_its_own_files(tmp_path: Path, tied: bool) -> None:
+    language_model(tied=tied).save_pretrained(tmp_path, max_shard_size=10_000)
+    model = language_model(seed=1, tied=tied)
+    fastensor.save_sharded(model, tmp_path, shard_nbytes=10_000)
+    assert (tmp_path / "model-2-00001-of-00008.safetensors").exists() or "model-2-" in in_index(tmp_path)
+    found = type(model).from_pretrained(tmp_path)
+    assert_equal({**found.state_dict()}, {**model.state_dict()})
+    again = language_model(seed=2, tied=tied)
+    fastensor.load_model(again, tmp_path)
+    assert_equal({**again.state_dict()}, {**model.state_dict()})
+    model.save_pretrained(tmp_path, max_shard_size=10_000)
+    assert "model-2-" not in in_index(tmp_path)
+    assert not [name for name in names_in(tmp_path) if name.startswith("model-2-")]
