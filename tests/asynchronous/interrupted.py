@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import fastensor
+from fastensor import SaveDroppedError  # imported before lines are counted
 from fastensor.checkpoint import ordering, save_transaction
 
 HANG_SECONDS = 30
@@ -98,7 +99,7 @@ def interrupt_at(number: int, folder: Path, way: str, same: bool) -> bool:
     signal.signal(signal.SIGUSR1, handler)
     if way == "writer":
         writer.save(state(OLD), folder / "earlier")
-    with Signal(number) as sent, contextlib.suppress(fastensor.SaveDroppedError):
+    with Signal(number) as sent, contextlib.suppress(SaveDroppedError):
         if way == "writer":
             writer.save(state(PROGRAMS), path, backend="direct")
         else:

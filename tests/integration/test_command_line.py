@@ -51,7 +51,7 @@ def tensors(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(tensors: Path, tmp_path: Path) -> Path:
     """The folder of a model in several files."""
-    fastensor.convert(tensors, tmp_path / "model", container="huggingface", shard_nbytes=100)
+    fastensor.convert(tensors, tmp_path / "model", container="huggingface", shard_nbytes=50)
     assert len([*(tmp_path / "model").glob("*.safetensors")]) == 3
     return tmp_path / "model"
 

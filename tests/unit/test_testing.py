@@ -32,6 +32,7 @@ HARMLESS = {
     *("sched_getaffinity", "register_at_fork", "stat_result", "PathLike"),
     *("makedirs", "dup2", "devnull", "kill", "cpu_count", "major", "minor"),
     *("pathsep", "statvfs_result", "listdir", "access", "sysconf", "curdir", "geteuid", "getcwd"),
+    *("fork", "waitpid", "waitstatus_to_exitcode", "_exit", "getppid", "sched_setaffinity", "sep", "fdopen"),
 }
 """Attributes of ``os`` that are used, but make no call on a file that could fail by themselves."""
 

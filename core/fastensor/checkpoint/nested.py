@@ -13,7 +13,7 @@ from types import FrameType
 
 _CALLERS = (
     "fastensor.cli", "fastensor.testing", "fastensor.checkpoint.asynchronous.exits", "fastensor.files.afterwards",
-    "fastensor.checkpoint.agreement", "fastensor.checkpoint.dcp.redirect", "fastensor.data",
+    "fastensor.checkpoint.agreement", "fastensor.checkpoint.dcp.redirect", "fastensor.data", "fastensor.provision",
 )  # fmt: skip
 """Modules that call the rest of Fastensor, or functions that they were given, as any program does."""
 _BETWEEN = ("contextlib", "functools")

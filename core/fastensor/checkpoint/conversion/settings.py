@@ -47,6 +47,11 @@ class ConvertSettings:
         Raises:
             ValueError, UnsupportedContentError: the message says which.
         """
+        if self.shard_nbytes < 1 or self.memory_nbytes < MIN_MEMORY_NBYTES:
+            raise ValueError(
+                f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found "
+                f"{self.shard_nbytes} and {self.memory_nbytes}"
+            )
         check_choice(self.backend)
         check_flags(
             checksums=self.checksums, copy_ties=self.copy_ties, verify=self.verify, durable=self.durable, drop=self.drop
