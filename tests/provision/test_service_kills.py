@@ -254,3 +254,4 @@ def test_everything_is_killed_again_and_again(service: DataService) -> None:
                 case 4:
                     loaders[0].close()
         assert sorted(found) == list(range(N))
+    assert max(loader.stats().given.waits.longest for loader in loaders) < 5
