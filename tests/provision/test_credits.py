@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, Pace, divided, most_within, size_class
+from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, Pace, most_within, size_class, turn
 
 NBYTES = 1 << 20
 
@@ -30,6 +30,7 @@ class Client:
     idle_since: float | None = 0.0
     waits: list[float] = field(default_factory=list)
     most_ahead: int = 0
+    served: int = 0
 
     def take(self, now: float) -> float:
         """Take a batch. Returns when the next one is wanted."""
@@ -44,12 +45,12 @@ class Client:
 
 
 def simulate(
-    clients: Sequence[Client], *, workers: int, work: Callable[[int], float], capacity: int, until: float
+    clients: Sequence[Client], *, workers: int, work: Callable[[int], float], limit: int, until: float
 ) -> None:
-    """Workers make one batch at a time, in the order in which they were decided on."""
+    """Workers make one batch at a time, for the client whose turn it is when they are free. No client has more than
+    ``limit`` batches ahead."""
     now, made, free = 0.0, 0, workers
     numbers = count()
-    queue: list[tuple[float, Client]] = []
     events: list[tuple[float, int, Callable[[], None]]] = []
 
     def at(time: float, action: Callable[[], None]) -> None:
@@ -69,54 +70,52 @@ def simulate(
             at(client.take(now), lambda: want(client))
 
     while now < until:
-        shares = divided({number: client.pace.needed(client.nbytes) for number, client in enumerate(clients)}, capacity)
-        while wanting := [client for number, client in enumerate(clients) if client.ahead < shares[number]]:
-            client = min(wanting, key=lambda client: client.ahead)
+        while free and (wanting := [client for client in clients if client.ahead < limit]):
+            client = min(
+                wanting, key=lambda client: turn(client.ahead, client.pace.needed(client.nbytes), client.served)
+            )
             client.ahead += 1
             client.most_ahead = max(client.most_ahead, client.ahead)
-            queue.append((now, client))
-        while queue and free:
             free -= 1
-            made += 1
-            decided, client = queue.pop(0)
-            at(now + work(made), lambda client=client, decided=decided: arrive(client, decided))  # type: ignore[misc]
+            client.served = made = made + 1
+            at(now + work(made), lambda client=client, decided=now: arrive(client, decided))  # type: ignore[misc]
         now, _, action = heapq.heappop(events)
         action()
 
 
-def test_a_slow_client_has_two_batches_ahead_however_long_they_take() -> None:
+def test_a_slow_client_needs_two_batches_ahead_however_long_they_take() -> None:
     client = Client(lambda _: 1.0)
-    simulate([client], workers=8, work=lambda _: 0.9, capacity=100, until=100)
-    assert client.most_ahead == 2
+    simulate([client], workers=8, work=lambda _: 0.9, limit=100, until=100)
+    assert client.pace.needed(NBYTES) == 2
     assert max(client.waits[1:]) == 0
 
 
-def test_a_quick_client_has_as_many_ahead_as_hide_the_latency() -> None:
+def test_a_quick_client_needs_as_many_ahead_as_hide_the_latency() -> None:
     client = Client(lambda _: 0.1)
-    simulate([client], workers=16, work=lambda _: 1.0, capacity=100, until=100)
-    assert 10 <= client.most_ahead <= 13
+    simulate([client], workers=16, work=lambda _: 1.0, limit=100, until=100)
+    assert 10 <= client.pace.needed(NBYTES) <= 13
     assert max(client.waits[len(client.waits) // 2 :]) == pytest.approx(0, abs=1e-9)
 
 
 def test_a_bursty_client_gets_its_bursts() -> None:
     """Eight batches at once, then a second of computing, as with gradients that are accumulated."""
     client = Client(lambda step: 0.0 if step % 8 else 1.0)
-    simulate([client], workers=8, work=lambda _: 0.5, capacity=100, until=100)
-    assert client.most_ahead == 9
+    simulate([client], workers=8, work=lambda _: 0.5, limit=100, until=100)
+    assert client.pace.needed(NBYTES) == 9
     assert max(client.waits[40:]) == pytest.approx(0, abs=1e-9)
 
 
 def test_times_that_vary_cost_no_waits() -> None:
     client = Client(lambda _: 0.1)
-    simulate([client], workers=16, work=lambda made: 0.5 if made % 7 else 1.0, capacity=100, until=100)
+    simulate([client], workers=16, work=lambda made: 0.5 if made % 7 else 1.0, limit=100, until=100)
     late = client.waits[100:]
     assert sum(late) < 0.05 * 0.1 * len(late)
 
 
 def test_a_slow_and_a_bursty_one_leave_the_quick_one_its_share() -> None:
     slow, bursty, quick = Client(lambda _: 1.0), Client(lambda step: 0.0 if step % 8 else 1.0), Client(lambda _: 0.05)
-    simulate([slow, bursty, quick], workers=12, work=lambda _: 0.2, capacity=24, until=100)
-    assert slow.most_ahead <= 3
+    simulate([slow, bursty, quick], workers=12, work=lambda _: 0.2, limit=8, until=100)
+    assert slow.pace.needed(NBYTES) <= 3
     for client in (slow, bursty, quick):
         late = client.waits[len(client.waits) // 2 :]
         assert max(late) == pytest.approx(0, abs=1e-9)
@@ -125,7 +124,7 @@ def test_a_slow_and_a_bursty_one_leave_the_quick_one_its_share() -> None:
 def test_an_overloaded_service_is_shared_and_its_queue_is_bounded() -> None:
     """Two workers make 20 batches a second; four clients would take 400."""
     clients = [Client(lambda _: 0.01) for _ in range(4)]
-    simulate(clients, workers=2, work=lambda _: 0.1, capacity=8, until=100)
+    simulate(clients, workers=2, work=lambda _: 0.1, limit=8, until=100)
     steps = [client.steps for client in clients]
     assert sum(steps) == pytest.approx(2000, rel=0.02)
     assert max(steps) - min(steps) <= 20
@@ -134,7 +133,7 @@ def test_an_overloaded_service_is_shared_and_its_queue_is_bounded() -> None:
 
 def test_a_slow_client_does_not_hold_up_others_of_an_overloaded_service() -> None:
     slow, greedy = Client(lambda _: 2.0), Client(lambda _: 0.0)
-    simulate([slow, greedy], workers=2, work=lambda _: 0.1, capacity=8, until=100)
+    simulate([slow, greedy], workers=2, work=lambda _: 0.1, limit=8, until=100)
     assert sum(slow.waits[1:]) < 0.05 * 100
     assert greedy.steps > 0.95 * 2000 - slow.steps
 
@@ -177,19 +176,6 @@ def test_the_most_within_an_interval_is_that_of_all_intervals(times: list[float]
         sum(begin <= time and time - begin < seconds for time in ordered[first:]) for first, begin in enumerate(ordered)
     )
     assert most_within(ordered, seconds) == expected
-
-
-@given(st.dictionaries(st.integers(), st.integers(1, 50), max_size=10), st.integers(0, 200))
-def test_shares_are_fair(needs: dict[int, int], capacity: int) -> None:
-    shares = divided(needs, capacity)
-    assert list(shares) == list(needs)
-    assert all(1 <= shares[client] <= needs[client] for client in needs)
-    if capacity >= len(needs):
-        assert sum(shares.values()) <= capacity
-    short = [shares[client] for client in needs if shares[client] < needs[client]]
-    if short:
-        assert max(shares.values()) - min(short) <= 1
-        assert sum(shares.values()) >= min(capacity, sum(needs.values())) - len(needs)
 
 
 @given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))

@@ -1,4 +1,4 @@
-"""How many batches are made ahead for each client, so that it does not wait, and no other one waits for it.
+"""For which client the next batch is made, so that none waits for batches that another one does not need yet.
 
 KSpeed (section III-D, "congestion-aware requests batching") measures how long data of each size takes, and limits what
 is in flight by that. Here the client's own pace counts, too. Everything is pure, and in seconds of one clock.
@@ -9,7 +9,8 @@ is in flight by that. Here the client's own pace counts, too. Everything is pure
 - The time to make one is that of nine in ten batches of this size. If the service is overloaded, it grows, because
   batches wait for workers; more of them ahead would only make it grow further. So it counts up to
   :data:`CONGESTION` times the least that was measured, and no more.
-- What all together may have in flight is **divided**: all get the same, but none more than it needs.
+- A worker that is free makes a batch for the client whose **turn** it is: one that has less ahead than it needs. When
+  none has, batches are made further ahead, up to the limit of each client.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
-
-Client = TypeVar("Client")
+from typing import Self
 
 REMEMBERED = 64
 """So many measurements count: what was before is forgotten."""
@@ -113,18 +112,17 @@ def most_within(times: tuple[float, ...], seconds: float) -> int:
     return most
 
 
-def divided(needs: Mapping[Client, int], capacity: int) -> dict[Client, int]:
-    """How many batches each client may have ahead: all the same, as far as it needs them, and one at least.
+def turn(ahead: int, needed: int, served: int) -> tuple[bool, int, int]:
+    """The key by which clients are sorted when a worker is free: those with less ahead than they need come first, among
+    them those with least, and among these the one that was served least recently. If the service is overloaded, no
+    client has anything ahead, and they take turns.
 
     Args:
-        needs: of each client.
-        capacity: how many batches of all clients together may be ahead.
+        ahead: batches ahead of the client, in the making or waiting.
+        needed: see :meth:`Pace.needed`.
+        served: a number that grows with each batch that was given to a worker; that of the client's last one.
 
-    >>> divided({"slow": 2, "quick": 9, "quicker": 30}, 20)
-    {'slow': 2, 'quick': 9, 'quicker': 9}
+    >>> sorted([(9, 8, 1), (2, 2, 2), (3, 8, 3), (1, 4, 5), (1, 4, 4)], key=lambda one: turn(*one))
+    [(1, 4, 4), (1, 4, 5), (3, 8, 3), (2, 2, 2), (9, 8, 1)]
     """
-    shares: dict[Client, int] = {}
-    for number, client in enumerate(sorted(needs, key=needs.__getitem__)):
-        fair = max(capacity - sum(shares.values()), 0) // (len(needs) - number)
-        shares[client] = max(min(needs[client], fair), 1)
-    return {client: shares[client] for client in needs}
+    return ahead >= needed, ahead, served

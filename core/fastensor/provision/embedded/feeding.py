@@ -9,7 +9,7 @@ from typing import TypeAlias
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import RingWriter, Slot
-from fastensor.provision.credits import FIRST, Pace
+from fastensor.provision.credits import FIRST, Pace, turn
 from fastensor.provision.embedded.protocol import NO_SLOT
 from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
@@ -114,6 +114,8 @@ class Stream:
     """So much room the next batch is given; 0 if none was made yet."""
     needed: int = FIRST
     """So many batches ahead keep the trainer from waiting, as far as was measured."""
+    served: int = -1
+    """The number of the task that makes its latest batch; -1 if there was none."""
     upcoming: Batch | None = None
     """What is to be made next; None if there is nothing."""
     _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
@@ -125,9 +127,9 @@ class Stream:
         return self.upcoming is not None and self.ahead < self.registration.ahead
 
     @property
-    def need(self) -> tuple[bool, int]:
-        """What comes first if loaders are sorted by it: who has less ahead than it needs, then who has least."""
-        return self.ahead >= self.needed, self.ahead
+    def turn(self) -> tuple[bool, int, int]:
+        """The key by which loaders are sorted when a worker is free."""
+        return turn(self.ahead, self.needed, self.served)
 
     @property
     def ahead(self) -> int:

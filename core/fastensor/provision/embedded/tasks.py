@@ -97,7 +97,7 @@ class Tasks:
             task = self._again.pop()
             if task.stream is not None and not task.stream.is_gone:
                 return task
-        for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.need):
+        for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.turn):
             if stream.upcoming is None or self.stock.awaits(stream.upcoming.positions):
                 continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
@@ -191,7 +191,8 @@ class Tasks:
         self.orders.passed(plan, begin + batch.consumed)
         if self._preloading is not None and key_of(plan) == self.orders.followed:
             self._preloading.passed(after)
-        return Task(self._next_number(), stream, batch, plan, after, batch.positions, slot)
+        stream.served = self._next_number()
+        return Task(stream.served, stream, batch, plan, after, batch.positions, slot)
 
     def _next_uses(self, task: Task, samples: Integers) -> Integers:
         if not len(samples):
