@@ -70,7 +70,7 @@ class Kind:
     after: Callable[[Any], Any]
     """Done for each use."""
     cached_nbytes: int
-    """Of a sample behind ``before``."""
+    """Bytes of a sample that ``before`` has made, as the cache keeps it."""
 
 
 def as_tensor(data: bytearray) -> Tensor:
@@ -141,7 +141,7 @@ class Sample:
     epoch: int
     samples: int
     seconds: float
-    """Of the slowest rank."""
+    """Time that the slowest rank took for the epoch."""
     cpu_seconds: float
     storage_nbytes: int
     """What the storage has sent."""
@@ -212,7 +212,7 @@ def service_of(cell: Cell, kind: Kind, objects: RemoteObjects) -> DataService:
 
 
 def cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
-    """Of each process, and of those that it has waited for."""
+    """What each process, and the children that it has waited for, have taken of the processors."""
     found = {}
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -302,7 +302,7 @@ class Settings:
     kinds: Sequence[Kind]
     worlds: Sequence[int]
     workers: Sequence[int]
-    """Of a ``DataLoader``."""
+    """Numbers of worker processes with which a ``DataLoader`` is measured."""
     rounds: int
     epochs: int
     compute_seconds: float

@@ -542,7 +542,7 @@ def test_a_progress_bar_on_long_work(ckpt: Path, monkeypatch: pytest.MonkeyPatch
         (["--rename", "w=b"], "'w' and 'b' would both be called 'b'"),
         (["--rename", "*=b"], "as many * as the old one"),
         (["--shard-size", "big"], "Invalid value for '--shard-size': expected a size such as 5GB or 2GiB, found 'big'"),
-        (["--memory", "1KiB"], "--memory at least 1048576"),
+        (["--memory", "1KiB"], "--memory is at least 1048576"),
         (["--dtype", "bf16"], "'bfloat16'"),
         (["--dtype", "float16", "--container", "dcp"], "--dtype and --rename are for files"),
         (["--backend", "turbo"], "'turbo'"),

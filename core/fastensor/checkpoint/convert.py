@@ -14,7 +14,7 @@ from fastensor.checkpoint.conversion.casting import CastBytes
 from fastensor.checkpoint.conversion.copying import InFile, SourceBytes, SourceTensors
 from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
 from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_same_file
-from fastensor.checkpoint.conversion.settings import MIN_MEMORY_NBYTES, ConvertSettings, WrittenContainer
+from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.conversion.sources import Source, open_source
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, name_of
@@ -115,8 +115,8 @@ def convert(
         verify=verify,
         backend=backend,
         durable=durable,
-        shard_nbytes=as_nbytes(shard_nbytes, "shard_nbytes", at_least=1),
-        memory_nbytes=as_nbytes(memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES),
+        shard_nbytes=as_nbytes(shard_nbytes, "shard_nbytes"),
+        memory_nbytes=as_nbytes(memory_nbytes, "memory_nbytes"),
         dtype=dtype,
         rename=rename or {},
         drop=drop,

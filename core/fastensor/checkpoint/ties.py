@@ -79,7 +79,7 @@ def _overlapping(areas: Mapping[str, _Area]) -> list[list[str]]:
 
 
 def covered_by(names: Iterable[str], written: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Those of ``names`` whose memory is that of tensors which are written, or a part of one.
+    """The names of tensors that lie within the memory of a tensor which is written.
 
     >>> weight = torch.ones(4)
     >>> covered_by({"half", "c"}, {"a"}, {"a": weight, "half": weight[:2], "c": torch.ones(4)})

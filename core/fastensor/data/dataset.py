@@ -102,7 +102,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         if reader == "node" and engine == "kvikio":
             raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
         self._node = NodeReader() if reader == "node" else None
-        """It runs as long as this object, or a copy in this process."""
+        """The reader process runs as long as this handle, or a copy of it in this process."""
         self._positions: Positions | None = None
         """The records of the index that are the samples, if not all are."""
         self._reader: ValueReader | None = None

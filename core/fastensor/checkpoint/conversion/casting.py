@@ -36,7 +36,7 @@ class CastBytes(FileBytes):
         self._at = 0
         """Where the rest of the piece begins in the new bytes."""
         self._crc32 = 0
-        """Of the bytes of the source that have been read."""
+        """The CRC32 of the bytes of the source that have been read."""
         self._piece = memoryview(b"")
         """New bytes that were not asked for yet."""
 

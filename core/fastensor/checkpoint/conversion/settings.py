@@ -13,7 +13,7 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.checkpoint.sharded import OF_TORCH
 from fastensor.errors import UnsupportedContentError
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
 
 WrittenContainer: TypeAlias = SavedContainer | Literal["dcp", "huggingface"]
@@ -47,11 +47,8 @@ class ConvertSettings:
         Raises:
             ValueError, UnsupportedContentError: the message says which.
         """
-        if self.shard_nbytes < 1 or self.memory_nbytes < MIN_MEMORY_NBYTES:
-            raise ValueError(
-                f"shard_nbytes is at least 1 and memory_nbytes at least {MIN_MEMORY_NBYTES}, found "
-                f"{self.shard_nbytes} and {self.memory_nbytes}"
-            )
+        as_nbytes(self.shard_nbytes, "shard_nbytes", at_least=1)
+        as_nbytes(self.memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES)
         check_choice(self.backend)
         check_flags(
             checksums=self.checksums, copy_ties=self.copy_ties, verify=self.verify, durable=self.durable, drop=self.drop

@@ -37,7 +37,7 @@ class Source:
     left_out: tuple[str, ...]
     """Names of what is not converted."""
     only: tuple[Catalog, Selection] | None
-    """Of the file, if it is only one."""
+    """The catalog of a source that is one file, and what is taken of it; None for several files."""
 
 
 def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
