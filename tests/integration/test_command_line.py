@@ -505,3 +505,26 @@ def test_others_are_values(tmp_path: Path) -> None:
         assert others == {name: value for name, value in state.items() if name != "w"}
         assert checkpoint.others_in_words["epoch"] == "3"
     assert pickle.loads(pickle.dumps(fastensor.verify(tmp_path / "x"))).code == ("posix.system",)
+
+
+def test_integers_that_doubles_do_not_tell_apart(tmp_path: Path) -> None:
+    extremes = [2**62 + 1, 2**63 - 1, 5, 0]
+    fastensor.save({"w": torch.tensor(extremes)}, tmp_path / "a.pt")
+    fastensor.save({"w": torch.tensor([2**62, -(2**63), 6, 0])}, tmp_path / "b.pt")
+    for atol, count in ((0.5, 3), (1.0, 1)):
+        found = fastensor.diff(tmp_path / "a.pt", tmp_path / "b.pt", atol=atol)
+        assert found.tensors[0].elements == count
+
+
+def test_a_broken_index_hides_no_other_results(capsys: Any, tmp_path: Path, ckpt: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    status, out, _ = command_line(capsys, "verify", ckpt, tmp_path / "model.safetensors.index.json")
+    assert status == 1
+    assert "intact" in out
+    assert "unreadable" in out
+
+
+def test_a_name_that_is_renamed_twice(capsys: Any, tmp_path: Path, tensors: Path) -> None:
+    arguments = ("convert", tensors, tmp_path / "y.pt", "--rename", "head=a", "--rename", "head=b")
+    status, _, err = command_line(capsys, *arguments)
+    assert (status, "'head' is given twice" in err) == (2, True)

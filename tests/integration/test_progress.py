@@ -77,6 +77,9 @@ USES: dict[str, Callable[[Path, Any], object]] = {
     "load without checks": lambda path, progress: fastensor.load(path, progress=progress, verify=False),
     "load trusted": lambda path, progress: fastensor.load(path, progress=progress, weights_only=False),
     "verify": lambda path, progress: fastensor.verify(path, progress=progress),
+    "convert": lambda path, progress: fastensor.convert(
+        path, path.parent / "x", container="safetensors", progress=progress
+    ),
 }
 
 

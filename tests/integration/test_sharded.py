@@ -129,6 +129,29 @@ def test_an_index_of_other_files(tmp_path: Path) -> None:
             use()
 
 
+def test_a_shard_that_lacks_what_is_asked_of_it(tmp_path: Path) -> None:
+    fastensor.save_sharded(state_of(1, 4), tmp_path, shard_nbytes=2500)
+    safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"the index and the file are of different checkpoints"):
+        fastensor.load_sharded(tmp_path, keys=["layer.1"], verify=False)
+
+
+@pytest.mark.parametrize("tensors", [1, 3])
+@pytest.mark.parametrize("name", ["pytorch_model.bin.index.json", "model.fp16.safetensors.index.json"])
+def test_what_was_saved_last_is_loaded_from_a_folder_with_another_index(
+    tmp_path: Path, name: str, tensors: int
+) -> None:
+    (tmp_path / name).write_text(json.dumps({"weight_map": {"w": "gone"}}))
+    save(tmp_path, 1, tensors)
+    assert_equal(fastensor.load_sharded(tmp_path), state_of(1, tensors))
+
+
+def test_an_index_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(CorruptCheckpointError, match="expected 'weight_map'"):
+        fastensor.load_model(torch.nn.Linear(1, 1), tmp_path)
+
+
 def test_progress(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     save(tmp_path, 1, progress=lambda done, total: seen.append((done, total)))
@@ -139,6 +162,11 @@ def test_progress(tmp_path: Path) -> None:
     fastensor.load_sharded(tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    seen.clear()
+    fastensor.load_sharded(tmp_path, into=state_of(2), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+    with pytest.raises(TypeError, match="weights_only"):
+        fastensor.load_sharded(tmp_path, into=state_of(2), weights_only="no")
 
 
 CHANGES = [(3, 3), (3, 2), (3, 1), (1, 3), (1, 1)]

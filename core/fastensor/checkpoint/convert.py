@@ -18,11 +18,11 @@ from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenCon
 from fastensor.checkpoint.conversion.sources import Source, open_source
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
-from fastensor.checkpoint.verify import Progress
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import as_nbytes
 from fastensor.select.transfer import BackendChoice
@@ -121,7 +121,8 @@ def convert(
         rename=rename or {},
         drop=drop,
     )
-    return convert_by(source, target, settings, progress or (lambda done, total: None), stacklevel=3)
+    with reporting(progress) as tell:
+        return convert_by(source, target, settings, tell, stacklevel=3)
 
 
 def convert_by(

@@ -19,13 +19,15 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.lazy import open as open_lazily
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import opened
+from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
-from fastensor.checkpoint.verify import Progress
 from fastensor.errors import CorruptCheckpointError
 from fastensor.select.transfer import BackendChoice
 
 _AT_ONCE = 1 << 22
 """How many elements are compared at once."""
+_WRAPS_FROM = 2.0**62
+"""Larger differences of integers of 64 bits may not have room in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,17 @@ class _Closeness:
         if not (self.rtol or self.atol):
             return torch.ones(one.shape, dtype=torch.bool)
         try:
+            if not (one.is_floating_point() or one.is_complex()):
+                return self._differing_integers(one, two)
             wide_one, wide_two = one.to(torch.complex128), two.to(torch.complex128)
         except NotImplementedError:  # four-bit floats, raw bits
             return torch.ones(one.shape, dtype=torch.bool)
         return ~torch.isclose(wide_one, wide_two, rtol=self.rtol, atol=self.atol, equal_nan=True)
+
+    def _differing_integers(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        about = (one.double() - two.double()).abs()
+        exact = (one.to(torch.int64) - two.to(torch.int64)).double().abs()  # doubles do not tell large integers apart
+        return torch.where(about < _WRAPS_FROM, exact, about) > self.atol + self.rtol * two.double().abs()
 
 
 def _compare_all(

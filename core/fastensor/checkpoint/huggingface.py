@@ -22,11 +22,11 @@ from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.placement import MapLocation
 from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.request import LoadRequest, check_arguments
+from fastensor.checkpoint.request import LoadRequest, check_arguments, is_restricted
 from fastensor.checkpoint.save import save
 from fastensor.checkpoint.sharded import OF_TORCH, SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
-from fastensor.errors import UnsupportedContentError
+from fastensor.errors import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
 
@@ -158,6 +158,7 @@ def load_sharded(
     """
     check_arguments(map_location, keys, into, mmap=False, verify=verify)
     check_choice(backend)
+    is_restricted(weights_only)
     files = files_behind(path)
     with reporting(progress) as tell:
         if into is None:
@@ -169,6 +170,8 @@ def load_sharded(
         meter = None if progress is None else Meter(tell)
         request = LoadRequest(None, None, weights_only, False, verify is not False, backend, meter=meter)
         _fill(files, targets_in(into), request, name_of(path), overwritten, verify_first=verify == "first")
+        if meter is not None:
+            meter.finish(sum(map(_nbytes, files)))
     return into  # type: ignore[return-value]  # whatever the caller has given
 
 
@@ -209,7 +212,13 @@ def _load_each(
     state: dict[str, torch.Tensor] = {}
     for file, names in wanted.items():
         chosen = keys if names is None else None if names == files[file] else sorted(names)
-        loaded = _load_file(file, chosen, options, None if tell is None else partial(_tell_part, tell, before, total))
+        report = None if tell is None else partial(_tell_part, tell, before, total)
+        try:
+            loaded = _load_file(file, chosen, options, report)
+        except UnknownKeyError as error:
+            if names is None:
+                raise
+            raise CorruptCheckpointError(f"{error}; the index and the file are of different checkpoints") from error
         if names is not None:
             check_holds(name_of(file), loaded, names)
         state.update(loaded if names is None else {name: one for name, one in loaded.items() if name in names})

@@ -35,10 +35,14 @@ _SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 
 def find_weights(folder: Path) -> Path | None:
-    """The index or the file in a folder that has the weights of its model; safetensors come first. None if there is
-    none."""
-    indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name))
-    return next(iter([*indices, *(folder / name for name in WHOLE if (folder / name).exists())]), None)
+    """The index or the file in a folder that has the weights of its model: what has the usual name for safetensors
+    comes first, then other safetensors, and an index before a file. None if there is none."""
+    found = [*folder.glob(f"*{INDEX_SUFFIX}"), *(folder / name for name in WHOLE if (folder / name).exists())]
+
+    def rank(path: Path) -> tuple[bool, bool, bool, str]:
+        return path.name not in (_INDEX, WHOLE[0]), ".safetensors" not in path.name, not is_index(path), path.name
+
+    return min(found, key=rank, default=None)
 
 
 def is_index(path: Path) -> bool:
@@ -132,7 +136,7 @@ def files_of(index: Path) -> dict[Path, set[str]]:
         CorruptCheckpointError: it is no index, or names a file that is not in its folder.
     """
     names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise CorruptCheckpointError(
             f"{index}: expected 'weight_map', an object from names of tensors to names of files"
         )
@@ -328,5 +332,6 @@ def _joined(path: str, reports: Sequence[SaveReport]) -> SaveReport:
         publish_seconds=total("publish_seconds"),
         seconds=total("seconds"),
         stall_seconds=total("stall_seconds"),
+        wait_seconds=total("wait_seconds"),
         fallbacks=tuple(dict.fromkeys(fallback for report in reports for fallback in report.fallbacks)),
     )

@@ -15,8 +15,7 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
-from fastensor.checkpoint.progress import Progress as Progress
-from fastensor.checkpoint.progress import reporting
+from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header

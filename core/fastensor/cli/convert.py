@@ -71,7 +71,7 @@ def _is_inside(target: str, source: str) -> bool:
 
 
 def _holds_something(target: str) -> bool:
-    """Whether there is a file, or a directory with something in it."""
+    """Whether there is a file, or a directory with a distributed checkpoint in it."""
     found = locate(target)
     if isinstance(found, RemotePath):
         return bool(found.filesystem.exists(found.path))

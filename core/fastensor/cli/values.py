@@ -29,11 +29,16 @@ def pairs_in(texts: list[str], flag: str, form: str) -> dict[str, str]:
     """The values of a flag that is given several times, each ``KEY=TEXT``.
 
     Raises:
-        typer.BadParameter: one has no equals sign.
+        typer.BadParameter: one has no equals sign, or two have one key.
     """
     if wrong := [text for text in texts if "=" not in text]:
         raise typer.BadParameter(f"expected {form}, found {wrong[0]!r}", param_hint=f"'{flag}'")
-    return {key: value for key, _, value in (text.partition("=") for text in texts)}
+    pairs: dict[str, str] = {}
+    for key, _, value in (text.partition("=") for text in texts):
+        if key in pairs:
+            raise typer.BadParameter(f"{key!r} is given twice", param_hint=f"'{flag}'")
+        pairs[key] = value
+    return pairs
 
 
 def sizes_in(text: str) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ _SHOWN = 5
 
 def run(files: Sequence[str], *, json: bool, allow_unchecked: bool, allow_code: bool) -> int:
     """Verify files."""
-    results = [_verify(path) for file in files for path in _parts(file)]
+    results = [one for file in files for one in _verify_all(file)]
     if json:
         print_json(results)
     else:
@@ -35,6 +35,16 @@ def run(files: Sequence[str], *, json: bool, allow_unchecked: bool, allow_code: 
     statuses = {status for one in results for status in _statuses(one)}
     statuses -= ({UNCHECKED} if allow_unchecked else set()) | ({FOREIGN_CODE} if allow_code else set())
     return next((status for status in (FAILED, FOREIGN_CODE, UNCHECKED) if status in statuses), OK)
+
+
+def _verify_all(file: str) -> Iterator[dict[str, Any]]:
+    """The results of a file, or of the files of a model."""
+    try:
+        parts = [*_parts(file)]
+    except (FastensorError, OSError) as error:
+        yield {"path": file, "result": "unreadable", "error": str(error)}
+        return
+    yield from map(_verify, parts)
 
 
 def _parts(file: str) -> Iterator[str]:

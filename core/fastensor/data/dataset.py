@@ -94,13 +94,13 @@ class LmdbDataset(Dataset[T], Generic[T]):
         check_function(decode, "decode")
         read_ahead_nbytes = as_nbytes(read_ahead_nbytes, "read_ahead_nbytes")
         check_word(reader, "reader", ("process", "node"))
+        if reader == "node" and engine == "kvikio":
+            raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
         self._strategy = Strategy(engine, merging or Merging(), staggering)
         self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
         """Where the records are."""
         self.decode = decode
         self.read_ahead_nbytes = read_ahead_nbytes
-        if reader == "node" and engine == "kvikio":
-            raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
         self._node = NodeReader() if reader == "node" else None
         """The reader process runs as long as this handle, or a copy of it in this process."""
         self._positions: Positions | None = None
@@ -199,7 +199,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
         digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
         for offset, nbytes in zip(self.index.offsets[positions], self.index.lengths[positions], strict=True):
             digest.update(f",{nbytes}:".encode())
-            digest.update(posix.read_exactly(self.index.fileno(), int(offset), min(int(nbytes), _SAMPLE_NBYTES)))
+            with snapshots.naming(self.index.path):
+                head = posix.read_exactly(self.index.fileno(), int(offset), min(int(nbytes), _SAMPLE_NBYTES))
+            digest.update(head)
         return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:

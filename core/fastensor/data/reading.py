@@ -72,7 +72,7 @@ class ValueReader:
         self._mean_nbytes = mean_of_some(extents.lengths)
         self._engine = self._open()
         self._interrupted = False
-        """Whether an interrupt has cut the engine short, so that its next values may be lost."""
+        """Whether an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
         self._expected: deque[tuple[bytes, Positions]] = deque()
         """Batches that were announced and not begun, by keys as in ``_Begun``."""
         self._begun: deque[_Begun] = deque()
@@ -204,7 +204,7 @@ class ValueReader:
     def _give_up(self, error: BaseException) -> None:
         """Forget what was begun: batches may share the read that has failed, or that an interrupt has cut short."""
         self._forget_begun()
-        self._interrupted |= not isinstance(error, Exception)
+        self._interrupted |= isinstance(error, MemoryError) or not isinstance(error, Exception)
 
     def _forget_begun(self) -> None:
         self._begun.clear()

@@ -39,7 +39,11 @@ def rank_and_world_size() -> tuple[int, int]:
         ValueError: a variable is no number.
     """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    return (int(rank), int(world_size)) if rank and world_size else (0, 1)
+    if not (rank and world_size):
+        return 0, 1
+    if not (rank.isdecimal() and world_size.isdecimal()):
+        raise ValueError(f"RANK and WORLD_SIZE are whole numbers, found {rank!r} and {world_size!r}")
+    return int(rank), int(world_size)
 
 
 def store_address() -> str | None:

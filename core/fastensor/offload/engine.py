@@ -268,8 +268,9 @@ class OffloadEngine:
 
 def _share_of_processors() -> float:
     """The part of the processors that computing uses. Transfers delay it by that part of their time: the threads of an
-    operation wait for the slowest of them."""
-    return min(torch.get_num_threads() / len(os.sched_getaffinity(0)), 1.0)
+    operation wait for the slowest of them. With a GPU, one thread launches what it computes."""
+    threads = 1 if torch.cuda.is_initialized() else torch.get_num_threads()  # type: ignore[no-untyped-call]  # no types
+    return min(threads / len(os.sched_getaffinity(0)), 1.0)
 
 
 def _by_name(counts: Counter[str], prefix: str) -> dict[str, int]:

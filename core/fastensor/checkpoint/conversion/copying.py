@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from fastensor.checkpoint.catalog import Located
 from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
-from fastensor.checkpoint.verify import Progress
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import FileBytes
 

@@ -16,7 +16,7 @@ from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.save import SavedContainer, choose_container
-from fastensor.checkpoint.sharded import OF_TORCH, weights_at
+from fastensor.checkpoint.sharded import OF_TORCH, is_index, weights_at
 
 
 def left_out(source: Location, target: Location, settings: ConvertSettings) -> tuple[str, ...]:
@@ -46,9 +46,9 @@ def left_out(source: Location, target: Location, settings: ConvertSettings) -> t
 def _left_out_of_directories(source: Location, settings: ConvertSettings) -> tuple[str, ...]:
     """What a distributed checkpoint does not hold of a file: metadata, and what is beside the root."""
     found = weights_at(source)
-    if found is not None:
+    if found is not None and is_index(found):
         return ()
-    with opened(source) as file:
+    with opened(source if found is None else found) as file:
         catalog = read_catalog(file, verify=settings.verify)
         aside: tuple[str, ...] = ()
         if settings.root is not None:

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastensor.checkpoint.catalog import Catalog, Located
+from fastensor.checkpoint.catalog import Catalog, Located, roots_in_words
 from fastensor.checkpoint.names import nodes
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.pickle_records import PickledTensor
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ def select(catalog: Catalog, root: str | None, *, drop: bool, where: str) -> Sel
     branch = catalog.structure if root is None else branches.get(root)
     if not isinstance(branch, dict):
         what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
-        raise UnsupportedContentError(f"{where}: expected {what}, found none; {_advice(branches)}")
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {roots_in_words(branches)}")
     found: dict[str, Located] = {}
     dropped = []
     for key, value in branch.items():
@@ -57,10 +55,10 @@ def select(catalog: Catalog, root: str | None, *, drop: bool, where: str) -> Sel
         else:
             raise UnsupportedContentError(
                 f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is "
-                f"{_kind(key, value)}; {_advice(branches)}"
+                f"{_kind(key, value)}; {roots_in_words(branches)}"
             )
     if dropped and not found:
-        raise UnsupportedContentError(f"{where}: nothing would be left to convert; {_advice(branches)}")
+        raise UnsupportedContentError(f"{where}: nothing would be left to convert; {roots_in_words(branches)}")
     aside = () if root is None else beside([node.name for node in every], root)
     return Selection(found, (*aside, *dropped))
 
@@ -69,20 +67,6 @@ def _kind(key: Any, value: Any) -> str:
     if not isinstance(key, str):
         return f"called by a key of type {type(key).__name__}"
     return "a tensor that is more than its bytes" if isinstance(value, PickledTensor) else "no tensor"
-
-
-def _advice(branches: Mapping[str, Any]) -> str:
-    """The end of a message: which dicts of tensors the source has."""
-    roots = [
-        repr(name)
-        for name, value in branches.items()
-        if value and all(isinstance(one, PickledTensor) for one in value.values())
-    ]
-    return (
-        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN])}"
-        if roots
-        else "it holds no such dict"
-    )
 
 
 def beside(names: Iterable[str], root: str) -> tuple[str, ...]:

@@ -19,8 +19,9 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.inspect import Inspection
 from fastensor.checkpoint.opened import OpenedFile, opened
+from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
-from fastensor.checkpoint.verify import DamagedCheckpointError, Progress, VerifyReport, verify, verify_opened
+from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify, verify_opened
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage

@@ -26,11 +26,11 @@ from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, locate, name_of
+from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, check_holds, files_of, is_index, weights_at, write_sharded
-from fastensor.checkpoint.verify import Progress
 from fastensor.checkpoint.verify import verify as verify_file
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.source import FileBytes, Plan

@@ -225,11 +225,14 @@ class Server:
     def run(self) -> None:
         """Serve until the last client has gone."""
         seconds: float | None = _FIRST_CLIENT_SECONDS
-        while self._await_events(seconds) and self._clients:
+        had_clients = False  # a process of another user may knock first
+        while self._await_events(seconds) and (self._clients or not had_clients):
             for source in self._sources.values():
                 source.begin_requested()
             busy = [self._each(client, client.send_next) for client in list(self._clients)]
-            seconds = 0 if any(busy) else None
+            had_clients = had_clients or bool(self._clients)
+            if had_clients:
+                seconds = 0 if any(busy) else None
         self._listener.close()
         self._selector.close()
 

@@ -77,9 +77,12 @@ class Server:
     def run(self) -> None:
         """Serve until the last client has gone."""
         seconds: float | None = _FIRST_CLIENT_SECONDS
-        while self._await_events(seconds) and self._clients:
+        had_clients = False  # a process of another user may knock first
+        while self._await_events(seconds) and (self._clients or not had_clients):
             self._give_work()
-            seconds = None
+            had_clients = had_clients or bool(self._clients)
+            if had_clients:
+                seconds = None
 
     def _listen(self, listener: socket.socket, *, is_local: bool) -> None:
         listener.setblocking(False)
