@@ -10,7 +10,7 @@ from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader
 from fastensor.data.epochs import EpochLoader
 from fastensor.data.plan import Shuffle
 from fastensor.files.arguments import check_flags, check_function, check_whole, check_word
-from fastensor.provision import DataService
+from fastensor.provision import DataService, ProvisionedLoader
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class FastensorDataModule(LightningDataModule):
         """A shuffled loader, which goes on with the epoch of the checkpoint that the Trainer resumes from."""
         if self._address is not None:
             self._sources["train"], self._address = DataService.connect(self._address), None
+        if isinstance(self._training, ProvisionedLoader):
+            self._training.close()  # the service would go on to make batches for it
         self._training = loader = self._loader("train", shuffle=self._shuffle, drop_last=self._drop_last)
         state, self._resumed = self._resumed, None
         # Lightning loads the state itself, but only after it has asked how long the epoch is.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from fastensor.data import EpochPlan
 from fastensor.provision import DataService, ProvisionError
 from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.service import NAME_VARIABLE
 
 N = 60
 Start = Callable[..., DataService]
@@ -289,3 +290,37 @@ def test_arrays_stay_arrays_and_views(start: Start, folder: Path) -> None:
             assert isinstance(sample["bytes"], np.ndarray)
             assert sample["bytes"].flags.writeable
             assert sample["bytes"].ctypes.data % 64 == 0
+
+
+def test_who_knows_the_length_need_not_ask_once_more(start: Start, folder: Path) -> None:
+    """As Lightning does: what came ahead of the next epoch is not made again."""
+    loader = start().loader(8)
+    seen = []
+    for _ in range(3):
+        batches = iter(loader)
+        seen += ids(next(batches) for _ in range(len(loader)))
+    assert sorted(seen) == sorted(list(range(N)) * 3)
+    assert loader._next.generation == 1
+
+
+def test_other_arguments_are_no_other_service(start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME_VARIABLE, str(folder))
+    start(cache_bytes=1 << 20, seed=1)
+    for options in ({"cache_bytes": 1 << 20, "seed": 2}, {"cache_bytes": 1 << 21, "seed": 1}):
+        with pytest.raises(ProvisionError, match="with other arguments"):
+            start(**options)
+    assert len(start(cache_bytes=1 << 21, seed=2, name="validation")) == N
+
+
+def test_a_sample_that_cannot_be_read_ahead_is_tried_once(start: Start, folder: Path) -> None:
+    """By who reads ahead; and by the batch that needs it."""
+    (folder / "fail-3").touch()
+    service = start(workers=1)
+    loader = service.loader(4, shuffle="none", ahead=1)
+    with pytest.raises(ProvisionError, match="sample 3 is bad"):
+        next(iter(loader))
+    others = service.loader(4, seed=1, ahead=1)
+    for _ in range(40):  # each answer comes between tasks: a worker that reads ahead in vain would go on
+        service.status()
+    assert reads_in(folder)[3] <= 4
+    others.close()

@@ -26,3 +26,15 @@ def test_loaders_of_an_overloaded_service_take_turns() -> None:
         served.append(task.stream.number)
         task.stream.credit(1, task.batch.index + 1, 0.0, now=float(moment))
     assert served == [0, 1, 2] * 3
+
+
+def test_what_could_not_be_read_ahead_is_not_read_ahead_again() -> None:
+    tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
+    tasks.start(Start(EpochPlan(100, shuffle="none"), 0, 0), [])
+    tried: list[int] = []
+    while (task := tasks.next_preload()) is not None:
+        tried += task.positions.tolist()
+        assert not tasks.killed(task)
+        tasks.stock.not_readable(task.positions)
+        assert len(tried) <= 100
+    assert tried == list(range(100))

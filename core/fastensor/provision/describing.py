@@ -116,7 +116,7 @@ class _Describer:
         if not self.allow_pickle:
             raise UnsupportedSampleError(
                 f"{path} is {_in_words(value)}. Only tensors of the CPU that need no gradient, arrays and plain data "
-                f"are passed on without pickling: convert it, or allow pickles (allow_pickle=True) on both sides"
+                f"are passed on without pickling: convert it, in a data service by before_cache or after_cache"
             )
         file = io.BytesIO()
         pickler = _Pickler(file, self)

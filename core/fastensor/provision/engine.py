@@ -140,7 +140,7 @@ class Engine(Protocol):
         """
 
     def health(self) -> dict[str, Any]:
-        """What the service does, for :func:`fastensor.provision.metrics`.
+        """What the service does, for people and monitors.
 
         Raises:
             EngineLost: the service cannot be reached any more, or does not answer.

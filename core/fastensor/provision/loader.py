@@ -108,12 +108,13 @@ class ProvisionedLoader(EpochLoader):
     def _host_batches(self, plan: EpochPlan, progress: Progress) -> Iterator[Any]:
         """The batches from a progress to the end of its epoch."""
         self._go_to(plan, progress)
-        for _ in range(plan.steps(progress.consumed)):
+        for left in reversed(range(plan.steps(progress.consumed))):
             progress = progress.after_step(plan)
             content = self._take(progress)
+            if not left:  # before the last batch is given out: who knows how many there are does not ask once more
+                self._next = replace(self._next, epoch=progress.epoch + 1, consumed=0)
             yield decode(content)
             del content  # or its memory would be kept until the next batch is here
-        self._next = replace(self._next, epoch=progress.epoch + 1, consumed=0)
 
     def _go_to(self, plan: EpochPlan, progress: Progress) -> None:
         """Have the service go on at a progress, if it does not anyway."""

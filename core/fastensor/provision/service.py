@@ -12,6 +12,7 @@ import torch
 
 from fastensor.data import processes
 from fastensor.data.plan import EpochPlan, Shuffle
+from fastensor.errors import ProvisionError
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import Contents, packed
@@ -77,7 +78,8 @@ class DataService:
             seed: of ``before_cache``.
             fingerprint: identifies the samples, if the source does not: see
                 :func:`fastensor.provision.sources.fingerprint_of`.
-            name: tells services of one job apart that have the same samples.
+            name: tells services of one job apart that have the same samples, such as one for training, which augments
+                them, and one for validation.
             listen: ``"host:port"``, if processes of other machines are to connect. They get batches through the socket.
             token: a secret that such processes have to know; needed unless the host is this machine itself.
 
@@ -101,7 +103,14 @@ class DataService:
         spec_fd = packed(facts, token, Contents(found, before_cache, after_cache))
         job = os.environ.get(NAME_VARIABLE)
         of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
-        return cls(EmbeddedEngine(f"local:{of_job}", spec_fd=spec_fd, token=token))
+        joined = EmbeddedEngine(f"local:{of_job}", spec_fd=spec_fd, token=token)
+        if (has := (joined.facts.seed, joined.facts.cache_nbytes)) != (seed, cache_bytes):
+            joined.close()
+            raise ProvisionError(
+                f"this job has a service of these samples with other arguments: expected seed and cache_bytes "
+                f"{(seed, cache_bytes)}, found {has}; give the other service a name of its own by name="
+            )
+        return cls(joined)
 
     @classmethod
     def connect(cls, address: str, *, token: str | None = None, timeout: float = 60) -> Self:

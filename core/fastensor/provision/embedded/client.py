@@ -180,7 +180,7 @@ class EmbeddedEngine:
 
     def _called(self) -> Connection:
         endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(_TCP)), _ANSWER_SECONDS)
-        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire.keep_alive(endpoint)
         return Connection(endpoint)
 
     def _greeted(self, connection: Connection) -> dict[str, Any]:

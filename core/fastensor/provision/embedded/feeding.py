@@ -184,7 +184,7 @@ class Stream:
     def room_nbytes(self) -> int:
         """How many bytes of the ring the next batch may need."""
         buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
-        return min(self.nbytes or buffer // max(ahead, 2), buffer // 2)
+        return self.nbytes or min(buffer // max(ahead, 2), buffer // 2)
 
 
 class Preloading:

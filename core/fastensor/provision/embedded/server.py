@@ -103,6 +103,8 @@ class Server:
             endpoint, _ = listener.accept()
         except OSError:
             return  # the client has gone
+        if not is_local:
+            wire.keep_alive(endpoint)
         self._numbers += 1
         client = Client(endpoint, self._numbers, token=None if is_local else self._token, is_local=is_local)
         if is_local and client.connection.peer[1] != os.geteuid():
@@ -319,8 +321,10 @@ class Server:
         self._do_for(client, partial(client.push, task.batch, slot, cost, fd))
 
     def _fail(self, task: Task, text: str) -> None:
-        """Tell a loader why a batch cannot be made. If samples could not be read for the cache, the loader that needs
-        them will be told."""
+        """Tell a loader why a batch cannot be made. If samples could not be read for the cache, they are not read ahead
+        again, and the loader that needs them will be told."""
+        if task.batch is None:
+            self._tasks.stock.not_readable(task.positions)
         client = self._clients.get(task.stream.number) if task.stream is not None else None
         if task.batch is None or client is None:
             return

@@ -43,6 +43,8 @@ class Stock:
         self._unwritten: set[int] = set()
         """What has a place, and is not written yet."""
         self._damaged: set[int] = set()
+        self._unreadable: set[int] = set()
+        """What could not be read ahead. The batches that need it try again, and their loaders are told."""
 
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
         """Where samples are, with -1 for those that are not there; and their bytes. They are held from now on."""
@@ -62,14 +64,19 @@ class Stock:
         """Samples have been read, or the worker has ended."""
         self._reading.difference_update(positions.tolist())
 
+    def not_readable(self, positions: Integers) -> None:
+        """Samples could not be read ahead."""
+        self._unreadable.update(positions.tolist())
+
     def awaits(self, positions: Integers) -> bool:
         """Whether some of the samples will be found soon."""
         wanted = positions.tolist()
         return not (self._reading.isdisjoint(wanted) and self._unwritten.isdisjoint(wanted))
 
     def lacking(self, positions: Integers) -> Integers:
-        """Those of the samples that have no place and are not being read; none without a cache."""
-        found = (one for one in positions.tolist() if one not in self._reading)
+        """Those of the samples that are to be read ahead: they have no place, are not being read, and have not failed.
+        None without a cache."""
+        found = (one for one in positions.tolist() if one not in self._reading and one not in self._unreadable)
         return np.array([one for one in found if self.cache is not None and self.cache.find(one) is None], np.int64)
 
     def would_keep(self, count: int, next_use: int) -> bool:

@@ -161,9 +161,9 @@ class Tasks:
         self._again.append(task)
 
     def killed(self, task: Task) -> bool:
-        """A worker has ended while it did a task. Returns whether it is tried once more."""
+        """A worker has ended while it did a task. Returns whether it is tried once more: what was read ahead is not."""
         task.attempts += 1
-        if task.attempts < _MOST_ATTEMPTS:
+        if task.batch is not None and task.attempts < _MOST_ATTEMPTS:
             self.postpone(task)
             return True
         self.finished(task)

@@ -48,6 +48,18 @@ def parsed_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def keep_alive(endpoint: socket.socket) -> None:
+    """Have a connection send at once, and end within minutes if the other machine is lost."""
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 30),
+        (socket.TCP_KEEPINTVL, 10),
+        (socket.TCP_USER_TIMEOUT, 60_000),
+    ):
+        endpoint.setsockopt(socket.IPPROTO_TCP, option, value)
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def listening(address: str, token: str | None) -> socket.socket:
     """A socket that listens.
 

@@ -138,10 +138,10 @@ class Worker:
         """Samples of the source, as the cache takes them."""
         contents = self._loaded()
         samples = []
-        values = iter(contents.source.read(positions.tolist()))
-        for position in positions.tolist():
+        wanted = positions.tolist()
+        seed_all(self._seed, *wanted)  # a source may draw random numbers
+        for position, value in zip(wanted, contents.source.read(wanted), strict=True):
             seed_all(self._seed, position)
-            value = next(values)
             if contents.before_cache is not None:
                 value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
             samples.append(_written(_named(encoding.encode, value, f"sample {position}")))
