@@ -76,12 +76,13 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Spread 
         errors = [[one.median - one.least for _, one in found], [one.greatest - one.median for _, one in found]]
         draw(
             [at for at, _ in found], [one.median for _, one in found], thickness, color=COLOURS[name], label=name,
-            **{"yerr" if upright else "xerr": errors}, error_kw={"elinewidth": 0.7, "ecolor": "#37474f"},
+            **{"yerr" if upright else "xerr": errors}, error_kw={"elinewidth": 0.9, "ecolor": "#78909c"},
         )  # fmt: skip
     if upright:
         axis.set_xticks(range(len(groups)), groups, fontsize=7)
     else:
         axis.set_yticks(range(len(groups)), groups)
+        axis.tick_params(left=False)
         axis.invert_yaxis()
 
 

@@ -22,16 +22,10 @@ class MarkdownDocstrings(griffe.Extension):
 
 def as_markdown(docstring: str, scope: str) -> str:
     """
-    >>> print(as_markdown("As :func:`fastensor.save`, then :meth:`wait`:\\n\\n>>> 1 + 1\\n2\\n\\nMore.", "a.B"))
-    As <autoref identifier="fastensor.save" optional><code>fastensor.save</code></autoref>, then \
-<autoref identifier="a.B.wait" optional><code>wait</code></autoref>:
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    More.
+    >>> as_markdown("Then :meth:`wait`.", "a.B")
+    'Then <autoref identifier="a.B.wait" optional><code>wait</code></autoref>.'
+    >>> as_markdown(">>> 1 + 1\\n2\\n\\nMore.", "a.B").splitlines()
+    ['```pycon', '>>> 1 + 1', '2', '```', '', 'More.']
     """
 
     def link(found: re.Match[str]) -> str:
