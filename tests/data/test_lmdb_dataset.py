@@ -275,6 +275,7 @@ def test_the_choice_follows_the_page_cache(path: Path, values: list[bytes], monk
     resident = [0.0]
     monkeypatch.setattr("fastensor.files.posix.resident_fraction", lambda fd, nbytes: resident[0])
     monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
+    monkeypatch.setattr("fastensor.data.reading.available_memory", lambda: 0)  # nothing is swept
     dataset: LmdbDataset[bytes] = LmdbDataset(path)
     batches = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
     dataset.read_ahead(batches)

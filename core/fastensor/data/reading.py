@@ -13,7 +13,7 @@ import numpy as np
 
 from fastensor.data.coalescing import Extents, Integers, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
-from fastensor.data.engines.choice import Strategy, choose_engine
+from fastensor.data.engines.choice import LARGE_NBYTES, EngineName, Strategy, choose_engine, open_engine
 from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Opening
@@ -79,9 +79,10 @@ class ValueReader:
         self._node = node
         self._chooses = strategy.engine == "auto" and node is None
         self._until_choice = self._values_per_choice // _CHOICES_BEFORE_SWEEP
-        self._sweeps = sweeps and self._chooses and strategy.staggering is None
-        self._sweep: Sweep | None = None
         self._mean_nbytes = mean_of_some(extents.lengths)
+        self._sweep: Sweep | None = None
+        small = self._mean_nbytes < LARGE_NBYTES  # others are read at the speed of the disk in any order
+        self._sweeps = sweeps and small and self._chooses and strategy.staggering is None
         self._engine = self._open()
         self._interrupted = False
         """Whether an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
@@ -191,25 +192,26 @@ class ValueReader:
     def _choose_anew(self, count: int) -> None:
         """Choose the engine again now and then, if it is ours to choose; and open another one after an interrupt."""
         self._until_choice -= count
-        swept = self._sweep is not None and self._sweep.is_over
-        if self._chooses and (self._until_choice <= 0 or swept):
+        if self._chooses and (self._until_choice <= 0 or (self._sweep is not None and self._sweep.is_over)):
             self._until_choice = self._values_per_choice
-            if choose_engine(self._fd, self._mean_nbytes) != self._engine.name:
+            if self._wanted_engine() != self._engine.name:
                 self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
                 self._forget_begun()
                 self._replace_engine()
-            if swept:
-                self._sweep = None
-            elif self._sweeps and self._sweep is None and self._engine.name != "mapped":
-                self._begin_sweep()
         if self._interrupted:
             self._replace_engine()
 
-    def _begin_sweep(self) -> None:
-        nbytes = os.fstat(self._fd).st_size
-        if fits(nbytes * (1 - posix.resident_fraction(self._fd, nbytes)), available_memory()):
-            with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
-                self._sweep = Sweep(self._fd, nbytes)
+    def _wanted_engine(self) -> EngineName:
+        """The engine that is the fastest now. A sweep begins if one pays, and ends if there was one."""
+        swept, name = self._sweep is not None, choose_engine(self._fd, self._mean_nbytes)
+        if self._sweep is not None and self._sweep.is_over:
+            self._sweep = None
+        if self._sweeps and not swept and name == "willneed":
+            nbytes = os.fstat(self._fd).st_size
+            if fits(nbytes * (1 - posix.resident_fraction(self._fd, nbytes)), available_memory()):
+                with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
+                    self._sweep = Sweep(self._fd, nbytes)
+        return name if self._sweep is None else "pread"  # advice would be for reads in the way of the sweep
 
     def _replace_engine(self) -> None:
         replaced, self._engine = self._engine, self._open()
@@ -217,6 +219,8 @@ class ValueReader:
         replaced.close()
 
     def _open(self) -> Engine:
+        if self._sweep is not None:
+            return open_engine("pread", self._fd, self._strategy.merging)
         if self._node is None:
             return self._strategy.open(self._fd, self._mean_nbytes)
         ring_nbytes = max(self._read_ahead_nbytes, _LEAST_RING_NBYTES)

@@ -14,8 +14,8 @@ from fastensor.files.budgets import available_memory
 
 _MOST_OF_MEMORY = 0.5
 """Of the memory that is available, so that the pages of other files stay."""
-_PIECE_NBYTES = 16 << 20
-"""Memory is looked at again after so many bytes: other programs may want it."""
+_PIECE_NBYTES = 64 << 20
+"""At most two pieces are under way. Memory is looked at again after each: other programs may want it."""
 
 
 def fits(nbytes: float, available: int) -> bool:
@@ -70,5 +70,9 @@ class Sweep:
                 if self._stopped or not fits(nbytes, available_memory()):
                     return
                 advise(self._fd, begin, nbytes)
+                if begin:
+                    os.pread(self._fd, 1, begin - 1)  # waits for the piece before
+        except OSError:  # values are read all the same, and say what is wrong
+            pass
         finally:
             os.close(self._fd)
