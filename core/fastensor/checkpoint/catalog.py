@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastensor.checkpoint.archive import read_archive, read_pickle
-from fastensor.checkpoint.names import walk
+from fastensor.checkpoint.names import nodes, walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
@@ -169,6 +169,34 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
         by_identity,
         program.naming_globals(),
     )
+
+
+def check_root(catalog: Catalog, root: str | None, where: str) -> None:
+    """
+    Raises:
+        UnsupportedContentError: ``root`` names a dict within a safetensors file, which has none.
+    """
+    if catalog.container == "safetensors" and root is not None:
+        raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
+
+
+def dict_in(tree: Any, root: str | None, where: str) -> dict[Any, Any]:
+    """The dict called ``root`` in what a pickle makes, loaded or only read; all of it if that is None.
+
+    Raises:
+        UnsupportedContentError: there is none.
+    """
+    branch = tree if root is None else branches_of(tree, where).get(root)
+    if not isinstance(branch, dict):
+        what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
+        advice = roots_in_words(branches_of(tree, where))
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {advice}")
+    return branch
+
+
+def branches_of(tree: Any, where: str) -> dict[str, dict[Any, Any]]:
+    """The dicts in a tree by their names. The tree itself is none of them."""
+    return {node.name: node.value for node in nodes(tree, where) if isinstance(node.value, dict)}
 
 
 def roots_in_words(branches: Mapping[str, Any]) -> str:
