@@ -16,6 +16,7 @@ from fastensor.checkpoint.names import nodes, walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Part
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, UnknownObject
@@ -251,23 +252,15 @@ def _numel_and_reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[i
     return torch.Size(shape).numel(), sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
-def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
+def ties_in(tensors: Mapping[str, Located]) -> list[list[str]]:
     """Groups of names of tensors that share bytes."""
     tenants = Counter([one.part.name for one in tensors.values() if one.part.nbytes])
-    within: dict[str, list[tuple[str, Located]]] = {name: [] for name, count in sorted(tenants.items()) if count > 1}
-    for name, one in tensors.items() if within else ():
-        if one.part.name in within:
-            within[one.part.name].append((name, one))
-    groups: list[list[str]] = []
-    for shared in within.values():
-        reached = 0
-        for begin, end, name in sorted((*one.span, name) for name, one in shared if one.info.nbytes):
-            if begin < reached:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-            reached = max(reached, end)
-    return [sorted(group) for group in groups if len(group) > 1]
+    areas = {
+        name: Area(one.part.name, *one.span)
+        for name, one in tensors.items()
+        if tenants[one.part.name] > 1 and one.info.nbytes
+    }
+    return [sorted(group) for group in overlapping(areas)]
 
 
 def in_words(value: Any) -> str:

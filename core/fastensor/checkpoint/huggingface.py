@@ -53,7 +53,9 @@ def save_sharded(
     Args:
         state: a dict from names to tensors; or a model, whose number of parameters then stands in the index. Tensors
             that are the same memory are stored once, under the first of their names, which is how transformers ties
-            weights. Tensors are made contiguous, one file at a time.
+            weights; so are views that lie within another tensor, as part of that one. A model that is built with the
+            same ties gets all of them back; :func:`fastensor.load_sharded` gives the names that are stored. Tensors are
+            made contiguous, one file at a time.
         folder: is created if it is missing. One writer at a time may save there.
         shard_nbytes: the most bytes of tensors in a file, unless one tensor has more: a number, or a text such as
             ``"5GB"``.
@@ -70,7 +72,8 @@ def save_sharded(
     Raises:
         CheckpointWriteError: another writer saves to the folder, or the operating system refused an operation. The old
             model is there, or the message says that the new one is.
-        UnsupportedContentError: a safetensors file cannot hold the tensors.
+        UnsupportedContentError: a safetensors file cannot hold the tensors: they overlap, none of them holding the
+            others, or something is no dense tensor.
 
     >>> import os, tempfile, torch, fastensor
     >>> folder = tempfile.mkdtemp()
