@@ -20,7 +20,7 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.placement import MapLocation
-from fastensor.checkpoint.progress import Meter, Progress, reporting
+from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.request import LoadRequest, check_arguments, is_restricted
 from fastensor.checkpoint.save import save
@@ -215,7 +215,7 @@ def _load_each(
     state: dict[str, torch.Tensor] = {}
     for file, names in wanted.items():
         chosen = keys if names is None else None if names == files[file] else sorted(names)
-        report = None if tell is None else partial(_tell_part, tell, before, total)
+        report = None if tell is None else partial(tell_part, tell, before, total)
         try:
             loaded = _load_file(file, chosen, options, report)
         except UnknownKeyError as error:
@@ -251,14 +251,9 @@ def _load_file(
     return loaded
 
 
-def _tell_part(tell: Progress, before: int, total: int, done: int, of_file: int) -> None:
-    """Add what is done of one file to what was done before. The sizes of files are those that count."""
-    tell(min(before + done, total), total)
-
-
 def _nbytes(file: Location) -> int:
     try:
-        return os.stat(file).st_size  # type: ignore[arg-type]  # what is no path is no file of an index either
+        return os.stat(locate(file)).st_size  # type: ignore[arg-type]  # what is no path is no file of an index either
     except (OSError, TypeError):
         return 0
 
