@@ -1,8 +1,11 @@
-# The first use of any target but `gpu` builds .venv; a second use finds it and is instant.
+# The first use of any target but `gpu` builds .venv; a second use finds it and is instant. `make demo` installs what it
+# needs, all other targets the rest as well.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 GDS := $(VENV)/gds
 
@@ -24,13 +27,17 @@ help:
 	@echo "make test-gds  tests of the backend gds alone"
 	@echo "make clean     remove .venv and caches"
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning,accelerate]'
+	$(PIP) torch
+	$(PIP) --editable '.[demo]'
 	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(DEMO)
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: $(DEMO)
 	$(BIN)/python examples/resume_after_kill.py
 
 quick: $(STAMP)

@@ -1,11 +1,9 @@
-"""What users import: names, types, weight, and what the wheel holds."""
+"""What users import: names, types and weight."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
-import tarfile
-import zipfile
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -85,38 +83,6 @@ def test_any_name_may_be_the_first_one() -> None:
         "    assert os.waitpid(child, 0)[1] == 0, name\n"
     )
     run("-c", code, cold=True)
-
-
-def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
-    run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cold=True, folder=ROOT)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        files = archive.namelist()
-        commands = archive.read(f"fastensor-{fastensor.__version__}.dist-info/entry_points.txt").decode()
-    tops = {name.split("/")[0] for name in files}
-    packages = {"fastensor", "fastensor_lightning", "fastensor_accelerate"}
-    assert tops == {*packages, f"fastensor-{fastensor.__version__}.dist-info"}
-    assert {f"{package}/py.typed" for package in packages} <= set(files)
-    assert "fastensor-accelerate = fastensor_accelerate.launcher:main" in commands
-
-
-def test_the_source_holds_what_the_readme_links_to(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="hatchling builds the archive")
-    run("-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cold=True, folder=ROOT)
-    (source,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        tops = {name.split("/")[1] for name in archive.getnames()}
-    assert tops >= {
-        "core",
-        "docs",
-        "fastensor_lightning",
-        "fastensor_accelerate",
-        "README.md",
-        "CHANGELOG.md",
-        "LICENSE",
-    }
-    assert not tops & {"tests", "benchmarks", "examples"}
 
 
 def test_an_accelerate_that_is_too_old_is_refused() -> None:
