@@ -103,8 +103,8 @@ def files_behind(path: Location, *, others: str = "") -> Mapping[Location, set[s
     if path in files and isinstance(found, str) and os.path.isdir(found) and not metadata_names(found):
         raise FileNotFoundError(
             errno.ENOENT,
-            f"no weights: expected {others}*{INDEX_SUFFIX} or {' or '.join(WHOLE)} in the folder; for a file of another "
-            f"name, give its path",
+            f"no weights: expected {others}*{INDEX_SUFFIX} or {' or '.join(WHOLE)} in the folder; for a file of "
+            f"another name, give its path",
             found,
         )
     return files
