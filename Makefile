@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# A worker gets neighbouring tests, which share fixtures and warm processes, and takes those of others when it has none.
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 
 GDS := $(VENV)/gds
 
@@ -41,11 +43,11 @@ demo: $(DEMO)
 	$(BIN)/python examples/resume_after_kill.py
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n 3 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
+	$(PYTEST) -n 3 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
 	    tests/offload/test_gradients.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 -m "not gpu and not torture" --ignore tests/gds
+	$(PYTEST) -n 3 -m "not gpu and not torture" --ignore tests/gds
 	$(MAKE) test-gds
 
 # In an environment of its own, so that the others find a machine without kvikio. FASTENSOR_TESTS_NEED_GDS=1 makes it an
@@ -69,7 +71,7 @@ check: $(STAMP)
 	$(MAKE) test
 
 torture: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
+	$(PYTEST) -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 
 bench: $(STAMP)
