@@ -170,6 +170,8 @@ def test_convert_to_a_distributed_checkpoint(tmp_path: Path) -> None:
         assert_same(load(emptied(state), reader(tmp_path / "dcp")), state)
     fastensor.convert(tmp_path / "x.ckpt", tmp_path / "dcp", container="dcp", root="model")
     assert_same(load(emptied(state["model"]), FastensorStorageReader(tmp_path / "dcp")), state["model"])
+    with pytest.raises(fastensor.UnsupportedContentError, match="expected a dict of tensors called 'step', found none"):
+        fastensor.convert(tmp_path / "x.ckpt", tmp_path / "dcp", container="dcp", root="step")
     fastensor.save(state["model"], tmp_path / "x.safetensors")
     fastensor.convert(tmp_path / "x.safetensors", tmp_path / "dcp", container="dcp")
     assert fastensor.diff(tmp_path / "dcp", tmp_path / "x.safetensors").is_empty

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.catalog import dict_in
 from fastensor.checkpoint.conversion.casting import CastBytes
 from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
 from fastensor.checkpoint.conversion.renames import renamed
@@ -252,7 +253,7 @@ def to_directory(
         verified = verify_part(file, names, settings.backend, progress)
         if not verified.complete:
             warn_unverified(verified.path, stacklevel=stacklevel)
-    state = _dict_within(_loaded(files), settings.root, name_of(source))
+    state = dict_in(_loaded(files), settings.root, name_of(source))
     planned = time.perf_counter()
     writer = FastensorStorageWriter(cast(str, target), sync_files=settings.durable, backend=settings.backend)
     with warnings.catch_warnings():
@@ -284,19 +285,4 @@ def _loaded(files: Mapping[Location, set[str] | None]) -> Any:
             return found
         check_holds(name_of(file), found, names)
         state.update((name, found[name]) for name in sorted(names))
-    return state
-
-
-def _dict_within(state: Any, root: str | None, where: str) -> dict[Any, Any]:
-    """The dict called ``root`` in a state, or the whole state.
-
-    Raises:
-        UnsupportedContentError: there is none.
-    """
-    for key in _above(root):
-        if not isinstance(state, dict) or key not in state:
-            raise UnsupportedContentError(f"{where}: it has no dict called {root!r}")
-        state = state[key]
-    if not isinstance(state, dict):
-        raise UnsupportedContentError(f"{where}: expected a dict, found {type(state).__name__}")
     return state
