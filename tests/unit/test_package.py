@@ -27,7 +27,7 @@ HEAVY = (
     "pytest",
     "fsspec",
 )
-OTHERS = ("torch", "torch.serialization", "torch.utils.data")
+OTHERS = ("torch", "torch.serialization", "torch.utils.data", "numpy", "isal.isal_zlib", "platformdirs.unix")
 """What the core imports of others."""
 
 

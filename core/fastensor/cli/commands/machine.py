@@ -26,7 +26,7 @@ def doctor(
         str,
         typer.Option(
             metavar="SIZE,...",
-            help="Sizes of the files that are measured, less if there is little space. KB is 1000 bytes, KiB or K 1024.",
+            help="Sizes of the measured files, less if there is little space. KB is 1000 bytes, KiB or K 1024.",
         ),
     ] = "64K,64M",
     json: Json = False,
