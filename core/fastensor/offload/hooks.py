@@ -91,6 +91,7 @@ class OffloadedTensor:
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        swapper.read_ahead(saved, upcoming, unexpected)  # wakes reader threads, so it is last, as in pack
         return tensor
 
 
@@ -264,10 +265,11 @@ class StepHooks:
             position=position,
         )
         handle = SavedHandle(saved, swapper)
-        swapper.admit(saved)
+        record = OffloadedTensor.of(tensor, handle, forward, position)
+        swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
         forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
-        return OffloadedTensor.of(tensor, handle, forward, saved.position)
+        return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
         """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
