@@ -1,8 +1,13 @@
-# The first use of any target but `gpu` builds .venv; a second use finds it and is instant.
+# The first use of any target but `gpu` builds .venv; a second use finds it and is instant. `make demo` installs what it
+# needs, all other targets the rest as well.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# A worker gets neighbouring tests, which share fixtures and warm processes, and takes those of others when it has none.
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 
 GDS := $(VENV)/gds
 
@@ -25,21 +30,25 @@ help:
 	@echo "make test-gds  tests of the backend gds alone"
 	@echo "make clean     remove .venv and caches"
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lightning,accelerate]'
+	$(PIP) torch
+	$(PIP) --editable '.[demo]'
 	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(DEMO)
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: $(DEMO)
 	$(BIN)/python examples/resume_after_kill.py
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n 3 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
+	$(PYTEST) -n 3 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
 	    tests/offload/test_gradients.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 -m "not gpu and not torture" --ignore tests/gds
+	$(PYTEST) -n 3 -m "not gpu and not torture" --ignore tests/gds
 	$(MAKE) test-gds
 
 # In an environment of its own, so that the others find a machine without kvikio. FASTENSOR_TESTS_NEED_GDS=1 makes it an
@@ -61,7 +70,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 check: $(STAMP)
@@ -73,7 +82,7 @@ check: $(STAMP)
 	$(MAKE) test
 
 torture: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
+	$(PYTEST) -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 
 bench: $(STAMP)

@@ -28,7 +28,7 @@ install_wheels() {
 
 everything() {
     if ls "$wheels"/*.whl > /dev/null 2>&1; then install_wheels; fi
-    "$python" -c 'import fsspec, hypothesis, isal, numpy, platformdirs, pytest, safetensors, torch, tqdm'
+    "$python" -c 'import fsspec, hypothesis, isal, numpy, platformdirs, pytest, rich, safetensors, torch, typer'
     for folder in "$work"/site/nvidia/*/lib; do export LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"; done
     failed=0
     # The files of the tests are on the disk that is measured.

@@ -19,11 +19,14 @@ platforms=
 for glibc in 39 35 34 31 28 27 24 17; do platforms="$platforms --platform manylinux_2_${glibc}_x86_64"; done
 rm -rf "$folder"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" .
-for version in ${versions:?}; do
+download() {
     # shellcheck disable=SC2086  # several options
-    "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
-        $platforms --platform manylinux2014_x86_64 --constraint constraints.txt --dest "$folder" \
-        "kvikio-cu$cuda" "libkvikio-cu$cuda" "$cufile" rapids-logger cuda-pathfinder isal safetensors fsspec \
-        platformdirs tqdm packaging typing-extensions pytest pluggy iniconfig pygments hypothesis sortedcontainers attrs
+    "$python" -m pip download --quiet --only-binary=:all: --python-version "$version" --implementation cp \
+        $platforms --platform manylinux2014_x86_64 --constraint constraints.txt --dest "$folder" "$@"
+}
+for version in ${versions:?}; do
+    # Without what they ask for: CUDA, NumPy and torch are there.
+    download --no-deps "kvikio-cu$cuda" "libkvikio-cu$cuda" "$cufile" rapids-logger cuda-pathfinder isal safetensors
+    download fsspec platformdirs typer rich pytest hypothesis
 done
 ls "$folder"

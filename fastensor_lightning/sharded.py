@@ -25,7 +25,7 @@ import fastensor
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn
-from fastensor.checkpoint.directories import nbytes_in_directory
+from fastensor.checkpoint.directories import nbytes_in_directory, survives_power_failure
 from fastensor.checkpoint.files import make_parent, remove_at_once
 from fastensor.checkpoint.location import as_in_fsspec, locate
 from fastensor.checkpoint.publish import KEPT
@@ -274,7 +274,7 @@ class ShardedCheckpoints:
             nbytes=nbytes_in_directory(saving.directory.path),
             backend=str(saving.options.backend),
             reason="each rank has written its own shards",
-            durable=saving.options.durable,
+            durable=saving.options.durable and survives_power_failure(saving.path),
             atomic=True,
             plan_seconds=0.0,
             write_seconds=seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 
 # Two workers with two threads each on two cores: OpenMP's would take the time of the others by waiting actively.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
@@ -23,6 +24,8 @@ from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import announce
 
+# Shells start background jobs with SIGINT ignored, and the tests' programs would inherit that. Tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["FASTENSOR_EXPLORE"] = "0"  # backends are chosen by size, in every run alike
 os.environ["FASTENSOR_BENCHMARK_IS_TEST"] = "1"  # see benchmarks/measuring.py
 

@@ -181,8 +181,8 @@ def run(
     return done
 
 
-# Processes of "forkserver" come as fast as warm programs.
-multiprocessing.set_forkserver_preload([*IMPORTED, "pytest", *LIGHTNING])
+# Processes of "forkserver" come as fast as warm programs. The first use of sharded tensors imports torch._dynamo.
+multiprocessing.set_forkserver_preload([*IMPORTED, "pytest", *LIGHTNING, "torch._dynamo"])
 
 
 def run_ranks(function: Callable[..., object], world: int, *arguments: object) -> None:

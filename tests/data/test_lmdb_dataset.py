@@ -16,18 +16,22 @@ import pytest
 from data.databases import ENGINES as LMDB_VERSIONS
 from data.databases import make, some_records
 from programs import run
+from torch.distributed import TCPStore
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
 
 from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.choice import EngineName, Strategy
 from fastensor.data.reading import ValueReader
+from fastensor.data.staggering import Staggering
+from fastensor.data.sweeping import Sweep
 from fastensor.errors import (
     BackendUnavailableError,
     CorruptDatasetError,
     DatasetChangedError,
     UnknownKeyError,
 )
+from fastensor.files import posix
 
 COUNT = 300
 ON_HOST: list[EngineName] = ["mapped", "pread", "willneed", "direct"]
@@ -271,6 +275,7 @@ def test_the_choice_follows_the_page_cache(path: Path, values: list[bytes], monk
     resident = [0.0]
     monkeypatch.setattr("fastensor.files.posix.resident_fraction", lambda fd, nbytes: resident[0])
     monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
+    monkeypatch.setattr("fastensor.data.reading.available_memory", lambda: 0)  # nothing is swept
     dataset: LmdbDataset[bytes] = LmdbDataset(path)
     batches = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
     dataset.read_ahead(batches)
@@ -281,3 +286,91 @@ def test_the_choice_follows_the_page_cache(path: Path, values: list[bytes], monk
         engines.append(dataset.reading_by)
     assert engines[:15] == ["willneed"] * 15
     assert engines[-1] == "mapped"
+
+
+@pytest.fixture
+def cold(path: Path) -> Path:
+    """The database, out of the page cache."""
+    with LmdbIndex.open(path) as index:
+        os.fsync(index.fileno())
+        if posix.evict(index.fileno(), os.fstat(index.fileno()).st_size):
+            pytest.skip("this filesystem keeps files in memory")
+    return path
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Sweep]:
+    """The sweeps that begin; one is due after 50 of 300 values."""
+    begun: list[Sweep] = []
+
+    def begin(fd: int, nbytes: int) -> Sweep:
+        begun.append(Sweep(fd, nbytes))
+        return begun[-1]
+
+    monkeypatch.setattr("fastensor.data.reading.Sweep", begin)
+    monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 400)
+    return begun
+
+
+def read_shuffled(dataset: LmdbDataset[bytes], values: list[bytes], batches: slice) -> None:
+    for batch in np.random.default_rng(1).permutation(COUNT).reshape(30, 10)[batches]:
+        assert dataset.__getitems__(batch) == [values[position] for position in batch]
+
+
+def test_a_file_that_fits_into_memory_is_swept(cold: Path, values: list[bytes], sweeps: list[Sweep]) -> None:
+    """Soon the whole file is in memory, whatever was read of it, and it is mapped."""
+    dataset: LmdbDataset[bytes] = LmdbDataset(cold)
+    read_shuffled(dataset, values, slice(4))
+    assert not sweeps
+    read_shuffled(dataset, values, slice(4, 5))
+    (sweep,) = sweeps
+    sweep._thread.join()
+    assert posix.resident_fraction(dataset.index.fileno(), os.fstat(dataset.index.fileno()).st_size) > 0.95
+    read_shuffled(dataset, values, slice(5, 30))
+    assert dataset.reading_by == "mapped"
+    assert len(sweeps) == 1
+
+
+@pytest.mark.parametrize("why", ["memory", "a small selection", "a named engine", "staggering"])
+def test_a_file_is_not_swept(
+    cold: Path, values: list[bytes], sweeps: list[Sweep], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "memory":
+        nbytes = (cold / "data.mdb" if cold.is_dir() else cold).stat().st_size
+        monkeypatch.setattr("fastensor.data.reading.available_memory", lambda: nbytes // 10)
+    how: dict[str, Any] = {"engine": "willneed"} if why == "a named engine" else {}
+    if why == "staggering":
+        server = TCPStore("127.0.0.1", 0, is_master=True)
+        how["staggering"] = Staggering(1, store=f"127.0.0.1:{server.port}")
+    dataset: LmdbDataset[bytes] = LmdbDataset(cold, **how)
+    if why == "a small selection":
+        some = dataset.select(range(COUNT // 5))
+        for _ in range(2):
+            assert some.__getitems__(range(COUNT // 5)) == values[: COUNT // 5]
+    read_shuffled(dataset, values, slice(4 if why == "a small selection" else 30))
+    assert not sweeps
+
+
+def test_a_sweep_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the reader is closed, or others need memory."""
+    with (tmp_path / "data").open("w+b") as file:
+        os.truncate(file.fileno(), 1 << 30)
+        asked: list[int] = []
+
+        def ask(fd: int, begin: int, nbytes: int) -> None:
+            asked.append(begin)
+            may_go_on.wait()
+
+        may_go_on = threading.Event()
+        monkeypatch.setattr("fastensor.data.sweeping.advise", ask)
+        sweep = Sweep(file.fileno(), 1 << 30)
+        sweep.stop()
+        may_go_on.set()
+        sweep._thread.join()
+        assert sweep.is_over
+        assert len(asked) <= 1
+
+        asked.clear()
+        monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 30 << 20 if asked else 1 << 40)
+        Sweep(file.fileno(), 1 << 30)._thread.join()
+        assert asked == [0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
+import tempfile
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -168,9 +170,46 @@ def test_convert_to_a_distributed_checkpoint(tmp_path: Path) -> None:
         assert_same(load(emptied(state), reader(tmp_path / "dcp")), state)
     fastensor.convert(tmp_path / "x.ckpt", tmp_path / "dcp", container="dcp", root="model")
     assert_same(load(emptied(state["model"]), FastensorStorageReader(tmp_path / "dcp")), state["model"])
+    with pytest.raises(fastensor.UnsupportedContentError, match="expected a dict of tensors called 'step', found none"):
+        fastensor.convert(tmp_path / "x.ckpt", tmp_path / "dcp", container="dcp", root="step")
     fastensor.save(state["model"], tmp_path / "x.safetensors")
     fastensor.convert(tmp_path / "x.safetensors", tmp_path / "dcp", container="dcp")
     assert fastensor.diff(tmp_path / "dcp", tmp_path / "x.safetensors").is_empty
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no folder in memory")
+def test_a_report_of_what_is_in_memory(tmp_path: Path) -> None:
+    fastensor.save({"w": torch.ones(3)}, tmp_path / "x.ckpt")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert not fastensor.convert(tmp_path / "x.ckpt", folder, container="dcp").durable
+        assert not fastensor.convert(folder, f"{folder}/x.ckpt").durable
+    assert fastensor.convert(tmp_path / "x.ckpt", tmp_path / "dcp", container="dcp").durable
+    assert not fastensor.convert(tmp_path / "x.ckpt", tmp_path / "dcp", container="dcp", durable=False).durable
+
+
+def test_a_file_without_checksums_is_said(tmp_path: Path) -> None:
+    fastensor.save({"w": torch.ones(3)}, tmp_path / "x.safetensors", checksums=False)
+    with pytest.warns(fastensor.UnverifiedCheckpointWarning, match=r"x.safetensors: the file carries no") as warned:
+        fastensor.convert(tmp_path / "x.safetensors", tmp_path / "dcp", container="dcp")
+    assert [one.filename for one in warned] == [__file__]
+
+
+def test_an_empty_folder_is_no_source(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no weights: expected \*\.index\.json or model\.safetensors"):
+        fastensor.convert(tmp_path / "empty", tmp_path / "dcp", container="dcp")
+
+
+def test_a_distributed_checkpoint_beside_weights_comes_first(tmp_path: Path) -> None:
+    """Whatever reads a folder takes it for the same thing."""
+    fastensor.save({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    save({"weight": torch.zeros(1, 1)}, FastensorStorageWriter(tmp_path))
+    assert fastensor.inspect(tmp_path).container == "dcp"
+    assert fastensor.verify(tmp_path).container == "dcp"
+    with pytest.raises(fastensor.CheckpointReadError, match="the directory of a distributed checkpoint"):
+        fastensor.load_model(torch.nn.Linear(1, 1), tmp_path)
+    with pytest.raises(fastensor.CheckpointReadError, match="the directory of a distributed checkpoint"):
+        fastensor.load_sharded(tmp_path)
 
 
 def test_damage_stops_a_conversion(tmp_path: Path) -> None:

@@ -15,11 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from killer import Killer
+from programs import command_line
 from states import assert_equal
 from torch import Tensor
 
 import fastensor
-from fastensor import CheckpointWriteError, CorruptCheckpointError, StateMismatchError, UnknownKeyError
+from fastensor import (
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    DamagedCheckpointError,
+    StateMismatchError,
+    UnknownKeyError,
+)
 from fastensor.checkpoint.sharded import split
 from fastensor.testing.calls import intercepted
 from fastensor.testing.faults import failing_call
@@ -169,7 +176,7 @@ def test_progress(tmp_path: Path) -> None:
         fastensor.load_sharded(tmp_path, into=state_of(2), weights_only="no")
 
 
-CHANGES = [(3, 3), (3, 2), (3, 1), (1, 3), (1, 1)]
+CHANGES = [(2, 2), (3, 2), (2, 1), (1, 2), (1, 1)]
 changes = pytest.mark.parametrize(("before", "after"), CHANGES)
 
 
@@ -298,3 +305,53 @@ def test_from_pretrained_reads_what_replaced_its_own_files(tmp_path: Path, tied:
     model.save_pretrained(tmp_path, max_shard_size=10_000)
     assert "model-2-" not in in_index(tmp_path)
     assert not [name for name in names_in(tmp_path) if name.startswith("model-2-")]
+
+
+# verifying
+
+
+def test_a_model_is_verified_as_a_whole(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.safetensors")}
+    for path in (tmp_path, tmp_path / INDEX):
+        seen: list[tuple[int, int]] = []
+        report = fastensor.verify(path, progress=lambda *now: seen.append(now))  # noqa: B023
+        assert (report.path, report.container, report.nbytes) == (
+            str(tmp_path / INDEX),
+            "huggingface",
+            sum(sizes.values()),
+        )
+        assert (report.complete, report.compared, report.damage, report.code) == (True, 6, (), ())
+        assert seen[-1] == (sum(sizes.values()),) * 2
+        assert seen == sorted(seen)
+    fastensor.save_sharded(state_of(1), tmp_path / "one")
+    assert fastensor.verify(tmp_path / "one").path == str(tmp_path / "one" / "model.safetensors")
+
+
+def test_all_damage_of_a_model_is_listed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for number in (1, 3):
+        with (tmp_path / f"model-0000{number}-of-00003.safetensors").open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\xff")
+    with pytest.raises(DamagedCheckpointError) as caught:
+        fastensor.verify(tmp_path)
+    assert caught.value.report.nbytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert [one.part for one in caught.value.report.damage] == [
+        "model-00001-of-00003.safetensors: tensor 'layer.0'",
+        "model-00003-of-00003.safetensors: tensor 'layer.2'",
+    ]
+
+
+def test_a_model_without_a_tensor_of_its_index_is_not_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1)
+    fastensor.save({"other": torch.ones(3)}, tmp_path / "model-00002-of-00003.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"00002-of-00003.*'layer.1' is not in it"):
+        fastensor.verify(tmp_path)
+    status, out, _ = command_line(capsys, "verify", tmp_path)
+    assert (status, out.count("intact"), "'layer.1' is not in it" in out) == (1, 2, True)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        fastensor.verify(tmp_path)

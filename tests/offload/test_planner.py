@@ -27,6 +27,8 @@ EACH = BATCH * WIDTH * 4
 """Bytes of one activation."""
 SAVED = LAYERS + 1
 """Activations that a pass saves: the batch, and what each layer gives."""
+EXAMINED = planner._PLANNED_AT[-1]
+"""Passes until one is not examined: each is planned when the next one begins."""
 
 
 class Net(nn.Module):
@@ -305,6 +307,64 @@ def test_in_place_changes_of_what_stays_are_found(make: Any) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     assert not offload.statistics().offloaded
+
+
+def test_passes_that_fit_as_before_are_not_examined(make: Any) -> None:
+    """Nor does that hide in-place changes, or keep a pass from being examined now and then."""
+    net = Net()
+    offload = make(schedule=1 << 30)
+    for _ in range(EXAMINED):
+        train(net, offload)
+    assert "unexamined" not in offload.statistics().kept
+    assert same(train(net, offload), train(net, None))
+    assert offload.statistics().kept["unexamined"] >= SAVED * EACH
+    packed = offload.statistics().packed
+    assert packed % (EXAMINED + 1) == 0
+
+    with offload.step():
+        changed = batch().requires_grad_().sigmoid()
+        loss = changed.square().sum()
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    examined = [offload.statistics().kept["fits"]]
+    for _ in range(2 * planner._EXAMINED_EVERY):
+        train(net, offload)
+        examined.append(offload.statistics().kept["fits"])
+    assert 2 <= len(set(examined)) - 1 <= 3
+
+
+def test_a_pass_that_saves_more_than_before_is_examined_from_there_on(make: Any) -> None:
+    """A larger batch has no room in what passes of the smaller one have left."""
+    net, limit = Net(), int(1.5 * SAVED * EACH)
+    offload = make(schedule=limit)
+    for _ in range(EXAMINED + 1):
+        train(net, offload)
+    assert not offload.statistics().offloaded
+    assert same(train(net, offload, 4 * BATCH), train(net, None, 4 * BATCH))
+    found = offload.statistics()
+    assert found.kept["unexamined"] > 0
+    assert found.offloaded_bytes >= 4 * SAVED * EACH - limit - 4 * EACH
+
+
+def test_graphs_of_passes_that_are_not_examined_count(make: Any) -> None:
+    """There is room for one graph. While it lives, the next pass finds none."""
+    net = Net()
+    offload = make(schedule=int(1.5 * SAVED * EACH))
+    for _ in range(EXAMINED):
+        train(net, offload)
+    losses = []
+    for _ in range(2):
+        with offload.step():
+            losses.append(net(batch()).square().sum())
+    assert "unexamined" in offload.statistics().kept
+    assert offload.statistics().offloaded_bytes >= 0.5 * SAVED * EACH
+    net.zero_grad()
+    for loss in losses:
+        loss.backward()
+    twice = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    assert same(twice, [2 * one for one in train(net, None)])
 
 
 def test_steps_in_several_threads(make: Any) -> None:

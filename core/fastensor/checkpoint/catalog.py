@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fastensor.checkpoint.archive import read_archive, read_pickle
-from fastensor.checkpoint.names import walk
+from fastensor.checkpoint.names import nodes, walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Part
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, UnknownObject
@@ -171,6 +172,34 @@ def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
     )
 
 
+def check_root(catalog: Catalog, root: str | None, where: str) -> None:
+    """
+    Raises:
+        UnsupportedContentError: ``root`` names a dict within a safetensors file, which has none.
+    """
+    if catalog.container == "safetensors" and root is not None:
+        raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
+
+
+def dict_in(tree: Any, root: str | None, where: str) -> dict[Any, Any]:
+    """The dict called ``root`` in what a pickle makes, loaded or only read; all of it if that is None.
+
+    Raises:
+        UnsupportedContentError: there is none.
+    """
+    branch = tree if root is None else branches_of(tree, where).get(root)
+    if not isinstance(branch, dict):
+        what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
+        advice = roots_in_words(branches_of(tree, where))
+        raise UnsupportedContentError(f"{where}: expected {what}, found none; {advice}")
+    return branch
+
+
+def branches_of(tree: Any, where: str) -> dict[str, dict[Any, Any]]:
+    """The dicts in a tree by their names. The tree itself is none of them."""
+    return {node.name: node.value for node in nodes(tree, where) if isinstance(node.value, dict)}
+
+
 def roots_in_words(branches: Mapping[str, Any]) -> str:
     """The end of a message: which of some dicts hold nothing but tensors.
 
@@ -223,23 +252,15 @@ def _numel_and_reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[i
     return torch.Size(shape).numel(), sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
-def overlapping(tensors: Mapping[str, Located]) -> list[list[str]]:
+def ties_in(tensors: Mapping[str, Located]) -> list[list[str]]:
     """Groups of names of tensors that share bytes."""
     tenants = Counter([one.part.name for one in tensors.values() if one.part.nbytes])
-    within: dict[str, list[tuple[str, Located]]] = {name: [] for name, count in sorted(tenants.items()) if count > 1}
-    for name, one in tensors.items() if within else ():
-        if one.part.name in within:
-            within[one.part.name].append((name, one))
-    groups: list[list[str]] = []
-    for shared in within.values():
-        reached = 0
-        for begin, end, name in sorted((*one.span, name) for name, one in shared if one.info.nbytes):
-            if begin < reached:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-            reached = max(reached, end)
-    return [sorted(group) for group in groups if len(group) > 1]
+    areas = {
+        name: Area(one.part.name, *one.span)
+        for name, one in tensors.items()
+        if tenants[one.part.name] > 1 and one.info.nbytes
+    }
+    return [sorted(group) for group in overlapping(areas)]
 
 
 def in_words(value: Any) -> str:

@@ -139,7 +139,7 @@ def convert_by(
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
 
         if settings.container == "dcp":
-            return of_directories.to_directory(source, target, settings, progress)
+            return of_directories.to_directory(source, target, settings, progress, stacklevel=stacklevel + 1)
         return of_directories.from_directory(source, target, settings, progress)
     with ExitStack() as stack:
         found = open_source(source, settings, stack)

@@ -8,6 +8,7 @@ import os
 import re
 
 from fastensor.checkpoint.location import Location, RemotePath, locate
+from fastensor.files import posix
 
 METADATA_NAME = ".metadata"
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
@@ -63,6 +64,12 @@ def remove_replaced_shards(directory: str) -> None:
         if SHARD_NAMES.fullmatch(encoded) and encoded not in named:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
+
+
+def survives_power_failure(directory: str | os.PathLike[str]) -> bool:
+    """Whether files in a directory are durable once they are synced: it is on this machine, and not in memory."""
+    found = locate(directory)
+    return isinstance(found, str) and posix.memory_filesystem_of(found) is None
 
 
 def nbytes_in_directory(path: str) -> int:

@@ -20,7 +20,7 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.placement import MapLocation
-from fastensor.checkpoint.progress import Meter, Progress, reporting
+from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.request import LoadRequest, check_arguments, is_restricted
 from fastensor.checkpoint.save import save
@@ -53,7 +53,9 @@ def save_sharded(
     Args:
         state: a dict from names to tensors; or a model, whose number of parameters then stands in the index. Tensors
             that are the same memory are stored once, under the first of their names, which is how transformers ties
-            weights. Tensors are made contiguous, one file at a time.
+            weights; so are views that lie within another tensor, as part of that one. A model that is built with the
+            same ties gets all of them back; :func:`fastensor.load_sharded` gives the names that are stored. Tensors are
+            made contiguous, one file at a time.
         folder: is created if it is missing. One writer at a time may save there.
         shard_nbytes: the most bytes of tensors in a file, unless one tensor has more: a number, or a text such as
             ``"5GB"``.
@@ -70,7 +72,8 @@ def save_sharded(
     Raises:
         CheckpointWriteError: another writer saves to the folder, or the operating system refused an operation. The old
             model is there, or the message says that the new one is.
-        UnsupportedContentError: a safetensors file cannot hold the tensors.
+        UnsupportedContentError: a safetensors file cannot hold the tensors: they overlap, none of them holding the
+            others, or something is no dense tensor.
 
     >>> import os, tempfile, torch, fastensor
     >>> folder = tempfile.mkdtemp()
@@ -212,7 +215,7 @@ def _load_each(
     state: dict[str, torch.Tensor] = {}
     for file, names in wanted.items():
         chosen = keys if names is None else None if names == files[file] else sorted(names)
-        report = None if tell is None else partial(_tell_part, tell, before, total)
+        report = None if tell is None else partial(tell_part, tell, before, total)
         try:
             loaded = _load_file(file, chosen, options, report)
         except UnknownKeyError as error:
@@ -248,14 +251,9 @@ def _load_file(
     return loaded
 
 
-def _tell_part(tell: Progress, before: int, total: int, done: int, of_file: int) -> None:
-    """Add what is done of one file to what was done before. The sizes of files are those that count."""
-    tell(min(before + done, total), total)
-
-
 def _nbytes(file: Location) -> int:
     try:
-        return os.stat(file).st_size  # type: ignore[arg-type]  # what is no path is no file of an index either
+        return os.stat(locate(file)).st_size  # type: ignore[arg-type]  # what is no path is no file of an index either
     except (OSError, TypeError):
         return 0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from fastensor.checkpoint.catalog import Catalog, TensorInfo, overlapping, read_catalog
+from fastensor.checkpoint.catalog import Catalog, TensorInfo, read_catalog, ties_in
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import refused_globals
 from fastensor.checkpoint.location import Location
@@ -93,7 +93,7 @@ def _inspect_file(path: Location) -> Inspection:
             others=catalog.others,
             metadata=catalog.metadata,
             refused=refused_globals(catalog.globals) if catalog.container == "torch" else (),
-            ties=tuple(map(tuple, overlapping(catalog.located))),
+            ties=tuple(map(tuple, ties_in(catalog.located))),
             memory_bytes=_memory_bytes(catalog),
         )
 

@@ -14,11 +14,18 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import announce
-from fastensor.checkpoint.catalog import Catalog, Located, read_catalog, roots_in_words
+from fastensor.checkpoint.catalog import (
+    Catalog,
+    Located,
+    branches_of,
+    check_root,
+    dict_in,
+    read_catalog,
+    roots_in_words,
+)
 from fastensor.checkpoint.into import Filling, Pairing, check_fit, fill, naming
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
@@ -208,28 +215,13 @@ def _open(
 def _entries(
     catalog: Catalog, root: str | None, where: str
 ) -> tuple[Mapping[str, Located | None], Mapping[str, Any] | None]:
+    check_root(catalog, root, where)
     if catalog.container == "safetensors":
-        if root is not None:
-            raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
         return catalog.located, None
-    branch = _dict_in(catalog.structure, root, where)
+    branch = dict_in(catalog.structure, root, where)
     versions = getattr(branch, STATE, {}).get(_METADATA)
     entries = {str(name): catalog.by_identity.get(id(value)) for name, value in branch.items()}
     return entries, versions if isinstance(versions, dict) else None
-
-
-def _dict_in(tree: Any, root: str | None, where: str) -> dict[Any, Any]:
-    """The dict called ``root`` in what a file holds; all of it if that is None.
-
-    Raises:
-        UnsupportedContentError: there is none.
-    """
-    branches = {node.name: node.value for node in nodes(tree, where) if isinstance(node.value, dict)}
-    branch = tree if root is None else branches.get(root)
-    if not isinstance(branch, dict):
-        what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
-        raise UnsupportedContentError(f"{where}: expected {what}, found none; {roots_in_words(branches)}")
-    return branch
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -346,7 +338,7 @@ def _load_beside(
             verify=request.checked,
             backend=request.backend,
         )
-        branch = _dict_in(loaded, root, source.file.where)
+        branch = dict_in(loaded, root, source.file.where)
         state.update(branch if not source.entries else {name: branch[name] for name in source.entries})
         if hasattr(branch, _METADATA):
             setattr(state, _METADATA, getattr(branch, _METADATA))
@@ -381,7 +373,7 @@ def _check_names(names: LoadedNames, model: nn.Module, where: str, sources: Sequ
     if not problems:
         return
     structures = [one.catalog.structure for one in sources if one.catalog is not None]
-    roots = {node.name: node.value for tree in structures for node in nodes(tree) if isinstance(node.value, dict)}
+    roots = {name: one for tree in structures for name, one in branches_of(tree, where).items()}
     advice = roots_in_words(roots) if names.missing_keys and roots else ""
     raise StateMismatchError(
         f"{where}: it is not the state of this {type(model).__name__}: {'; '.join(problems)}; {outcome}. strict=False "

@@ -55,6 +55,11 @@ def reporting(progress: Progress | None) -> Iterator[Progress]:
     raise error
 
 
+def tell_part(tell: Progress, before: int, total: int, done: int, of_file: int) -> None:
+    """Add what is done of one file to what was done before. The sizes of files are those that count."""
+    tell(min(before + done, total), total)
+
+
 class Meter:
     """Adds up the bytes of one transfer. Use it in one thread.
 

@@ -69,35 +69,45 @@ def weights_at(location: Location) -> Path | None:
     return find_weights(path) if os.path.isdir(found) and not metadata_names(found) else None
 
 
-def files_behind(path: Location, *, others: str = "") -> Mapping[Location, set[str] | None]:
-    """The files that a model's weights are in, and the names of the tensors that each must hold.
+def files_at(path: Location) -> Mapping[Location, set[str] | None]:
+    """The files of a checkpoint, and the names of the tensors that an index expects in each.
 
     Args:
-        path: a file, whose names are not known: then None stands for them; or, of this machine, an index, or the folder
-            of a model.
+        path: as for :func:`weights_at`. What is neither an index nor the folder of a model stands for itself. None are
+            the names of a file without an index.
+
+    Raises:
+        CorruptCheckpointError: as :func:`files_of`.
+    """
+    weights = weights_at(path)
+    if weights is None:
+        return {path: None}
+    if not is_index(weights):
+        return {weights: None}
+    return {file: names for file, names in files_of(weights).items()}  # noqa: C416  # dict() would keep narrower types
+
+
+def files_behind(path: Location, *, others: str = "") -> Mapping[Location, set[str] | None]:
+    """:func:`files_at`, for callers that need a file or a model.
+
+    Args:
+        path: as there.
         others: what else the caller looks for in a folder, for messages.
 
     Raises:
         FileNotFoundError: there is no model in the folder.
         CorruptCheckpointError: as :func:`files_of`.
     """
-    found = locate(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(found, str):
-        return {path: None}
-    weights: Path | None = Path(found)
-    if os.path.isdir(found):
-        weights = find_weights(Path(found))
-        if weights is None:
-            raise FileNotFoundError(
-                errno.ENOENT,
-                f"no weights: expected {others}*{INDEX_SUFFIX} or {' or '.join(WHOLE)} in the folder; for a file of "
-                "another name, give its path",
-                found,
-            )
-    assert weights is not None
-    if not weights.name.endswith(INDEX_SUFFIX):
-        return {weights: None}
-    return {file: names for file, names in files_of(weights).items()}  # noqa: C416  # dict() would keep narrower types
+    files = files_at(path)
+    found = locate(path)
+    if path in files and isinstance(found, str) and os.path.isdir(found) and not metadata_names(found):
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"no weights: expected {others}*{INDEX_SUFFIX} or {' or '.join(WHOLE)} in the folder; for a file of "
+            f"another name, give its path",
+            found,
+        )
+    return files
 
 
 def check_holds(where: str, names: Container[str], expected: Collection[str]) -> None:

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.safetensors import has_own_memory
 
 _SHOWN = 5
 
 
-class _Area(NamedTuple):
-    """The memory from the first to the last byte of a tensor."""
-
-    device: str
-    begin: int
-    end: int
-
-    def contains(self, other: _Area) -> bool:
-        return self.device == other.device and self.begin <= other.begin and other.end <= self.end
-
-
-def _area_of(tensor: torch.Tensor) -> _Area | None:
-    """The memory of a tensor; None for one without elements or without memory of its own."""
+def _area_of(tensor: torch.Tensor) -> Area | None:
+    """The memory from the first to the last byte of a tensor. None if it has no elements, or no memory of its own."""
     if not tensor.numel() or tensor.layout != torch.strided or tensor.device.type == "meta":
         return None
     if not has_own_memory(tensor):
         return None
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return _Area(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize)
+    return Area(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize)
 
 
 def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "least"]) -> dict[str, str]:
@@ -51,8 +41,8 @@ def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "le
     """
     areas = {name: area for name, tensor in tensors.items() if (area := _area_of(tensor)) is not None}
     left_out: dict[str, str] = {}
-    for names in _overlapping(areas):
-        whole = _Area(areas[names[0]].device, areas[names[0]].begin, max(areas[name].end for name in names))
+    for names in overlapping(areas):
+        whole = Area(areas[names[0]].within, areas[names[0]].begin, max(areas[name].end for name in names))
         complete = [name for name in tensors if name in names and areas[name].contains(whole)]
         if not complete:
             raise UnsupportedContentError(
@@ -62,20 +52,6 @@ def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "le
         kept = complete[0] if keep == "first" else min(complete)
         left_out.update((name, kept) for name in sorted(names) if name != kept)
     return left_out
-
-
-def _overlapping(areas: Mapping[str, _Area]) -> list[list[str]]:
-    """Groups of two names or more whose areas overlap, in the order of their memory."""
-    groups: list[list[str]] = []
-    reached = _Area("", 0, 0)
-    for name, area in sorted(areas.items(), key=lambda item: item[1]):
-        if area.device == reached.device and area.begin < reached.end:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-            reached = area
-        reached = reached._replace(end=max(reached.end, area.end))
-    return [names for names in groups if len(names) > 1]
 
 
 def covered_by(names: Iterable[str], written: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:

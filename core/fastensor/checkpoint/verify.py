@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Literal, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.archive import read_archive, verify_compressed
+from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened
-from fastensor.checkpoint.progress import Progress, reporting
+from fastensor.checkpoint.progress import Progress, reporting, tell_part
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
+from fastensor.checkpoint.sharded import check_holds, files_at, weights_at
 from fastensor.errors import CorruptCheckpointError
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
@@ -32,8 +36,9 @@ class VerifyReport:
     """The result of a :func:`verify`."""
 
     path: str
-    container: Container | Literal["dcp"]
-    """``torch``, ``safetensors``, ``legacy`` for files of torch before 1.6, or ``dcp`` for a distributed checkpoint."""
+    container: Container | Literal["dcp", "huggingface"]
+    """``torch``, ``safetensors``, ``legacy`` for files of torch before 1.6, ``dcp`` for a distributed checkpoint, or
+    ``huggingface`` for a model in several files."""
     nbytes: int
     """Size of the file, or of all files."""
     compared: int
@@ -76,8 +81,9 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     """Read a checkpoint and compare all of it with its checksums, in bounded memory and without rebuilding anything.
 
     Args:
-        path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or the
-            directory of a checkpoint of ``torch.distributed.checkpoint``.
+        path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or
+            ``*.index.json`` of a model in several files, or its folder; or the directory of a checkpoint of
+            ``torch.distributed.checkpoint``.
         backend: as for :func:`fastensor.load`.
         progress: called after every few MiB with the bytes done and the bytes to do.
 
@@ -87,9 +93,10 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         that reason: ``code`` lists what it names beyond what ``weights_only=True`` allows.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or one of the files of a model is missing.
         DamagedCheckpointError: parts do not match; the error's ``report.damage`` lists all of them.
-        CorruptCheckpointError: the structure of the file is damaged, or it is not a checkpoint.
+        CorruptCheckpointError: the structure of a file is damaged, it is not a checkpoint, or it lacks a tensor that
+            the index of its model expects in it.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
 
     >>> import os, tempfile, torch, fastensor
@@ -100,13 +107,63 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     (True, 2)
     """
     check_choice(backend)
-    with reporting(progress) as report:
-        if metadata_names(path):
-            from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
+    with reporting(progress) as tell:
+        files = files_at(path)
+        if [*files.values()] == [None]:
+            return verify_part(next(iter(files)), None, backend, tell)
+        return _verify_each(str(weights_at(path)), files, backend, tell)
 
-            return verify_directory(cast(str, path), backend, report)
-        with opened(path) as file:
-            return verify_opened(file, backend, report)
+
+def verify_part(path: Location, expected: set[str] | None, backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """:func:`verify` for a file or a distributed checkpoint.
+
+    Args:
+        path: one of those that :func:`fastensor.checkpoint.sharded.files_at` gives.
+        expected: the names of tensors that the file must hold, if not None.
+        backend, progress: as there.
+    """
+    if metadata_names(path):
+        from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
+
+        return verify_directory(cast(str, path), backend, progress)
+    with opened(path) as file:
+        report = verify_opened(file, backend, progress)
+        if expected is not None:
+            check_holds(file.where, read_catalog(file, verify=False).tensors, expected)
+        return report
+
+
+def _verify_each(
+    where: str, files: Mapping[Location, set[str] | None], backend: BackendChoice, progress: Progress
+) -> VerifyReport:
+    """One report of the files of a model."""
+    started = time.perf_counter()
+    joined = VerifyReport(where, "huggingface", 0, 0, 0, 0, 0.0)
+    sizes = {path: os.stat(cast(Path, path)).st_size for path in files}
+    total = sum(sizes.values())
+    for path, expected in files.items():
+        try:
+            report = verify_part(path, expected, backend, partial(tell_part, progress, joined.nbytes, total))
+        except DamagedCheckpointError as error:
+            report = error.report
+        joined = _with_file(joined, report, cast(Path, path).name)
+        progress(joined.nbytes, total)
+    joined = replace(joined, seconds=time.perf_counter() - started)
+    if joined.damage:
+        raise DamagedCheckpointError(joined)
+    return joined
+
+
+def _with_file(joined: VerifyReport, report: VerifyReport, name: str) -> VerifyReport:
+    return replace(
+        joined,
+        nbytes=joined.nbytes + report.nbytes,
+        compared=joined.compared + report.compared,
+        compared_bytes=joined.compared_bytes + report.compared_bytes,
+        uncompared=joined.uncompared + report.uncompared,
+        damage=(*joined.damage, *(replace(one, part=f"{name}: {one.part}") for one in report.damage)),
+        code=tuple(dict.fromkeys((*joined.code, *report.code))),
+    )
 
 
 def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) -> VerifyReport:

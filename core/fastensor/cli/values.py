@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import typer
 
 from fastensor.files.words import human_size, nbytes_in
 
 LEAST_NBYTES, MOST_NBYTES = 4 << 10, 4 << 30
 """Sizes that can be measured."""
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size_in(text: str, flag: str) -> int:
@@ -47,12 +44,14 @@ def sizes_in(text: str) -> tuple[int, ...]:
     Raises:
         typer.BadParameter: one is none, or cannot be measured.
 
-    >>> sizes_in("5000,64k,1.5MiB")
-    (5000, 65536, 1572864)
+    >>> sizes_in("5000,64K,1.5MiB,64KB")
+    (5000, 65536, 1572864, 64000)
     """
-    found = [re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)(?:i?B)?", one.strip(), re.IGNORECASE) for one in text.split(",")]
-    sizes = tuple(round(float(one[1]) * _UNITS[one[2].upper()]) for one in found if one is not None)
-    if None in found or not all(LEAST_NBYTES <= size <= MOST_NBYTES for size in sizes):
+    try:
+        sizes = [nbytes_in(one) for one in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(LEAST_NBYTES <= size <= MOST_NBYTES for size in sizes):
         expected = f"sizes from {human_size(LEAST_NBYTES)} to {human_size(MOST_NBYTES)}, such as 64K,64M"
         raise typer.BadParameter(f"expected {expected}, found {text!r}", param_hint="'--sizes'")
-    return sizes
+    return tuple(sizes)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fastensor.checkpoint.sharded import files_of, is_index, weights_at
-from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
+from fastensor.backends import registry
+from fastensor.checkpoint.sharded import files_at
+from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify_part
 from fastensor.cli.errors import in_flags
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable, progress_bar
 from fastensor.errors import FastensorError
@@ -40,28 +41,18 @@ def run(files: Sequence[str], *, json: bool, allow_unchecked: bool, allow_code: 
 def _verify_all(file: str) -> Iterator[dict[str, Any]]:
     """The results of a file, or of the files of a model."""
     try:
-        parts = [*_parts(file)]
+        parts = files_at(file)
     except (FastensorError, OSError) as error:
         yield {"path": file, "result": "unreadable", "error": str(error)}
         return
-    yield from map(_verify, parts)
+    for path, expected in parts.items():
+        yield _verify(str(path), expected)
 
 
-def _parts(file: str) -> Iterator[str]:
-    """The file; or the files of a model in several ones."""
-    found = weights_at(file)
-    if found is None:
-        yield file
-    elif is_index(found):
-        yield from map(str, files_of(found))
-    else:
-        yield str(found)
-
-
-def _verify(file: str) -> dict[str, Any]:
+def _verify(file: str, expected: set[str] | None) -> dict[str, Any]:
     try:
         with progress_bar(file) as progress:
-            report = verify(file, progress=progress)
+            report = verify_part(file, expected, registry.AUTO, progress)
     except DamagedCheckpointError as error:
         return {"result": "damaged", "error": str(error), **asdict(error.report), "path": file}
     except (FastensorError, OSError) as error:

@@ -30,6 +30,8 @@ T = TypeVar("T", covariant=True)
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
+_MOST = 4
+"""A dataset of at least one in so many of the file's values wants most of the file."""
 
 
 class LmdbDataset(Dataset[T], Generic[T]):
@@ -49,7 +51,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
         engine: how values are read:
 
             - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if values are large and
-              the file larger than memory, or else ``"willneed"``
+              the file larger than memory, or else ``"willneed"``. If values are small, and the file fits into half of
+              the memory that is available, a thread reads it into the page cache from its begin to its end, once one in
+              64 of the values was wanted; not for a selection of less than a quarter of them, nor with ``staggering``
             - ``"mapped"``: the file is mapped; if it is truncated meanwhile, the kernel ends the process
             - ``"pread"``: explicit reads
             - ``"willneed"``: explicit reads that the kernel is told about ahead
@@ -232,6 +236,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
                 fd,
                 Extents(self.index.offsets, self.index.lengths),
                 self._strategy,
+                sweeps=len(self) * _MOST >= len(self.index),
                 read_ahead_nbytes=self.read_ahead_nbytes,
                 node=self._node,
             )

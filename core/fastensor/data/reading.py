@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from fastensor.data.coalescing import Extents, Integers, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
-from fastensor.data.engines.choice import Strategy, choose_engine
+from fastensor.data.engines.choice import LARGE_NBYTES, EngineName, Strategy, choose_engine, open_engine
 from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Opening
 from fastensor.data.plan import Positions
+from fastensor.data.sweeping import Sweep, fits
+from fastensor.files import posix
+from fastensor.files.budgets import available_memory
 
 READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
 _CHOICES_PER_PASS = 8
-_LEAST_VALUES_PER_CHOICE = 4096
+_LEAST_VALUES_PER_CHOICE = 1024
+_CHOICES_BEFORE_SWEEP = 8
+"""The first choice after the file was opened is due so many times sooner than later ones."""
 
 
 class _Begun(NamedTuple):
@@ -44,6 +51,8 @@ class ValueReader:
         strategy: how values are read. The engine ``"auto"`` is chosen anew several times while all values are read
             once, so an epoch that has brought the file into the page cache is followed by one that maps it. A node
             reader chooses it once.
+        sweeps: whether most values of the file are wanted. If the engine is ``"auto"``, a file that fits into memory is
+            then swept into the page cache (:mod:`fastensor.data.sweeping`).
         read_ahead_nbytes: values of at most this many bytes, or one batch, are being brought, and not taken yet.
         node: the process that reads for this one; None if this one reads for itself.
 
@@ -59,6 +68,7 @@ class ValueReader:
         extents: Extents,
         strategy: Strategy,
         *,
+        sweeps: bool = False,
         read_ahead_nbytes: int,
         node: NodeReader | None = None,
     ) -> None:
@@ -68,8 +78,11 @@ class ValueReader:
         self._read_ahead_nbytes = read_ahead_nbytes
         self._node = node
         self._chooses = strategy.engine == "auto" and node is None
-        self._until_choice = self._values_per_choice
+        self._until_choice = self._values_per_choice // _CHOICES_BEFORE_SWEEP
         self._mean_nbytes = mean_of_some(extents.lengths)
+        self._sweep: Sweep | None = None
+        small = self._mean_nbytes < LARGE_NBYTES  # others are read at the speed of the disk in any order
+        self._sweeps = sweeps and small and self._chooses and strategy.staggering is None
         self._engine = self._open()
         self._interrupted = False
         """Whether an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
@@ -133,6 +146,8 @@ class ValueReader:
         """Give up what was announced, and the engine. In a forked child, only the child's own resources."""
         self._expected.clear()
         self._forget_begun()
+        if self._sweep is not None:
+            self._sweep.stop()
         self._engine.close()
 
     def _fetch_of(self, positions: Positions) -> tuple[Fetch, int, int]:
@@ -177,14 +192,26 @@ class ValueReader:
     def _choose_anew(self, count: int) -> None:
         """Choose the engine again now and then, if it is ours to choose; and open another one after an interrupt."""
         self._until_choice -= count
-        if self._chooses and self._until_choice <= 0:
+        if self._chooses and (self._until_choice <= 0 or (self._sweep is not None and self._sweep.is_over)):
             self._until_choice = self._values_per_choice
-            if choose_engine(self._fd, self._mean_nbytes) != self._engine.name:
+            if self._wanted_engine() != self._engine.name:
                 self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
                 self._forget_begun()
                 self._replace_engine()
         if self._interrupted:
             self._replace_engine()
+
+    def _wanted_engine(self) -> EngineName:
+        """The engine that is the fastest now. A sweep begins if one pays, and ends if there was one."""
+        swept, name = self._sweep is not None, choose_engine(self._fd, self._mean_nbytes)
+        if self._sweep is not None and self._sweep.is_over:
+            self._sweep = None
+        if self._sweeps and not swept and name == "willneed":
+            nbytes = os.fstat(self._fd).st_size
+            if fits(nbytes * (1 - posix.resident_fraction(self._fd, nbytes)), available_memory()):
+                with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
+                    self._sweep = Sweep(self._fd, nbytes)
+        return name if self._sweep is None else "pread"  # advice would be for reads in the way of the sweep
 
     def _replace_engine(self) -> None:
         replaced, self._engine = self._engine, self._open()
@@ -192,6 +219,8 @@ class ValueReader:
         replaced.close()
 
     def _open(self) -> Engine:
+        if self._sweep is not None:
+            return open_engine("pread", self._fd, self._strategy.merging)
         if self._node is None:
             return self._strategy.open(self._fd, self._mean_nbytes)
         ring_nbytes = max(self._read_ahead_nbytes, _LEAST_RING_NBYTES)

@@ -22,20 +22,21 @@ def human_size(nbytes: float) -> str:
 
 
 def nbytes_in(text: str) -> int:
-    """The bytes in a size as people write it, with a unit of 1024 (``KiB``, ``MiB``) or of 1000 (``KB``, ``MB``).
+    """The bytes in a size as people write it: ``KB`` and ``MB`` are powers of 1000, ``KiB`` and ``MiB`` of 1024, and so
+    are ``K`` and ``M``, as in GNU's tools.
 
     Raises:
         ValueError: the text is none.
 
-    >>> nbytes_in("5GB"), nbytes_in("1.5 MiB"), nbytes_in("4096")
-    (5000000000, 1572864, 4096)
+    >>> nbytes_in("5GB"), nbytes_in("1.5 MiB"), nbytes_in("64K"), nbytes_in("4096")
+    (5000000000, 1572864, 65536, 4096)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B|B?)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B?)", text.strip(), re.IGNORECASE)
     if found is None:
         raise ValueError(f"expected a size such as 5GB or 2GiB, found {text!r}")
-    number, unit, binary = found.groups()
+    number, unit, ending = found.groups()
     power = " KMGT".index(unit.upper()) if unit else 0
-    return round(float(number) * (1024.0 if binary else 1000.0) ** power)
+    return round(float(number) * (1000.0 if ending in ("B", "b") else 1024.0) ** power)
 
 
 def human_count(count: int) -> str:

@@ -98,6 +98,7 @@ class ActivationOffload:
                 yield
         finally:
             self._running.steps -= 1
+            hooks.end_unexamined()
             engine.end_step()
 
     def attach(self, model: torch.nn.Module) -> None:

@@ -59,6 +59,10 @@ class ForwardPass:
         """Note what planners want to know of the next tensor. Call it before :meth:`add`."""
         self._record.tensors.append(tensor)
 
+    def note_saved(self, nbytes: int) -> None:
+        """Note the bytes of all that autograd has saved in the pass so far."""
+        self._record.saved_nbytes = nbytes
+
     def note_nothing(self, clock: float) -> None:
         """:meth:`note` for a tensor whose bytes are in memory anyway."""
         self.note(self._record.nothing(clock))

@@ -19,7 +19,7 @@ from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
-from fastensor.offload.planner import ResidentBytes, SavedTensor
+from fastensor.offload.planner import ResidentBytes, SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 from fastensor.offload.trace import TracedPass
@@ -34,11 +34,13 @@ class KeptTensor:
 
     tensor: torch.Tensor
     version: int
+    resident: ResidentBytes | None = None
+    """The graphs' handle of the bytes of a pass that was not examined."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> KeptTensor:
+    def of(cls, tensor: torch.Tensor, resident: ResidentBytes | None = None) -> KeptTensor:
         """A record with the detached tensor: a graph that held its own output would never be freed."""
-        return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+        return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version, resident)
 
     def check_version(self) -> None:
         """Raise RuntimeError if the tensor was modified in place."""
@@ -91,6 +93,7 @@ class OffloadedTensor:
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        swapper.read_ahead(saved, upcoming, unexpected)  # wakes reader threads, so it is last, as in pack
         return tensor
 
 
@@ -140,8 +143,12 @@ class StepHooks:
         self._seconds_in_hooks = 0.0
         self._clock = 0.0
         """Seconds at the latest call of :meth:`pack`, by a clock that stands still in hooks."""
-        self._is_over = False
-        """Whether a backward pass has begun, so that what is saved next belongs to another forward pass."""
+        self._is_over = True
+        """Whether what is saved next belongs to another forward pass: a backward pass has begun, or none at all."""
+        self._unexamined: UnexaminedPass | None = None
+        """The forward pass, if not each tensor is looked at."""
+        self._saved_nbytes = 0
+        """Of the forward pass so far."""
         self._known: dict[tuple[int, int], list[_KnownRange]] = {}
         """By storage and version."""
         self._count = 0
@@ -151,6 +158,17 @@ class StepHooks:
     def pack(self, tensor: torch.Tensor) -> KeptTensor | ResidentTensor | OffloadedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
+        nbytes = nbytes_of(tensor)
+        if self._is_over and torch._C._current_graph_task_id() == -1:
+            self._begin_pass()
+        if (unexamined := self._unexamined) is not None:
+            if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
+                record = KeptTensor.of(tensor, unexamined.resident)
+                unexamined.count += 1
+                unexamined.nbytes += nbytes
+                unexamined.seconds += time.perf_counter() - started
+                return record
+            self.end_unexamined()
         self._note_pass()
         self._clock = started - self._seconds_in_hooks
         counts, kept = Counter(packed=1), Counter[str]()
@@ -163,8 +181,26 @@ class StepHooks:
             kept[reason] += len(span)
             return KeptTensor.of(tensor)
         finally:
+            self._saved_nbytes += nbytes
+            if self._forward is not None:
+                self._forward.note_saved(self._saved_nbytes)
             self._note_pass()
             self._note_time(counts, kept, started)
+
+    def end_unexamined(self) -> None:
+        """Count what a pass has saved that was not examined. What it saves from now on is examined."""
+        ended, self._unexamined = self._unexamined, None
+        if ended is not None:
+            self._seconds_in_hooks += ended.seconds
+            self._engine.count(Counter(packed=ended.count), Counter({"unexamined": ended.nbytes}), ended.seconds)
+
+    def _begin_pass(self) -> None:
+        """Begin another forward pass."""
+        self.end_unexamined()
+        self._is_over, self._forward = False, None
+        self._saved_nbytes = 0
+        if self._engine.trace is None:
+            self._unexamined = self._engine.planner.begin_unexamined()
 
     def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
@@ -264,10 +300,11 @@ class StepHooks:
             position=position,
         )
         handle = SavedHandle(saved, swapper)
-        swapper.admit(saved)
+        record = OffloadedTensor.of(tensor, handle, forward, position)
+        swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
         forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
-        return OffloadedTensor.of(tensor, handle, forward, saved.position)
+        return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
         """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
@@ -288,8 +325,7 @@ class StepHooks:
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""
-        if self._forward is None or self._is_over or self._forward.swapper is not swapper:
-            self._is_over = False
+        if self._forward is None or self._forward.swapper is not swapper:
             self._forward = self._engine.begin_forward(swapper)
         return self._forward
 
@@ -328,7 +364,8 @@ class StepHooks:
         self._known = {key: known for key, known in alive.items() if known}
         before, self._count = self._count, sum(map(len, alive.values()))
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
-        self._is_over |= self._count < before / 2
+        if self._count < before / 2:
+            self._forward = None
 
 
 def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float, ratio: float) -> SavedTensor:

@@ -35,6 +35,10 @@ UNKNOWN_BANDWIDTH = 1e9
 """Bytes per second of transfers, until there were any."""
 _WORTH_PLANNING_AGAIN = 1.25
 """How much larger a limit has to be than the one of a plan before there is a new plan."""
+_EXAMINED_EVERY = 16
+"""One pass in so many is examined, though everything has fitted so far."""
+_MORE_THAN_BEFORE = 1.05
+"""How many times more bytes than examined passes have saved a pass may save before the rest is examined."""
 _MOST_PASSES = 8
 """Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
 
@@ -62,6 +66,8 @@ class PassRecord:
 
     form: int = 0
     tensors: list[SavedTensor] = field(default_factory=list)
+    saved_nbytes: int = 0
+    """Bytes of all tensors that autograd has saved, those that are never offloaded included."""
 
     def nothing(self, clock: float) -> SavedTensor:
         """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""
@@ -108,6 +114,22 @@ class ResidentBytes:
         self._released.append((self._device, self._nbytes))
 
 
+@dataclass(slots=True)
+class UnexaminedPass:
+    """What a forward pass may save without a look at each tensor, because everything fits: all of it stays."""
+
+    resident: ResidentBytes
+    """The graphs' handle of what the pass is expected to save."""
+    most_nbytes: int
+    """After so many bytes the rest is examined, for the pass is not what was expected."""
+    count: int = 0
+    """Tensors that it has saved so far."""
+    nbytes: int = 0
+    """Their bytes."""
+    seconds: float = 0.0
+    """The time in the hooks."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedForm:
     """The latest plan for forward passes of one form."""
@@ -125,11 +147,16 @@ class PlannedForm:
         for index, one in enumerate(self.record.tensors):
             yield one.mark, (index in self.plan.out, one.ratio)
 
-    def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
-        """Whether the limits have become so different that another plan is needed, or much better."""
+    def kept_nbytes(self) -> Counter[torch.device]:
+        """The bytes that stay in the memory of each device."""
         kept = Counter[torch.device]()
         for index, one in enumerate(self.record.tensors):
             kept[one.device] += one.nbytes if index not in self.plan.out else 0
+        return +kept
+
+    def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
+        """Whether the limits have become so different that another plan is needed, or much better."""
+        kept = self.kept_nbytes()
         too_little = any(kept[device] > limit for device, limit in limits.items())
         more = any(limit > _WORTH_PLANNING_AGAIN * self.limits.get(device, 0) for device, limit in limits.items())
         return too_little or (more and bool(self.plan.out))
@@ -156,6 +183,8 @@ class Planner:
         self._limits: dict[torch.device, int] = {}
         self._looked_at = 0.0
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
+        self._unexamined = 0
+        """Passes since one was examined."""
         self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
         self._planned: dict[int, tuple[bool, float]] = {}
         """By mark, whether the tensor leaves memory, and the ratio that it was planned with."""
@@ -174,6 +203,24 @@ class Planner:
         with self._lock:
             self._passes.append(record)
         return record
+
+    def begin_unexamined(self) -> UnexaminedPass | None:
+        """What the next pass may save without a look at each tensor; None if it is to be examined.
+
+        A pass is not examined if the latest one that was is planned for good, and nothing leaves in passes of its form
+        or others, and if there is room for the largest of them.
+        """
+        if not self.keeps:
+            return None
+        self.plan_ended()
+        with self._lock:
+            expected = self._expected() if self._unexamined < _EXAMINED_EVERY else None
+            self._unexamined = 0 if expected is None else self._unexamined + 1
+            if expected is None:
+                return None
+            device, nbytes, most_nbytes = expected
+            self._hold(device, nbytes)
+        return UnexaminedPass(ResidentBytes(nbytes, device, self._released), most_nbytes)
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
@@ -197,8 +244,7 @@ class Planner:
                 return None
             if self._resident[device] + nbytes > self._limit(device):
                 return None
-            self._resident[device] += nbytes
-            self.peak_bytes = max(self.peak_bytes, self._resident.total())
+            self._hold(device, nbytes)
         return ResidentBytes(nbytes, device, self._released)
 
     def planned(self, record: PassRecord) -> PlannedForm:
@@ -219,6 +265,25 @@ class Planner:
             return next(reversed(self._forms.values()), None)
 
     # --- inside, with the lock held
+
+    def _expected(self) -> tuple[torch.device, int, int] | None:
+        """The only device of passes that are not examined, the bytes that stay there, and the most that are saved."""
+        forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1]]
+        if not forms or forms[-1] is not next(reversed(self._forms.values())) or any(form.plan.out for form in forms):
+            return None
+        kept = Counter[torch.device]()
+        for form in forms:
+            kept |= form.kept_nbytes()
+        if len(kept) != 1:
+            return None
+        ((device, nbytes),) = kept.items()
+        if self._resident[device] + nbytes > self._limit(device):
+            return None
+        return device, nbytes, int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
+
+    def _hold(self, device: torch.device, nbytes: int) -> None:
+        self._resident[device] += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._resident.total())
 
     def _let_go_released(self) -> None:
         while self._released:

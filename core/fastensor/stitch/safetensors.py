@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError, UnsupportedContentError
+from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.parts import Part
 from fastensor.stitch.shape import MAX_SIZE, is_shape
@@ -226,21 +227,12 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
 def _find_shared(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Groups of names whose tensors overlap in memory."""
-    areas = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+    areas = {
+        name: Area(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         for name, tensor in tensors.items()
         if tensor.nbytes
-    )
-    groups: list[list[str]] = []
-    device, end = "", 0
-    for area in areas:
-        if area[0] == device and area[1] < end:
-            groups[-1].append(area[3])
-        else:
-            groups.append([area[3]])
-            end = 0
-        device, end = area[0], max(end, area[2])
-    return [sorted(group) for group in groups if len(group) > 1]
+    }
+    return [sorted(group) for group in overlapping(areas)]
 
 
 def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from fastensor.checkpoint.catalog import Catalog, overlapping
+from fastensor.checkpoint.catalog import Catalog, ties_in
 from fastensor.checkpoint.conversion.selection import Selection
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.conversion.sources import Source
@@ -66,7 +66,7 @@ def _losses(
     return {
         f"everything beside {settings.root!r}": settings.root is not None,
         "what is no tensor": settings.root is None and bool(selection.left_out),
-        "which tensors share memory": bool(overlapping(tensors)),
+        "which tensors share memory": bool(ties_in(tensors)),
         "metadata": not catalog.metadata.keys() <= texts.keys(),
         "which tensors are parameters": any(one.info.kind != "Tensor" for one in tensors.values()),
         "attributes of the dict": bool(getattr(catalog.structure, "__dict__", {})),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastensor.checkpoint.catalog import Catalog, Located, roots_in_words
+from fastensor.checkpoint.catalog import Catalog, Located, branches_of, check_root, dict_in, roots_in_words
 from fastensor.checkpoint.names import nodes
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.pickle_records import PickledTensor
@@ -34,16 +34,11 @@ def select(catalog: Catalog, root: str | None, *, drop: bool, where: str) -> Sel
     Raises:
         UnsupportedContentError: there is no such dict; or without ``drop``, it holds something else.
     """
+    check_root(catalog, root, where)
     if catalog.container == "safetensors":
-        if root is not None:
-            raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
         return Selection(dict(catalog.located), ())
-    every = list(nodes(catalog.structure, where))
-    branches = {node.name: node.value for node in every if isinstance(node.value, dict)}
-    branch = catalog.structure if root is None else branches.get(root)
-    if not isinstance(branch, dict):
-        what = "a dict of tensors" if root is None else f"a dict of tensors called {root!r}"
-        raise UnsupportedContentError(f"{where}: expected {what}, found none; {roots_in_words(branches)}")
+    tree = catalog.structure
+    branch = dict_in(tree, root, where)
     found: dict[str, Located] = {}
     dropped = []
     for key, value in branch.items():
@@ -53,13 +48,15 @@ def select(catalog: Catalog, root: str | None, *, drop: bool, where: str) -> Sel
         elif drop:
             dropped.append(str(name))
         else:
+            advice = roots_in_words(branches_of(tree, where))
             raise UnsupportedContentError(
                 f"{where}: only a dict from names to dense tensors can be converted, but {name!r} in it is "
-                f"{_kind(key, value)}; {roots_in_words(branches)}"
+                f"{_kind(key, value)}; {advice}"
             )
     if dropped and not found:
-        raise UnsupportedContentError(f"{where}: nothing would be left to convert; {roots_in_words(branches)}")
-    aside = () if root is None else beside([node.name for node in every], root)
+        advice = roots_in_words(branches_of(tree, where))
+        raise UnsupportedContentError(f"{where}: nothing would be left to convert; {advice}")
+    aside = () if root is None else beside((node.name for node in nodes(tree, where)), root)
     return Selection(found, (*aside, *dropped))
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastensor.checkpoint.catalog import Catalog, Located, overlapping, read_catalog
+from fastensor.checkpoint.catalog import Catalog, Located, read_catalog, ties_in
 from fastensor.checkpoint.conversion.copying import InFile
 from fastensor.checkpoint.conversion.renames import renamed
 from fastensor.checkpoint.conversion.selection import Selection, select
@@ -124,7 +124,7 @@ def _shared(metadata: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _check_ties(tensors: Mapping[str, Located], where: str) -> None:
-    if ties := overlapping(tensors):
+    if ties := ties_in(tensors):
         raise UnsupportedContentError(
             f"{where}: tensors share memory, which would be lost: {[group[:_SHOWN] for group in ties[:_SHOWN]]}; pass "
             f"copy_ties=True to write each of them by itself"

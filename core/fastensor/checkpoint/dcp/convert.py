@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastensor.backends import registry
 from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.catalog import dict_in
 from fastensor.checkpoint.conversion.casting import CastBytes
 from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
 from fastensor.checkpoint.conversion.renames import renamed
@@ -23,15 +23,15 @@ from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.dcp.catalog import Contents, read_contents
 from fastensor.checkpoint.dcp.tensors import DirectoryTensors, TensorBytes
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
-from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.directories import metadata_names, survives_power_failure
 from fastensor.checkpoint.load import load
-from fastensor.checkpoint.location import Location, locate, name_of
+from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.progress import Progress
-from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
-from fastensor.checkpoint.sharded import INDEX_SUFFIX, WHOLE, check_holds, files_of, is_index, weights_at, write_sharded
-from fastensor.checkpoint.verify import verify as verify_file
+from fastensor.checkpoint.sharded import check_holds, files_behind, write_sharded
+from fastensor.checkpoint.verify import verify_part
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.source import FileBytes, Plan
 
@@ -236,19 +236,24 @@ def _up_to_fork(way: Sequence[Any], other: Sequence[str]) -> str:
     return ".".join(texts[: depth + 1])
 
 
-def to_directory(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
-    """:func:`fastensor.convert` from files to a distributed checkpoint. The progress is that of verifying them."""
+def to_directory(
+    source: Location, target: Location, settings: ConvertSettings, progress: Progress, *, stacklevel: int = 2
+) -> SaveReport:
+    """:func:`fastensor.convert` from files to a distributed checkpoint. The progress is that of verifying them.
+
+    Args:
+        source, target, settings, progress: as there.
+        stacklevel: of the warning that a file could not be verified; 2 blames the caller of this function.
+    """
     started = time.perf_counter()
     if metadata_names(source):
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
-    root = settings.root
-    state = _loaded(source, progress, verify=settings.verify)
-    for key in () if root is None else root.split("."):
-        if not isinstance(state, dict) or key not in state:
-            raise UnsupportedContentError(f"{name_of(source)}: it has no dict called {root!r}")
-        state = state[key]
-    if not isinstance(state, dict):
-        raise UnsupportedContentError(f"{name_of(source)}: expected a dict, found {type(state).__name__}")
+    files = files_behind(source)
+    for file, names in files.items() if settings.verify else ():
+        verified = verify_part(file, names, settings.backend, progress)
+        if not verified.complete:
+            warn_unverified(verified.path, stacklevel=stacklevel)
+    state = dict_in(_loaded(files), settings.root, name_of(source))
     planned = time.perf_counter()
     writer = FastensorStorageWriter(cast(str, target), sync_files=settings.durable, backend=settings.backend)
     with warnings.catch_warnings():
@@ -260,7 +265,7 @@ def to_directory(source: Location, target: Location, settings: ConvertSettings, 
         nbytes=sum(info.length for info in metadata.storage_data.values()),
         backend=settings.backend if isinstance(settings.backend, str) else "auto",
         reason="the writer has chosen" if settings.backend == registry.AUTO else "asked for",
-        durable=settings.durable,
+        durable=settings.durable and survives_power_failure(cast(str, target)),
         atomic=True,
         plan_seconds=planned - started,
         write_seconds=ended - planned,
@@ -271,31 +276,13 @@ def to_directory(source: Location, target: Location, settings: ConvertSettings, 
     )
 
 
-def _loaded(source: Location, progress: Progress, *, verify: bool) -> Any:
+def _loaded(files: Mapping[Location, set[str] | None]) -> Any:
     """What a file, or the files of a model, hold. Tensors are mapped."""
-    found = weights_at(source)
-    if found is None:
-        _check_is_no_folder(source)
-        return _load_mapped(source, progress, verify=verify)
-    if not is_index(found):
-        return _load_mapped(found, progress, verify=verify)
     state: dict[str, Any] = {}
-    for file, names in files_of(found).items():
-        loaded = _load_mapped(file, progress, verify=verify)
-        check_holds(str(file), loaded, names)
-        state.update((name, loaded[name]) for name in sorted(names))
+    for file, names in files.items():
+        found = load(file, "cpu", mmap=True, weights_only=True)
+        if names is None:
+            return found
+        check_holds(name_of(file), found, names)
+        state.update((name, found[name]) for name in sorted(names))
     return state
-
-
-def _check_is_no_folder(source: Location) -> None:
-    path = locate(source)
-    if isinstance(path, str) and os.path.isdir(path):
-        raise UnsupportedContentError(
-            f"{path}: expected a file, or a directory with *{INDEX_SUFFIX} or {' or '.join(WHOLE)}, found neither"
-        )
-
-
-def _load_mapped(source: Location, progress: Progress, *, verify: bool) -> Any:
-    if verify:
-        verify_file(source, progress=progress)
-    return load(source, "cpu", mmap=True, weights_only=True)

@@ -24,7 +24,10 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     sizes: Annotated[
         str,
-        typer.Option(metavar="SIZE,...", help="Sizes of the files that are measured, less if there is little space."),
+        typer.Option(
+            metavar="SIZE,...",
+            help="Sizes of the measured files, less if there is little space. KB is 1000 bytes, KiB or K 1024.",
+        ),
     ] = "64K,64M",
     json: Json = False,
 ) -> int:
@@ -43,7 +46,11 @@ def doctor(
 def tune(
     path: Folder = ".",
     sizes: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Sizes of the files, less if there is little space.")
+        str,
+        typer.Option(
+            metavar="SIZE,...",
+            help="Sizes of the files, less if there is little space. KB is 1000 bytes, KiB or K 1024.",
+        ),
     ] = "64K,1M,8M,64M,512M",
 ) -> int:
     """Measure a folder, and have backend="auto" go by that.

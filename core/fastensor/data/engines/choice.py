@@ -25,7 +25,7 @@ EngineOrAuto: TypeAlias = EngineName | Literal["auto"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _RESIDENT = 0.95
 """A file of which at least this part is in the page cache is mapped: rare page faults cost less than all the copies."""
-_LARGE_NBYTES = 64 << 10
+LARGE_NBYTES = 64 << 10
 """From this mean length on, cold values arrive sooner by direct I/O: one copy less outweighs the work of threads."""
 _logger = logging.getLogger("fastensor")
 
@@ -104,7 +104,7 @@ def choose_engine(fd: int, mean_nbytes: float) -> EngineName:
     nbytes = os.fstat(fd).st_size
     if posix.resident_fraction(fd, nbytes) >= _RESIDENT:
         return "mapped"
-    return "direct" if mean_nbytes >= _LARGE_NBYTES and nbytes > available_memory() else "willneed"
+    return "direct" if mean_nbytes >= LARGE_NBYTES and nbytes > available_memory() else "willneed"
 
 
 def open_chosen(fd: int, mean_nbytes: float, merging: Merging) -> Engine:
