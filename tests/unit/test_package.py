@@ -99,6 +99,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     assert tops == {*packages, f"fastensor-{fastensor.__version__}.dist-info"}
     assert {f"{package}/py.typed" for package in packages} <= set(files)
     assert "fastensor-accelerate = fastensor_accelerate.launcher:main" in commands
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        factory = f"[{package}.callbacks_factory]\nfastensor = fastensor_lightning.callbacks_factory:callbacks"
+        assert factory in commands
 
 
 def test_the_source_holds_what_the_readme_links_to(tmp_path: Path) -> None:
