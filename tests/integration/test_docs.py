@@ -27,6 +27,7 @@ DOCUMENTS = [
     "docs/accelerate.md",
     "docs/data.md",
     "docs/distributed.md",
+    "docs/fragments/lightning.md",
     "docs/offload.md",
     "docs/provision.md",
 ]
@@ -56,6 +57,15 @@ def test_the_python_about_offloading_runs(tmp_path: Path) -> None:
     (tmp_path / "tour.py").write_text("\n".join(blocks))
     assert "a day of training" in run("tour.py", cwd=tmp_path)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_python_about_lightning_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "fragments" / "lightning.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    (tmp_path / "tour.py").write_text("\n".join(blocks))
+    done = programs.run("tour.py", folder=tmp_path, lightning=True)
+    assert re.search(r"^fastensor: 2 checkpoints saved durably \(", done.stderr, re.MULTILINE), done.stderr
 
 
 def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
@@ -98,7 +108,9 @@ def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
     out = run(demo, *options, cwd=tmp_path, lightning=True)
     assert "Killed by SIGKILL" in out
     assert "Resumed from it and trained to epoch 2" in out
-    assert "load, in page cache" in out
+    assert len(re.findall(r"^  (?:fastensor|torch) (?: +[0-9.]+){10}   median ", out, re.M)) == 2, "the first ten saves"
+    assert "Loads from the page cache, ours compared with its checksums: the first 5, in seconds\n  fastensor" in out
+    assert out.count("× as fast as torch, by the medians") == 3
     assert not os.listdir(tmp_path)
 
 
@@ -150,6 +162,8 @@ def test_the_example_of_shards_goes_on_with_another_number_of_processes(tmp_path
 def test_the_example_of_offloading_trains_alike(tmp_path: Path) -> None:
     out = run(str(ROOT / "examples" / "offload_lightning.py"), "--epochs", "1", cwd=tmp_path, lightning=True)
     assert "equal to the last bit" in out
+    assert re.search(r"activations took at most [0-9.]+ [KM]iB of memory in place of [1-9][0-9.]* MiB", out)
+    assert re.search(r"A step took [0-9.]+ ms, offloaded [0-9.]+ ms", out)
     assert re.search(r"[1-9][0-9.]* [MG]iB written", out)
 
 
