@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train, be killed, resume; time saves and loads on this machine"
+	@echo "make demo      train, be killed, resume; the first ten saves on this machine, beside torch"
 	@echo "make quick     units, golden files, round trips, gradients: what to run while you write"
 	@echo "make test      all tests but the long ones"
 	@echo "make docs      the site of the documentation, in site/"

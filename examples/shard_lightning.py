@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
+from fastensor_lightning import FastensorCheckpointIO
 
 
 class Network(LightningModule):
@@ -58,12 +58,13 @@ def main() -> None:
     seed_everything(0, verbose=False)
     rows = torch.randn(512, 8)
     saver = ModelCheckpoint(options.directory, filename="{epoch}", save_last=True)
+    plugin = None if options.stock else FastensorCheckpointIO(asynchronous=True)
     trainer = Trainer(
         strategy=ModelParallelStrategy(data_parallel_size=options.processes, tensor_parallel_size=1),
         devices=options.processes,
         accelerator="cpu",
-        plugins=[] if options.stock else [FastensorCheckpointIO(asynchronous=True)],
-        callbacks=[saver] if options.stock else [saver, CheckpointMonitor()],
+        plugins=[plugin] if plugin else [],
+        callbacks=[saver],
         max_epochs=options.epochs,
         logger=False,
         enable_progress_bar=False,
@@ -75,6 +76,9 @@ def main() -> None:
     if trainer.is_global_zero:
         files = sorted(path.name for path in last.iterdir())
         print(f"epoch {trainer.current_epoch}, loss {trainer.callback_metrics['loss']:.4f}; {last}: {', '.join(files)}")
+        if plugin is not None and plugin.last_save is not None:
+            seconds, stall = plugin.last_save.seconds, plugin.last_save.stall_seconds
+            print(f"the last save took {seconds:.3f} s, and training stood still for {stall:.3f} s of it")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -95,22 +96,27 @@ class FastensorCheckpointIO(CheckpointIO):
             dict of its keywords (``{"staging_bytes": 2 << 30}``) also says how; None means False. Loads and removals
             keep to the order of the calls; an old checkpoint is only removed when what was saved after it is durable; a
             failure is raised by the next call; the end of ``fit`` (``teardown``) waits for what is pending, and until
-            another run begins, saves are synchronous. Give the Trainer a :class:`CheckpointMonitor`, too: then its
-            loggers, ``last.ckpt`` links and version counter wait for finished files, and every run is known to begin.
-            Checkpoints for a requeue by SLURM are saved synchronously, inside Lightning's signal handler, whatever the
-            signal interrupts. With
-            ``when_busy="skip"`` or ``"latest"``, ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may
-            name files that were never written, because it takes every save as done.
+            another run begins, saves are synchronous. The Trainer's loggers, ``last.ckpt`` links and version counter
+            wait for finished files. Checkpoints for a requeue by SLURM are saved synchronously, inside Lightning's
+            signal handler, whatever the signal interrupts. With ``when_busy="skip"`` or ``"latest"``,
+            ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may name files that were never written,
+            because it takes every save as done.
         cooperative: whether the ranks of DDP save together, each one a part of the file, as
             :func:`fastensor.checkpoint.cooperative.save` does, and load together, so that each machine reads a file
             once; a dict of ``timeout`` and ``check_replicas`` also says how; None means False. The file has the
             parameters and optimizer states that all ranks hold alike; everything else in it is rank 0's, as in any
-            checkpoint of DDP. The Trainer needs a :class:`CheckpointMonitor`, which has all ranks save: Lightning calls
-            its plugin on rank 0 alone. Without one, outside of a run, while an exception is handled, and for a requeue
-            by SLURM, rank 0 saves alone. Not with ``asynchronous``.
+            checkpoint of DDP. Outside of a run, while an exception is handled, and for a requeue by SLURM, rank 0 saves
+            alone. Not with ``asynchronous``.
 
-    With ``backend="auto"`` or a selector, each rank of a DDP job learns by itself which backend is the fastest, unless
-    the Trainer has a :class:`CheckpointMonitor`, which shares it: the plugin is not called on all ranks at once.
+    When ``fit`` ends, Lightning's log says in a line what was saved and what that cost. A :class:`CheckpointMonitor`
+    says more, and logs it.
+
+    The plugin needs no other object. Lightning adds a callback of Fastensor's to each Trainer (entry point
+    ``callbacks_factory``), which does what Lightning asks no plugin for: it keeps loggers, links and the version
+    counter behind asynchronous saves, has all ranks save with ``cooperative``, and has ranks of DDP share which backend
+    is the fastest. Without the plugin, or beside a :class:`CheckpointMonitor`, which does the same, it does nothing.
+    Where entry points are not installed (a checkout on ``PYTHONPATH``), a Trainer needs a :class:`CheckpointMonitor`
+    for all of that; the plugin warns if it misses one.
 
     With ``FSDPStrategy`` and ``ModelParallelStrategy`` of a Trainer, sharded checkpoints go through
     :class:`fastensor.checkpoint.dcp.FastensorStorageWriter` and ``FastensorStorageReader``: they take their place
@@ -122,9 +128,7 @@ class FastensorCheckpointIO(CheckpointIO):
     loads on all ranks. Paths may be URLs of remote filesystems (``s3://...``), as in :func:`fastensor.save`.
 
     >>> from lightning.pytorch import Trainer
-    >>> from fastensor_lightning import CheckpointMonitor
-    >>> plugin = FastensorCheckpointIO(asynchronous=True)
-    >>> trainer = Trainer(plugins=[plugin], callbacks=[CheckpointMonitor()], logger=False, accelerator="cpu")
+    >>> trainer = Trainer(plugins=[FastensorCheckpointIO(asynchronous=True)], logger=False, accelerator="cpu")
     >>> type(trainer.strategy.checkpoint_io).__name__
     'FastensorCheckpointIO'
     """
@@ -176,6 +180,8 @@ class FastensorCheckpointIO(CheckpointIO):
         """Whether a run has ended, and none that we know of has begun: then no teardown waits for what is pending."""
         self._runs_are_seen = True
         """Whether the latest run that has saved could be seen."""
+        self._waited_seconds = 0.0
+        """How long the end of the latest run, which was seen to begin, has waited for what was pending."""
         self._handled_before: BaseException | None = None
         """What was being handled when the run began, if it began in an ``except`` block."""
         self._listeners: list[_Subscription] = []
@@ -307,7 +313,16 @@ class FastensorCheckpointIO(CheckpointIO):
     def _wait(self) -> None:
         """Wait for what is pending; failures are left to the next call."""
         if self._writer is not None:
-            settle(self._writer)
+            with self._timed_wait():
+                settle(self._writer)
+
+    @contextmanager
+    def _timed_wait(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_seconds += time.perf_counter() - started
 
     def _log_failures(self) -> None:
         """Log the failures that were not raised, so that the next call does not raise them."""
@@ -392,6 +407,7 @@ class FastensorCheckpointIO(CheckpointIO):
             is pickled.
         """
         self._torn_down, self._may_be_alone, self._handled_before = False, False, sys.exc_info()[1]
+        self._waited_seconds = 0.0
         subscription = _Subscription(listener, loaded, interrupted)
         self._listeners.append(subscription)
 
@@ -419,7 +435,8 @@ class FastensorCheckpointIO(CheckpointIO):
     def _close_writer(self) -> None:
         if self._writer is not None:
             self._torn_down, self._latest = True, None
-            self._writer.close()
+            with self._timed_wait():
+                self._writer.close()
 
     def _end_subscriptions(self) -> None:
         while self._listeners:

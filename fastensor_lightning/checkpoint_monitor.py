@@ -14,8 +14,9 @@ from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
-from fastensor_lightning.frameworks import load_classes
+from fastensor_lightning.frameworks import load_classes, package_of, say
 from fastensor_lightning.methods import call_after
+from fastensor_lightning.saved_in_run import SavedInRun
 from fastensor_lightning.shared_choice import share_choice
 
 if TYPE_CHECKING:
@@ -27,13 +28,16 @@ _MEGABYTE = 1e6
 
 
 class CheckpointMonitor(Callback):
-    """Logs what every save of :class:`FastensorCheckpointIO` costs, and makes asynchronous ones safe to build on.
+    """Logs what every save of :class:`FastensorCheckpointIO` costs, and says at the end of ``fit`` what all have cost.
 
     Loggers get ``checkpoint/stall_seconds`` (how long training stood still), ``checkpoint/save_seconds`` (until the
     file was durable), ``checkpoint/save_bytes`` and ``checkpoint/save_bytes_per_second`` at the step of the save, on
-    the rank that saves. The progress bar shows ``stall_s``, ``save_s`` and ``save_MB/s`` of the latest save, from the
-    next training batch on. Loggers are not made for several threads: what another thread has saved is logged at the end
-    of the next batch, or of the run.
+    the rank that saves. The progress bar shows ``stall_s`` of the latest save, from the next training batch on.
+    Loggers are not made for several threads: what another thread has saved is logged at the end of the next batch, or
+    of the run.
+
+    A Trainer with the plugin does what follows by itself, by a callback that Lightning finds by an entry point. With
+    this monitor, that one does nothing.
 
     With ``asynchronous=True``, Lightning's own steps see the checkpoints as if they had been saved when they were asked
     for: ``ModelCheckpoint(save_last="link")`` links to a file that is durable, ``file_exists`` (its version counter)
@@ -48,6 +52,8 @@ class CheckpointMonitor(Callback):
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
+        details: whether to show there as well ``save_s`` (until the file was durable) and ``save_MB/s``.
+        log: whether loggers get the numbers.
         explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
@@ -55,13 +61,21 @@ class CheckpointMonitor(Callback):
             not hold the same state.
     """
 
-    def __init__(self, *, progress_bar: bool = True, explain: bool = False) -> None:
+    _says_more = True
+    """Whether the end of ``fit`` is worth more than a line."""
+
+    def __init__(
+        self, *, progress_bar: bool = True, details: bool = False, log: bool = True, explain: bool = False
+    ) -> None:
         super().__init__()
-        check_flags(progress_bar=progress_bar, explain=explain)
+        check_flags(progress_bar=progress_bar, details=details, log=log, explain=explain)
         self._progress_bar = progress_bar
+        self._details = details
+        self._logs = log
         self._explain = explain
         self._to_show: fastensor.SaveReport | None = None
         self._to_log: deque[tuple[int, fastensor.SaveReport]] = deque()
+        self._saved = SavedInRun()
         self._thread = 0
         self._undo: list[Callable[[], None]] = []
         self._loggers: WaitingLoggers | None = None
@@ -70,13 +84,19 @@ class CheckpointMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._forget_run()
-        self._plugin = plugin = _find_plugin(trainer)
+        plugin = find_plugin(trainer)
+        if plugin is None:
+            raise TypeError(
+                f"CheckpointMonitor watches FastensorCheckpointIO, but this Trainer saves with "
+                f"{type(trainer.strategy.checkpoint_io).__name__}; pass plugins=[FastensorCheckpointIO()] to it"
+            )
+        self._plugin = plugin
         self._thread = threading.get_ident()
         self._undo.append(
             plugin._subscribe(
                 lambda report, step: self._on_save(trainer, report, step),
                 loaded=lambda report: self._on_load(trainer, report),
-                interrupted=self._forget_run,
+                interrupted=lambda: self._end_interrupted_run(trainer),
             )
         )
         if getattr(trainer.checkpoint_callback, "dirpath", "") is None:  # its own setup decides, which comes later
@@ -103,6 +123,8 @@ class CheckpointMonitor(Callback):
         self._stop()
         self._log(trainer)
         self._loggers = None
+        if stage == "fit":
+            self._say_what_was_saved(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Wait for pending saves and log them, before loggers are closed.
@@ -120,11 +142,9 @@ class CheckpointMonitor(Callback):
         report, self._to_show = self._to_show, None
         if report is None or not self._progress_bar:
             return
-        shown = {
-            "stall_s": report.stall_seconds,
-            "save_s": report.seconds,
-            "save_MB/s": report.bytes_per_second / _MEGABYTE,
-        }
+        shown = {"stall_s": report.stall_seconds}
+        if self._details:
+            shown |= {"save_s": report.seconds, "save_MB/s": report.bytes_per_second / _MEGABYTE}
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,21 +155,33 @@ class CheckpointMonitor(Callback):
         if sharing is not None:  # all ranks call save_checkpoint, and leave it together
             self._undo += [sharing.end, call_after(trainer, "save_checkpoint", sharing.sync)]
 
+    def _end_interrupted_run(self, trainer: Trainer) -> None:
+        """An exception has ended a run, and no callback can save any more."""
+        self._say_what_was_saved(trainer)
+        self._forget_run()
+
     def _forget_run(self) -> None:
-        """Drop the state of a run that an exception has ended, when no callback can save any more."""
+        """Drop the state of the run before."""
         self._stop()
-        self._loggers, self._to_show = None, None
+        self._loggers, self._to_show, self._saved = None, None, SavedInRun()
         self._to_log.clear()
+
+    def _say_what_was_saved(self, trainer: Trainer) -> None:
+        waited = 0.0 if self._plugin is None else self._plugin._waited_seconds
+        for line in self._saved.lines(waited, more=self._says_more):
+            say(trainer, line)
+        self._saved = SavedInRun()
 
     def _on_save(self, trainer: Trainer, report: fastensor.SaveReport, step: int | None) -> None:
         self._to_show = report
+        self._saved.add(report)
         self._to_log.append((trainer.global_step if step is None else step, report))
         if threading.get_ident() == self._thread:
             self._log(trainer)
 
     def _on_load(self, trainer: Trainer, report: fastensor.LoadReport) -> None:
         if self._explain and trainer.is_global_zero:
-            _log_of(trainer).info("%s was loaded by %s: %s", report.path, report.backend, report.reason)
+            _explain(trainer, "loaded", report)
 
     def _log(self, trainer: Trainer) -> None:
         while self._to_log:
@@ -160,10 +192,10 @@ class CheckpointMonitor(Callback):
                 "checkpoint/save_bytes": float(report.nbytes),
                 "checkpoint/save_bytes_per_second": report.bytes_per_second,
             }
-            for logger in trainer.loggers:
+            for logger in trainer.loggers if self._logs else ():
                 logger.log_metrics(metrics, step=step)
             if self._explain:
-                _log_of(trainer).info("%s was saved by %s: %s", report.path, report.backend, report.reason)
+                _explain(trainer, "saved", report)
         if self._loggers is not None:
             self._loggers.call_those_whose_files_are_finished()
 
@@ -173,20 +205,16 @@ class CheckpointMonitor(Callback):
             self._undo.pop()()
 
 
-def _log_of(trainer: Trainer) -> logging.Logger:
-    """The logger of the package that the Trainer is from."""
-    return logging.getLogger("pytorch_lightning" if trainer.__module__.startswith("pytorch_") else "lightning.pytorch")
+def _explain(trainer: Trainer, done: str, report: fastensor.SaveReport | fastensor.LoadReport) -> None:
+    log = logging.getLogger(package_of(trainer))
+    log.info("%s was %s by %s: %s", report.path, done, report.backend, report.reason)
 
 
-def _find_plugin(trainer: Trainer) -> FastensorCheckpointIO:
-    """The Trainer's plugin, also from inside wrappers such as AsyncCheckpointIO."""
-    plugin: Any = trainer.strategy.checkpoint_io
-    while not isinstance(plugin, FastensorCheckpointIO):
-        inner = getattr(plugin, "checkpoint_io", None)
-        if inner is None:
-            raise TypeError(
-                f"CheckpointMonitor watches FastensorCheckpointIO, but this Trainer saves with "
-                f"{type(plugin).__name__}; pass plugins=[FastensorCheckpointIO()] to the Trainer"
-            )
-        plugin = inner
-    return plugin
+def find_plugin(trainer: Trainer) -> FastensorCheckpointIO | None:
+    """The Trainer's plugin, also from inside wrappers such as AsyncCheckpointIO; None if it has another one."""
+    plugin: object = trainer.strategy.checkpoint_io
+    while plugin is not None:
+        if isinstance(plugin, FastensorCheckpointIO):
+            return plugin
+        plugin = getattr(plugin, "checkpoint_io", None)
+    return None

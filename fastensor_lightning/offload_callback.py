@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import check_flags
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
-from fastensor.offload.config import checked_config, with_default_folder
-from fastensor_lightning.frameworks import load_classes
+from fastensor.offload.config import OffloadOptions, config_of, with_default_folder
+from fastensor_lightning.frameworks import load_classes, of_rank, say
 from fastensor_lightning.methods import replace_method
 
 if TYPE_CHECKING:
@@ -34,33 +35,50 @@ class SSDActivationOffload(Callback):
 
     By default, only as much goes as has to, for the rest to fit into memory; a run that fits is not slowed down.
 
-    At the end of ``fit``, rank 0 prints its statistics; each rank warns if nothing was offloaded although not all
-    fits. :attr:`statistics` has the same numbers.
+    At the end of ``fit``, Lightning's log says what rank 0 has gained: how much memory its activations took, and would
+    have taken; the time that it cost in each step; and what was written. Each rank warns if nothing was offloaded
+    although not all fits. :attr:`statistics` has more; ``print`` shows it.
 
     Args:
-        config: how many bytes go where. Without ``directories``, files are in the Trainer's ``default_root_dir``; they
-            have no names, and nothing of them is left when the process ends, however it ends. Each rank has files and
-            budgets of its own.
+        directory: the folder on an SSD; or an :class:`OffloadConfig`, which has all options. Without any, files are in
+            the Trainer's ``default_root_dir``. They have no names, and nothing of them is left when the process ends,
+            however it ends. Each rank has files and budgets of its own.
+        config: an :class:`OffloadConfig` instead of a folder and options.
         log: whether loggers get ``offload/written_bytes``, ``offload/read_bytes``, ``offload/stall_seconds`` and
             ``offload/prefetch_hit_rate`` of each training batch.
         dry_run: train for three batches only (more, if the Trainer's ``min_steps`` or ``min_epochs`` ask for them; or
             fewer, if there are no more), offloading everything to measure it, and print what stays in memory by
-            ``config``, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
+            the options, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
+        options: those of :class:`OffloadConfig`: ``min_bytes="1MiB"``, ``directories=("/nvme0", "/nvme1")``, and so on.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument is of the wrong kind, unknown, or given twice.
+        ValueError: the value of an option is not possible.
         OffloadError: in ``fit``, no file can be made in a folder.
         UnsupportedContentError: in ``fit``, with ``FSDPStrategy``, which is FSDP version 1, and DeepSpeed's ZeRO stage
             3; and where a Trainer has several of these callbacks.
 
     >>> from lightning.pytorch import Trainer
-    >>> trainer = Trainer(callbacks=[SSDActivationOffload()], logger=False, accelerator="cpu")
+    >>> offload = SSDActivationOffload("/var/tmp", min_bytes="1MiB")
+    >>> trainer = Trainer(callbacks=[offload], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, config: OffloadConfig | None = None, *, log: bool = False, dry_run: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | OffloadConfig | None = None,
+        *,
+        config: OffloadConfig | None = None,
+        log: bool = False,
+        dry_run: bool = False,
+        **options: Unpack[OffloadOptions],
+    ) -> None:
         super().__init__()
         check_flags(log=log, dry_run=dry_run)
-        self.config = checked_config(config)
+        if isinstance(directory, OffloadConfig):
+            if config is not None:
+                raise TypeError("an OffloadConfig is given twice: as the first argument, and as config")
+            directory, config = None, directory
+        self.config = config_of(directory, config, options)
         self._is_dry_run = dry_run
         self.estimate: OffloadEstimate | None = None
         """What a dry run has found; None before that."""
@@ -128,8 +146,9 @@ class SSDActivationOffload(Callback):
         self._stop()
         if offload is None or self.statistics is None:
             return
-        trainer.print(f"activation offload on rank {trainer.global_rank}:\n{self.statistics}")
-        if not self.statistics.offloaded:
+        if self.statistics.offloaded:
+            say(trainer, f"activation offload{of_rank(trainer)}: {self.statistics.summary()}")
+        else:
             _logger.log(
                 _level(self.statistics),
                 "no activations were offloaded in this run. %s",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import tomllib
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -69,3 +73,21 @@ def act_as_rank(rank: int, port: int, world: int = 2) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="1",
     )  # fmt: skip
+
+
+def install_entry_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register what an installation of this version would, whichever is installed."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    found = folder / f"{project['name']}-{project['version']}.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, names in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in names.items())]
+    (found / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(folder)
+
+
+def without_entry_points() -> AbstractContextManager[object]:
+    """Trainers get no callback by themselves, as where a checkout is used without being installed."""
+    return mock.patch("fastensor_lightning.callbacks_factory.callbacks", list)

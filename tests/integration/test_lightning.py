@@ -164,7 +164,7 @@ def test_monitor_logs_and_shows_every_save(pl: Any, tmp_path: Path) -> None:
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             shown.update(trainer.progress_bar_metrics)
 
-    monitor = CheckpointMonitor()
+    monitor = CheckpointMonitor(details=True)
     trainer = fit(pl, tmp_path, FastensorCheckpointIO(), logger=logger, callbacks=[monitor, Recorder()], max_epochs=3)
     metrics = (Path(logger.log_dir) / "metrics.csv").read_text()
     for name in ("save_seconds", "save_bytes", "save_bytes_per_second"):

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from disks import FullDisk, SlowDisk
-from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
+from integration.lightning_models import (
+    act_as_rank,
+    fit,
+    loader,
+    make_module,
+    make_trainer,
+    without_entry_points,
+)
 from programs import run, run_ranks
 
 import fastensor
@@ -57,6 +64,12 @@ def nothing_is_left_pending() -> Iterator[None]:
     yield
     assert not ordering._pending
     assert not drain_threads()
+
+
+@pytest.fixture
+def no_entry_points() -> Iterator[None]:
+    with without_entry_points():
+        yield
 
 
 @pytest.fixture
@@ -306,6 +319,7 @@ def test_an_exception_of_the_training_is_what_is_seen(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.usefixtures("no_entry_points")
 @pytest.mark.parametrize("monitored", [True, False])
 def test_an_earlier_failure_does_not_keep_the_checkpoint_of_the_exception_from_being_saved(
     pl: Any, tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture, monitored: bool
@@ -545,6 +559,7 @@ def test_two_fits_in_a_row(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None
     pickle.loads(pickle.dumps((plugin, monitor)))
 
 
+@pytest.mark.usefixtures("no_entry_points")
 def test_without_a_monitor_it_says_so_and_keeps_the_order(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
     saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
     with pytest.warns(UserWarning, match=r"callbacks=\[fastensor_lightning.CheckpointMonitor"):
@@ -569,6 +584,7 @@ def watch(pl: Any, tmp_path: Path) -> Any:
     return Watch()
 
 
+@pytest.mark.usefixtures("no_entry_points")
 @pytest.mark.parametrize("monitored", [True, False])
 @pytest.mark.parametrize("first", ["fit", "validate"])
 def test_every_run_saves_asynchronously(
@@ -592,6 +608,7 @@ def test_every_run_saves_asynchronously(
     assert not drain_threads()
 
 
+@pytest.mark.usefixtures("no_entry_points")
 def test_a_save_after_a_run_that_has_failed_is_there_at_once(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
     trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[stop_at(pl, 3)])
     with pytest.raises(ValueError, match="of the training"):
@@ -600,6 +617,7 @@ def test_a_save_after_a_run_that_has_failed_is_there_at_once(pl: Any, tmp_path: 
     assert torch.load(tmp_path / "late.ckpt", weights_only=False)["global_step"] == 3
 
 
+@pytest.mark.usefixtures("no_entry_points")
 def test_a_run_that_cannot_be_seen_says_so(
     pl: Any, tmp_path: Path, watch: Any, recwarn: pytest.WarningsRecorder
 ) -> None:

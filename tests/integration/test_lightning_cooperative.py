@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from disks import leftovers
-from integration.lightning_models import act_as_rank, loader, make_trainer
+from integration.lightning_models import act_as_rank, loader, make_trainer, without_entry_points
 from programs import run_ranks
 from states import assert_equal
 from torch import Tensor, nn
 
 import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, cooperation
+from fastensor_lightning.automatic_monitor import AutomaticMonitor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -115,10 +116,10 @@ def test_ranks_save_together(brand: str, tmp_path: Path) -> None:
 
 
 def part_ways(pl: Any, rank: int, folder: Path) -> None:
-    """A rank's weights have changed outside of the optimizer."""
+    """A rank's weights have changed outside of the optimizer. The monitor is the one that a Trainer gets by itself."""
     plugin = FastensorCheckpointIO(cooperative=True)
     trainer = make_trainer(
-        pl, folder, plugin, devices=2, strategy="ddp", max_steps=1, callbacks=[CheckpointMonitor()],
+        pl, folder, plugin, devices=2, strategy="ddp", max_steps=1, callbacks=[AutomaticMonitor()],
         enable_checkpointing=False,
     )  # fmt: skip
     model = make_model(pl)
@@ -141,7 +142,8 @@ def test_ranks_that_have_parted(tmp_path: Path) -> None:
 
 def leave_to_rank_0(pl: Any, rank: int, folder: Path) -> None:
     plugin = FastensorCheckpointIO(cooperative=True)
-    trainer = make_trainer(pl, folder, plugin, devices=2, strategy="ddp", max_steps=1)
+    with without_entry_points():
+        trainer = make_trainer(pl, folder, plugin, devices=2, strategy="ddp", max_steps=1)
     if rank == 0:
         with pytest.warns(UserWarning, match=r"rank 0 saves alone.*CheckpointMonitor"):
             trainer.fit(make_model(pl), loader(2))

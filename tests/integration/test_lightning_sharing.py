@@ -83,7 +83,7 @@ def test_ranks_choose_by_what_rank_0_has_learned(brand: str, tmp_path: Path) -> 
     assert leader[2] == other[2]
     assert "read cpu" in leader[2]
     log = (tmp_path / "0.log").read_text()
-    assert f"{tmp_path}/c/step=1.ckpt was saved by numpy: tried once for " in log
+    assert f"{tmp_path}/c/step=1.ckpt was saved by numpy: to measure it once for " in log
     assert f"{tmp_path}/c/step=2.ckpt was loaded by " in log
     assert "loaded by" not in (tmp_path / "1.log").read_text()
 

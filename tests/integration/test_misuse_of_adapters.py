@@ -46,11 +46,30 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     ],
     "SSDActivationOffload": [
         ({"config": "/tmp"}, TypeError, r"config is an OffloadConfig, found '/tmp': OffloadConfig\(directories=\('/tm"),
+        ({"directory": 3}, TypeError, "the first argument is a folder, or an OffloadConfig, found 3"),
+        ({"min_byte": "1MiB"}, TypeError, "there is no option 'min_byte'; did you mean 'min_bytes'"),
+        ({"min_bytes": "lots"}, ValueError, "min_bytes: expected a size such as 5GB or 2GiB, found 'lots'"),
+        ({"codecs": ("zip",)}, ValueError, "codecs are some of"),
+        (
+            {"directory": "/nvme", "directories": ("/nvme",)},
+            TypeError,
+            r"folders are given twice: '/nvme' and directories=\('/nvme',\)",
+        ),
+        (
+            {"directory": OffloadConfig(), "min_bytes": 3},
+            TypeError,
+            "an OffloadConfig has all options; found min_bytes beside it: put them into it",
+        ),
+        (
+            {"directory": "/nvme", "config": OffloadConfig()},
+            TypeError,
+            "an OffloadConfig has all options; found a folder beside it",
+        ),
         ({"config": {"min_bytes": 3}}, TypeError, "config is an OffloadConfig, found {'min_bytes': 3}"),
         flag("log"),
         flag("dry_run"),
     ],
-    "CheckpointMonitor": [flag("progress_bar"), flag("explain")],
+    "CheckpointMonitor": [flag("progress_bar"), flag("details"), flag("log"), flag("explain")],
     "FastensorDataModule": [
         ({"batch_size": 0}, ValueError, "batch_size is at least 1, found 0"),
         ({"batch_size": "8"}, TypeError, "batch_size is a whole number, found '8'"),

@@ -61,6 +61,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
     assert {name.split("/")[0] for name in files} == {*PACKAGES, METADATA}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(files)
     assert "fastensor-accelerate = fastensor_accelerate.launcher:main" in commands
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        factory = f"[{package}.callbacks_factory]\nfastensor = fastensor_lightning.callbacks_factory:callbacks"
+        assert factory in commands
 
 
 def test_the_source_holds_what_the_readme_links_to(built: Path) -> None:

@@ -82,9 +82,9 @@ def test_ten_saves_of_a_new_user_are_written_by_the_rule(
 def test_what_is_faster_is_found_in_time(selector: Selector, taken: dict[str, float], tmp_path: Path) -> None:
     taken.update(numpy=1.0, direct=0.5)
     reports = [fastensor.save(STATE, tmp_path / "x") for _ in range(40)]
-    tried = next(report for report in reports if report.reason.startswith("tried"))
+    tried = next(report for report in reports if report.reason.startswith("to measure it"))
     assert tried.backend == "direct"
-    assert tried.reason.startswith("tried for up to 2 MiB: at a risk of ")
+    assert tried.reason.startswith("to measure it for up to 2 MiB: that may cost ")
     assert reports[-1].backend == "direct"
     assert measured(selector, WRITE) == {"numpy", "direct"}, "torch writes what no other backend can"
 
@@ -98,8 +98,8 @@ def test_what_is_slower_costs_no_more_than_its_share(
     spent = selector.statistics()
     assert spent.extra_seconds == pytest.approx(2.0 * used.count("direct"), rel=1e-3)
     assert spent.extra_seconds <= 0.05 * spent.seconds + 2.0
-    assert "direct was tried for 1.56 MiB (write cpu durable), and took 3 s, 2 s longer than the best" in caplog.text
-    assert "FASTENSOR_EXPLORE=0 tries nothing" in caplog.text
+    assert "measuring direct with 1.56 MiB (write cpu durable) has cost 2 s: it took 3 s" in caplog.text
+    assert "FASTENSOR_EXPLORE=0 measures nothing" in caplog.text
 
 
 def test_loads_are_measured(selector: Selector, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fastensor import Context
 from fastensor.cli import main
 from fastensor.cli.checkup.measurement import BackendState, Chosen, Rounds, Speed, advise
 from fastensor.cli.tune import learned
-from fastensor.select import current
+from fastensor.select import current, torch_save
 from fastensor.select.dictionary import Dictionary
 from fastensor.select.files import file_for, read
 
@@ -34,9 +34,37 @@ def test_what_is_measured_is_learned(tmp_path: Path, capsys: pytest.CaptureFixtu
             assert {name: timing.count for name, timing in timings.items()} == {"direct": 3, "numpy": 3}, context
     assert (stored.seconds, stored.extra_seconds) == (0.0, 0.0), "it pays for no tries"
     assert not list(folder.iterdir())
+    compared = read(file_for(folder, of="torch.save").path).dictionary
+    assert {name: timing.count for _, entry in compared for name, timing in entry.timings.items()} == {"torch.save": 3}
+    assert len(compared) == 2
+    seconds = torch_save.seconds_known(str(folder), [64 << 10, MIB])
+    assert seconds is not None
+    assert 0 < seconds < 60
     shown = capsys.readouterr().out
+    assert shown.count("torch.save ") == 2
     assert str(file_for(folder).path) in shown
     assert shown.count("the fastest: ") == 6
+
+
+def test_what_was_not_measured_is_not_invented(tmp_path: Path) -> None:
+    assert torch_save.seconds_known(str(tmp_path), [MIB]) is None
+    file_for(tmp_path, of="torch.save").update(torch_save.learned(MIB, [0.5, 0.5, 0.9]))
+    assert torch_save.seconds_known(str(tmp_path), [MIB, 2 * MIB]) == 1.5
+    assert torch_save.seconds_known(str(tmp_path), [MIB, 9 * MIB]) is None, "too far from what was measured"
+    assert torch_save.seconds_known(str(tmp_path), [MIB, 1000]) is None
+    assert current.current_selector(tmp_path).statistics().seconds == 0, "no selector knows it"
+
+
+def test_where_torch_save_fails_the_rest_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr("fastensor.cli.tune.time_torch_save", fail)
+    assert main(["tune", str(tmp_path), "--sizes", "64K"]) == 0
+    assert "the disk is full" in capsys.readouterr().out
+    assert torch_save.seconds_known(str(tmp_path), [64 << 10]) is None
 
 
 def test_what_is_learned() -> None:

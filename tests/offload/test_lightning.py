@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
+import logging
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastensor
 from fastensor.offload import OffloadConfig
+from fastensor.offload.config import OffloadOptions
 from fastensor_lightning import SSDActivationOffload
 
 EVERYTHING = OffloadConfig(schedule="all", min_bytes=1)
@@ -234,9 +238,29 @@ def test_strategies_that_move_parameters_are_refused(tmp_path: Path, strategy: s
         trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), strategy=kind(torch.device("cpu")))
 
 
-def test_a_summary_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_says_what_was_gained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    caplog.set_level(logging.INFO)
     trained(Net, tmp_path, SSDActivationOffload(EVERYTHING))
-    assert "activation offload on rank 0:\n12 steps" in capsys.readouterr().out
+    (line,) = (one for one in caplog.messages if one.startswith("fastensor: "))
+    size, time = r"[0-9.]+ K?i?B", r"[0-9.]+ [mµ]?s"
+    assert re.fullmatch(
+        rf"fastensor: activation offload: activations took at most {size} of memory in place of {size}, at {time} a "
+        rf"step; {size} written",
+        line,
+    )
+
+
+def test_options_may_be_given_one_by_one(tmp_path: Path) -> None:
+    one_by_one = SSDActivationOffload(tmp_path, min_bytes="1MiB", schedule=0.5)
+    config = OffloadConfig(directories=(str(tmp_path),), min_bytes=1 << 20, schedule=0.5)
+    assert one_by_one.config == SSDActivationOffload(config).config == SSDActivationOffload(config=config).config
+    assert SSDActivationOffload(directories=("/a", "/b"), codecs=["csr"]).config.directories == ("/a", "/b")  # type: ignore[typeddict-item]
+    assert SSDActivationOffload().config == OffloadConfig()
+    fields = {field.name for field in dataclasses.fields(OffloadConfig)}
+    assert fields == OffloadOptions.__annotations__.keys(), "each option can be given by itself"
 
 
 def test_loggers_get_what_each_batch_has_moved(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fastensor.errors import OffloadError
+from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.planner import PassRecord, SavedTensor
@@ -102,6 +103,31 @@ def test_the_first_pass_keeps_what_has_room(make: Any) -> None:
     assert same(train(net, offload), expected)
     assert offload.statistics().kept["fits"] == 2 * EACH
     assert offload.statistics().offloaded > 0
+
+
+@pytest.mark.parametrize("stay", [0, 2])
+def test_the_peaks_of_memory_are_counted_with_and_without_offloading(make: Any, stay: int) -> None:
+    offload = make(schedule=stay * EACH, staging_bytes=EACH, prefetch_bytes=EACH)
+    net = Net()
+    for layer in net.layers:
+        layer.register_forward_hook(lambda *_: offload._engine.settle())  # each activation is written before the next
+    for _ in range(3):
+        train(net, offload, settle=True)
+    found = offload.statistics()
+    assert found.peak_saved_bytes == SAVED * EACH
+    assert stay * EACH < found.peak_memory_bytes <= (stay + 3) * EACH, "one goes, one is needed, one is read ahead"
+    assert f"of memory in place of {human_size(SAVED * EACH)}, at " in str(found)
+    offload.settle()
+    train(net, None)
+    assert offload._engine.swapper().saved_bytes() == (0, 0)
+    assert offload._engine.planner.resident_bytes() == 0
+
+
+def test_without_need_both_peaks_are_the_same(make: Any) -> None:
+    offload = make(schedule=1 << 30)
+    for _ in range(2):
+        train(Net(), offload)
+    assert offload.statistics().peak_saved_bytes == offload.statistics().peak_memory_bytes == SAVED * EACH
 
 
 @pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 
 from fastensor.backends.fallback import available_names
 from fastensor.cli.checkup.folder import examine
-from fastensor.cli.checkup.measurement import Rounds, choices_for, contenders, fitting, summary
+from fastensor.cli.checkup.measurement import (
+    Rounds,
+    Speed,
+    choices_for,
+    contenders,
+    fitting,
+    summary,
+    time_torch_save,
+)
 from fastensor.cli.checkup.printing import leaving_on_sigterm, measured, print_choices, speed_row, speed_table
 from fastensor.cli.output import FAILED, OK
 from fastensor.errors import FastensorError
+from fastensor.select import torch_save
 from fastensor.select.context import STAGED, Context
 from fastensor.select.dictionary import Change
 from fastensor.select.files import file_for
@@ -22,20 +32,34 @@ def run(path: str, sizes: Sequence[int]) -> int:
         raise FastensorError(f"{folder.path}: {folder.error or 'its free space is not known'}")
     names = contenders(available_names())
     possible = fitting(sizes, folder.space.free_nbytes)
-    table = speed_table(names)
+    table = speed_table([*names, torch_save.NAME])
     changes: list[Change] = []
+    compared: list[Change] = []
     with leaving_on_sigterm():
         for nbytes in possible:
             for rounds in measured(path, nbytes, names):
                 table.add(speed_row(summary(rounds)))
                 changes += learned(rounds)
+            speed, seconds = _time_torch_save(path, nbytes)
+            table.add(speed_row(speed))
+            compared += torch_save.learned(nbytes, seconds)
     if not changes:
         return FAILED
     file = file_for(path)
     file.update(changes)
+    file_for(path, of=torch_save.NAME).update(compared)
     print(f"\nwhat was learned is in {file.path}\n")
     print_choices(choices_for(path, sizes, names))
     return OK
+
+
+def _time_torch_save(path: str, nbytes: int) -> tuple[Speed, list[float]]:
+    """The row of ``torch.save`` in the table, and the seconds of each round; none if it has failed."""
+    try:
+        seconds = time_torch_save(path, nbytes)
+    except (OSError, RuntimeError) as error:
+        return Speed(torch_save.NAME, nbytes, None, None, None, True, str(error)), []
+    return Speed(torch_save.NAME, nbytes, nbytes / median(seconds), None, None, True, "to compare with"), seconds
 
 
 def learned(rounds: Rounds) -> Iterator[Change]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from fastensor.backends import registry
-from fastensor.files.arguments import as_nbytes, check_flags, did_you_mean
+from fastensor.files.arguments import as_nbytes, check_flags, did_you_mean, nearest
 from fastensor.offload.codecs import LOSSY, Codec
 
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
@@ -180,6 +180,64 @@ def _check_schedule(schedule: object) -> None:
         if schedule >= 0:
             return
     raise ValueError(f"schedule is 'auto', 'all', a number of bytes, or a share from 0.0 to 1.0, found {schedule!r}")
+
+
+class OffloadOptions(TypedDict, total=False):
+    """The options of :class:`OffloadConfig`, for functions that take them one by one."""
+
+    directories: tuple[str, ...]
+    target: Tier
+    schedule: Schedule | str
+    min_bytes: int | str
+    staging_bytes: int | str
+    prefetch_bytes: int | str
+    dram_bytes: int | str | None
+    ssd_bytes: int | str | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    codecs: tuple[Codec, ...]
+    backend: str
+    verify: bool
+    return_freed_memory: bool
+    when_full: WhenFull
+    trace: str | None
+    drive_tbw: float | None
+    drive_days: float
+
+
+def config_of(
+    directory: str | os.PathLike[str] | None, config: OffloadConfig | None, options: Mapping[str, Any]
+) -> OffloadConfig:
+    """The configuration that a folder, a configuration or single options say.
+
+    Args:
+        directory: the only folder; None if ``options`` say where files are, or nothing does.
+        config: the configuration, instead of the others.
+        options: those of :class:`OffloadOptions`.
+
+    Raises:
+        TypeError: there is no such option; or something is given twice.
+        TypeError, ValueError: as :class:`OffloadConfig`.
+
+    >>> config_of("/nvme", None, {"min_bytes": "1MiB"}).directories
+    ('/nvme',)
+    >>> config_of("/nvme", None, {"min_byte": "1MiB"})
+    Traceback (most recent call last):
+    TypeError: there is no option 'min_byte'; did you mean 'min_bytes'?
+    """
+    for name in options:
+        if name not in OffloadOptions.__annotations__:
+            raise TypeError(f"there is no option {name!r}{nearest(name, OffloadOptions.__annotations__)}")
+    given = [*(["a folder"] if directory is not None else []), *options]
+    if config is not None and given:
+        raise TypeError(f"an OffloadConfig has all options; found {', '.join(given)} beside it: put them into it")
+    if directory is None:
+        return checked_config(config) if config is not None else OffloadConfig(**options)
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"the first argument is a folder, or an OffloadConfig, found {directory!r}")
+    if "directories" in options:
+        raise TypeError(f"folders are given twice: {directory!r} and directories={options['directories']!r}")
+    return OffloadConfig(directories=(os.fspath(directory),), **options)
 
 
 def checked_config(config: OffloadConfig | None) -> OffloadConfig:

@@ -205,6 +205,14 @@ class OffloadEngine:
             self._kept += kept
             self._hook_seconds += seconds
 
+    def note_memory(self, swapper: Swapper) -> None:
+        """Note how many bytes of saved tensors graphs hold, and how many of them are in memory, if more than ever."""
+        resident = self.planner.resident_bytes()
+        saved, in_memory = swapper.saved_bytes()
+        with self._lock:
+            for name, nbytes in (("peak_saved_bytes", saved), ("peak_memory_bytes", in_memory)):
+                self._counts[name] = max(self._counts[name], resident + nbytes)
+
     def settle(self) -> None:
         """Wait until nothing is being written or read."""
         if (swapper := self._swapper) is not None:
@@ -226,6 +234,8 @@ class OffloadEngine:
             steps=self._counts["steps"],
             packed=self._counts["packed"],
             shared_bytes=self._counts["shared_bytes"],
+            peak_saved_bytes=self._counts["peak_saved_bytes"],
+            peak_memory_bytes=self._counts["peak_memory_bytes"],
             kept={why: nbytes for why, nbytes in kept.items() if nbytes},
             wait_to_write_seconds=seconds.get("wait_to_write", 0.0),
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),

@@ -177,7 +177,9 @@ class StepHooks:
             if not reason:
                 swapper = self._engine.swapper()
                 with self._engine.guarded(swapper):
-                    return self._offload(tensor, span, swapper, counts, kept)
+                    record = self._offload(tensor, span, swapper, counts, kept)
+                    self._engine.note_memory(swapper)
+                    return record
             kept[reason] += len(span)
             return KeptTensor.of(tensor)
         finally:
@@ -218,7 +220,9 @@ class StepHooks:
         packed.check_version()
         try:
             with self._engine.guarded(packed.handle.swapper):
-                return packed.bring()
+                tensor = packed.bring()
+                self._engine.note_memory(packed.handle.swapper)
+                return tensor
         finally:
             self._note_pass(is_needed=True)
             self._note_time(Counter(), Counter(), started)

@@ -234,6 +234,12 @@ class Planner:
                     self._passes.remove(ended)
                     self._note(ended, profile)
 
+    def resident_bytes(self) -> int:
+        """Bytes that stay in memory by plan, now."""
+        with self._lock:
+            self._let_go_released()
+            return self._resident.total()
+
     def stay(self, mark: int, nbytes: int, device: torch.device) -> ResidentBytes | None:
         """The handle of bytes that stay in memory; None if they leave."""
         if not self.keeps:

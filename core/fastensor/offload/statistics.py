@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fastensor.files.words import human_size
+from fastensor.files.words import human_seconds, human_size
 
 _TERABYTE = 10**12
 SECONDS_PER_DAY = 86_400
@@ -149,6 +149,11 @@ class OffloadStatistics:
     """Time that backward passes have waited for the SSD."""
     hook_seconds: float
     """Time that training threads have spent in the hooks, waiting included."""
+    peak_saved_bytes: int
+    """The most bytes of saved tensors that graphs held at a time, wherever they were: what would have been in memory
+    without offloading. Counts what could be offloaded: tensors of at least ``min_bytes``, no parameters."""
+    peak_memory_bytes: int
+    """The most bytes of these that were in memory at a time, on the device that they were saved on."""
     peak_pending_bytes: int
     """The most bytes that were saved and not on an SSD yet, at any time."""
     peak_loaded_bytes: int
@@ -175,6 +180,14 @@ class OffloadStatistics:
     def everything_fits(self) -> bool:
         """Whether nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
         return not self.offloaded and self.kept.get("fits", 0) > 0
+
+    def summary(self) -> str:
+        """What the offload has gained, and what that has cost, in a line."""
+        gained = f"activations took at most {human_size(self.peak_memory_bytes)} of memory in place of "
+        gained += human_size(self.peak_saved_bytes)
+        cost = human_seconds(self.hook_seconds / max(self.steps, 1))
+        lasts = f"; at this pace the drives last {self.drive_days:.0f} days" if math.isfinite(self.drive_days) else ""
+        return f"{gained}, at {cost} a step; {human_size(self.written_bytes)} written{lasts}"
 
     def metrics_since(self, before: OffloadStatistics) -> dict[str, float]:
         """What was done after an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
@@ -211,6 +224,7 @@ class OffloadStatistics:
         wanted = self.prefetch_hits + self.prefetch_late + self.misses
         lines = [
             f"{self.steps} steps: {moved}, {human_size(self.shared_bytes)} shared",
+            self.summary(),
             f"stalled {self.stall_seconds:.2f} s, in hooks {self.hook_seconds:.2f} s; "
             f"{self.prefetch_hits} of {wanted} were there in time",
             f"at most {human_size(self.peak_pending_bytes)} on the way out, "
@@ -220,8 +234,6 @@ class OffloadStatistics:
         if self.encoded:
             made = (f"{name} {human_size(one.nbytes)}, {one.ratio:.2f} to 1" for name, one in self.encoded.items())
             lines.append("made smaller: " + "; ".join(made))
-        if math.isfinite(self.drive_days):
-            lines.append(f"at this pace the drives last {self.drive_days:.0f} days")
         return "\n".join(lines)
 
 

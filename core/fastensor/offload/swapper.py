@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -69,6 +70,10 @@ class Swapper:
         """Ranges that stay in host memory while there is room."""
         self._loaded = ByteBudget(config.prefetch_bytes)
         """Ranges that have been read back, or are being read."""
+        self._saved = ByteBudget(sys.maxsize)
+        """Ranges that graphs hold, wherever the bytes are."""
+        self._away = ByteBudget(sys.maxsize)
+        """Those of them that take no memory on their device."""
         self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
@@ -94,6 +99,8 @@ class Swapper:
             with self._lock:
                 self._let_go_released()
                 blocking = self._place(saved)
+                if blocking is None:
+                    self._saved.add(saved, saved.nbytes)
             if blocking is None:
                 return
             self._wait_for(blocking, "wait_to_write", saved)
@@ -215,6 +222,11 @@ class Swapper:
         with self._lock:
             return self._ratios.get(mark, 1.0)
 
+    def saved_bytes(self) -> tuple[int, int]:
+        """Bytes that graphs hold, and those of them that take memory on their device."""
+        with self._lock:
+            return self._saved.nbytes, self._saved.nbytes - self._away.nbytes
+
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now."""
         with self._lock:
@@ -306,6 +318,7 @@ class Swapper:
                     self._could_not_write(saved, outcome)
             elif not (saved in self._in_dram or saved.released or self._jobs.closed):  # newer ranges have its place
                 self._begin_write(saved)
+            self._note_place(saved)
             self._tidy(saved)
             self._trace_bytes()
 
@@ -429,6 +442,7 @@ class Swapper:
         reading = Reading.of(saved, self._host)
         saved.read = read = self._jobs.submit_read(self._read_in, reading)
         self._loaded.add(saved, saved.nbytes, beyond=urgent)
+        self._note_place(saved)
         saved.prefetched = not urgent
         self._note_peaks()
         return read
@@ -464,6 +478,14 @@ class Swapper:
     def _evict(self, saved: SavedBytes) -> None:
         self._loaded.remove(saved)
         saved.loaded = None
+        self._note_place(saved)
+
+    def _note_place(self, saved: SavedBytes) -> None:
+        """Count a range as away, or not."""
+        if saved in self._saved and saved.is_away and saved.loaded is None and saved.read is None:
+            self._away.add(saved, saved.nbytes)
+        else:
+            self._away.remove(saved)
 
     def _drop(self, ranges: Iterable[SavedBytes]) -> None:
         """Let go of ranges that were read ahead for nothing; of those that are being read, when room is needed."""
@@ -481,6 +503,8 @@ class Swapper:
         while self._released:
             saved = self._released.popleft()
             saved.released, saved.unread = True, 0
+            self._saved.remove(saved)
+            self._note_place(saved)
             self._in_dram.remove(saved)
             self._cancel_write(saved)
             self._cancel_read(saved)

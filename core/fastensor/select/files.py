@@ -40,11 +40,12 @@ LOCK_SECONDS = 2.0
 """How long a flush waits for the flush of another process, or thread."""
 _FLUSH_SECONDS = 5.0
 
-Kind: TypeAlias = Literal["files", "tensors", "activations"]
+Kind: TypeAlias = Literal["files", "tensors", "activations", "torch.save"]
 _KINDS: dict[Kind, dict[str, str]] = {
     "files": {},
     "tensors": {"of": "single tensors"},
     "activations": {"of": "activations"},
+    "torch.save": {"of": "torch.save with fsync"},
 }
 _POLL_SECONDS = 0.005
 _BESIDE = r"(\.lock|\.damaged)?"
@@ -209,7 +210,8 @@ def file_for(path: str | os.PathLike[str], folder: Path | None = None, *, of: Ki
         path: a file or folder, which need not exist.
         folder: the folder of the dictionaries; None means the default folder.
         of: what is moved. A single tensor in a file of its own, or in a part of an existing file, takes another time
-            than a checkpoint of the same size, above all if the size is small.
+            than a checkpoint of the same size, above all if the size is small. ``"torch.save"`` is for the times of
+            ``torch.save`` itself, with which saves are compared: no selector looks at them.
     """
     machine = identity(path) | _KINDS[of]
     return DictionaryFile((default_folder() if folder is None else folder) / f"{digest(machine)}.json", machine)

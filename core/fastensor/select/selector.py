@@ -219,8 +219,8 @@ class Selector:
             extra = self._cost(history, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
             if extra > _NOTICED_SECONDS:
                 _logger.warning(
-                    "%s was tried for %s (%s), and took %s, %s longer than the best; FASTENSOR_EXPLORE=0 tries nothing",
-                    backend, human_size(nbytes), context, human_seconds(seconds), human_seconds(extra),
+                    "measuring %s with %s (%s) has cost %s: it took %s; FASTENSOR_EXPLORE=0 measures nothing",
+                    backend, human_size(nbytes), context, human_seconds(extra), human_seconds(seconds),
                 )  # fmt: skip
             self._learn(Change(context, nbytes, backend, seconds, extra))
 
@@ -324,7 +324,7 @@ class Selector:
         if explore and self.paper:
             unknown = next((one for one in possible if one not in expected.of and one not in history.tried_at), None)
             if unknown is not None:
-                return Choice(unknown, f"tried once for {up_to(key.bucket)}, as the paper does", exploring=True)
+                return Choice(unknown, f"to measure it once for {up_to(key.bucket)}, as the paper does", exploring=True)
         if not expected.of or (explore and not self.paper and prior not in expected.of):
             missing = "nothing was measured" if prior not in expected.to_write else "nothing that it wrote was read"
             return Choice(prior, f"by size: {missing} for {up_to(key.bucket)}")
@@ -395,7 +395,7 @@ class Selector:
         if name is None or risks[name] > left:
             return None
         risk, budget = human_seconds(risks[name]), human_seconds(left)
-        reason = f"tried for {up_to(key.bucket)}: at a risk of {risk}, of {budget} to spend on that"
+        reason = f"to measure it for {up_to(key.bucket)}: that may cost {risk}, of {budget} to spend on measuring"
         return Choice(
             name,
             reason,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,7 +161,7 @@ class _WrongValuesError(Exception):
 def _measure(path: Path, nbytes: int, names: Sequence[str], moved: Callable[[int], object]) -> list[Rounds]:
     found = {name: Rounds(name, nbytes) for name in names}
     try:
-        values = torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
+        values = _values(nbytes)
     except RuntimeError as error:  # not enough memory
         for rounds in found.values():
             rounds.reason = str(error)
@@ -173,6 +174,41 @@ def _measure(path: Path, nbytes: int, names: Sequence[str], moved: Callable[[int
             done += 1
             moved(done * nbytes * _MOVES)
     return list(found.values())
+
+
+def _values(nbytes: int) -> torch.Tensor:
+    """What makes a file of about ``nbytes``."""
+    return torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
+
+
+def time_torch_save(folder: str, nbytes: int) -> list[float]:
+    """The time of ``torch.save`` for a file of ``nbytes`` that is made durable as :func:`fastensor.save` makes its own:
+    beside its place, synced, renamed, and the folder synced. One tensor is saved; more of them take longer.
+
+    Returns:
+        Seconds, one number for each round.
+
+    Raises:
+        OSError, RuntimeError: the file cannot be written, or there is not enough memory.
+    """
+    values = _values(nbytes)
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as inside:
+        for _ in range(ROUNDS):
+            wait_for_space()
+            started = time.perf_counter()
+            _torch_save(values, Path(inside, "x.ckpt"))
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _torch_save(values: torch.Tensor, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save({_NAME: values}, temporary)
+    with temporary.open("rb") as file:
+        posix.sync_file(file.fileno())
+    temporary.replace(path)
+    posix.sync_directory(str(path.parent))
 
 
 def _add_round(path: Path, values: torch.Tensor, name: str, rounds: Rounds) -> None:

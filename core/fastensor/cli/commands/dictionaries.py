@@ -32,7 +32,8 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(
         actions,
         epilog="There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for "
-        "offloaded activations; the environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
+        "offloaded activations; --all shows as well what torch.save has taken, with which saves are compared. The "
+        "environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
     )
 
 

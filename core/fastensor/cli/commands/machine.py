@@ -56,8 +56,9 @@ def tune(
     """Measure a folder, and have backend="auto" go by that.
 
     Learns how fast each backend saves and loads files in a folder: backend="auto" chooses by that from then on, for all
-    folders on the same kind of filesystem. This takes some seconds, and the files are removed. Untuned, a rule by size
-    decides, and other backends are tried as far as that costs next to nothing.
+    folders on the same kind of filesystem. Learns as well how long torch.save with fsync takes, with which a training
+    compares its checkpoints when it ends. All of that takes some seconds, and the files are removed. Untuned, a rule by
+    size decides, and other backends are tried as far as that costs next to nothing.
     """
     chosen = sizes_in(sizes)
     from fastensor.cli import tune as command

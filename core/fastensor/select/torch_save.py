@@ -1,0 +1,67 @@
+"""How long ``torch.save`` with ``fsync`` takes here: what saves are compared with in words for people.
+
+``fastensor tune`` measures it. No selector looks at it, and saves of a user's own are never spent on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final
+
+from fastensor.select.context import Context
+from fastensor.select.dictionary import Change, Dictionary
+from fastensor.select.files import file_for
+from fastensor.select.sizes import size_of
+
+NAME: Final = "torch.save"
+_CONTEXT = Context("write")
+_FARTHEST = 8
+"""How many times as large as the largest size that was measured a size may be."""
+
+
+def learned(nbytes: int, seconds: Iterable[float]) -> list[Change]:
+    """The changes of the dictionary by measurements of files of ``nbytes``."""
+    return [Change(_CONTEXT, nbytes, NAME, one, counts=False) for one in seconds]
+
+
+def seconds_known(path: str, sizes: Iterable[int]) -> float | None:
+    """How long ``torch.save`` with ``fsync`` would take for files of these sizes, by what was measured there.
+
+    Args:
+        path: a file or folder on the filesystem in question.
+        sizes: in bytes.
+
+    Returns:
+        The sum for all sizes, in seconds; None if nothing was measured for one of them.
+    """
+    dictionary = file_for(path, of=NAME).load()
+    found = [estimate(dictionary, nbytes) for nbytes in sizes]
+    known = [seconds for seconds in found if seconds is not None]
+    return sum(known) if found and len(known) == len(found) else None
+
+
+def estimate(dictionary: Dictionary, nbytes: int) -> float | None:
+    """The time of one file, in seconds: between the sizes that were measured, in proportion.
+
+    None if the size is less than the least that was measured, or more than 8 times the largest.
+
+    >>> dictionary = Dictionary()
+    >>> for change in [*learned(1 << 20, [1.0, 1.0]), *learned(4 << 20, [4.0, 4.0, 9.0])]:
+    ...     dictionary.apply(change)
+    >>> [estimate(dictionary, size << 10) for size in (512, 1024, 2048, 8192, 65536)]
+    [None, 1.0, 2.0, 8.0, None]
+    """
+    entries = sorted(dictionary.within(_CONTEXT).items())
+    points = [(size_of(bucket), entry.timings[NAME].seconds) for bucket, entry in entries if NAME in entry.timings]
+    if not points or not points[0][0] <= nbytes <= _FARTHEST * points[-1][0]:
+        return None
+    return _between(points, nbytes)
+
+
+def _between(points: Sequence[tuple[int, float]], nbytes: int) -> float:
+    for (smaller, least), (larger, most) in pairwise(points):
+        if nbytes <= larger:
+            return least + (most - least) * (nbytes - smaller) / (larger - smaller)
+    largest, seconds = points[-1]
+    return seconds * nbytes / largest
