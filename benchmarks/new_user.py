@@ -220,7 +220,9 @@ def plot(found: Sequence[Run], path: Path) -> None:
     figure, axes = pictures.panels(len(models), 2, height=1.9)
     for axis, (model, operation) in zip(axes, product(models, ("save", "cold load")), strict=True):
         totals = {
-            way: sorted(run.total_seconds for run in found if (run.model, run.operation, run.way) == (model, operation, way))
+            way: sorted(
+                run.total_seconds for run in found if (run.model, run.operation, run.way) == (model, operation, way)
+            )
             for way in ways
         }
         spreads = {way: [pictures.Spread(statistics.median(all_), all_[0], all_[-1])] for way, all_ in totals.items()}

@@ -1,5 +1,5 @@
-"""How pictures of measurements look: a contender has one colour and one place in the order in all of them, and ours stand
-out. ``redraw.py`` draws those of ``results/`` again."""
+"""How pictures of measurements look: a contender has one colour and one place in the order in all of them, and ours
+stand out. ``redraw.py`` draws those of ``results/`` again."""
 
 from __future__ import annotations
 
@@ -55,11 +55,15 @@ def panels(rows: int, columns: int = 1, *, height: float) -> tuple[Any, list[Any
     import matplotlib.pyplot as plt
 
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(rows, columns, figsize=(_INCHES, height * rows), squeeze=False, layout="constrained")
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(_INCHES, height * rows), squeeze=False, layout="constrained"
+        )
     return figure, list(axes.flat)
 
 
-def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Spread | None]], *, upright: bool = True) -> None:
+def bars(
+    axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Spread | None]], *, upright: bool = True
+) -> None:
     """Bars of each contender side by side, with their spreads.
 
     Args:
@@ -72,7 +76,9 @@ def bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[Spread 
     thickness = 0.84 / len(names)
     draw = axis.bar if upright else axis.barh
     for number, name in enumerate(names):
-        found = [(at + (number + 0.5) * thickness - 0.42, one) for at, one in enumerate(series[name]) if one is not None]
+        found = [
+            (at + (number + 0.5) * thickness - 0.42, one) for at, one in enumerate(series[name]) if one is not None
+        ]
         errors = [[one.median - one.least for _, one in found], [one.greatest - one.median for _, one in found]]
         draw(
             [at for at, _ in found], [one.median for _, one in found], thickness, color=COLOURS[name], label=name,

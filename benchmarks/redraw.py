@@ -1,6 +1,6 @@
 """Draws the pictures of ``benchmarks/results`` again, from what was measured. Nothing is measured.
 
-    python benchmarks/redraw.py
+python benchmarks/redraw.py
 """
 
 from __future__ import annotations

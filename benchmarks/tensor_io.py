@@ -498,7 +498,12 @@ def plot(found: Sequence[Transfer], mixes: Sequence[Mix], backends: Sequence[str
             sizes, colour = [nbytes / 2**20 for nbytes, _ in own], pictures.COLOURS[way]
             axis.plot(sizes, [one.median for one in speeds], marker=".", color=colour, label=way)
             axis.fill_between(
-                sizes, [one.least for one in speeds], [one.greatest for one in speeds], color=colour, alpha=0.2, linewidth=0
+                sizes,
+                [one.least for one in speeds],
+                [one.greatest for one in speeds],
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
             )
         axis.set(xscale="log", title=f"{operation}: median, and median distance from it", xlabel="MiB", ylabel="MB/s")
         axis.set_ylim(bottom=0)
@@ -510,7 +515,9 @@ def plot(found: Sequence[Transfer], mixes: Sequence[Mix], backends: Sequence[str
         axis.set(title="saving models durably: median, and median distance from it", ylabel="MB/s")
     if mixes:
         shown = (*ways, HINDSIGHT)
-        times = {way: [pictures.Spread(*[mix.seconds[way] / mix.seconds[HINDSIGHT]] * 3) for mix in mixes] for way in shown}
+        times = {
+            way: [pictures.Spread(*[mix.seconds[way] / mix.seconds[HINDSIGHT]] * 3) for mix in mixes] for way in shown
+        }
         axis = next(rest)
         pictures.bars(axis, [mix.name.replace(", ", "\n", 1) for mix in mixes], times)
         axis.set(title="a mix of sizes, written and read", ylabel="time : hindsight")

@@ -1,4 +1,4 @@
-"""An extension of Griffe: docstrings become Markdown, so that the API pages show examples as code and names as links."""
+"""An extension of Griffe: docstrings become Markdown, so that API pages show examples as code and names as links."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A hook of MkDocs: pages of the site whose files lie elsewhere in the repository.
 
-Documents link to each other as files of the repository, so that they can be read there. On the site, their links lead to
-the pages of those files.
+Documents link to each other as files of the repository, so that they can be read there. On the site, their links lead
+to the pages of those files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 _PAGES = {"core/FORMAT.md": "format.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-_PAGES |= {f"benchmarks/results/{one.name}": f"results/{one.name}" for one in ROOT.glob("benchmarks/results/*.[mp][dn]*")}
+_PAGES |= {
+    f"benchmarks/results/{one.name}": f"results/{one.name}" for one in ROOT.glob("benchmarks/results/*.[mp][dn]*")
+}
 _EXAMPLES = {f"examples/{one.name}": f"examples/{one.stem}.md" for one in ROOT.glob("examples/*.py")}
 _REPOSITORY_PATHS = {page: path for path, page in (_PAGES | _EXAMPLES).items()}
 _LINK = re.compile(r"\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]*)?\)")

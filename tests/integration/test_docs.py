@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def commands_of(document: str) -> Iterator[Command]:
     """The commands of all blocks of the console."""
     for block in blocks_of(document, "console"):
         lines = [*block.splitlines(), ""]
-        for line, following in zip(lines, lines[1:], strict=False):
+        for line, following in pairwise(lines):
             if line.startswith("$ "):
                 yield Command(shlex.split(line[2:], comments=True), "" if following.startswith("$ ") else following)
 
@@ -179,7 +180,9 @@ def test_the_api_pages_have_each_public_name(module: str) -> None:
         if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "__all__"
     )
     documented = {
-        name for path in ROOT.glob("docs/api/*.md") for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
+        name
+        for path in ROOT.glob("docs/api/*.md")
+        for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
     }
     elsewhere = {"fastensor.__version__", "fastensor_lightning.OffloadConfig"}
     assert {f"{module}.{name}" for name in names} - elsewhere <= documented
