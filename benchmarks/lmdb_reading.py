@@ -73,6 +73,7 @@ def measure(settings: Settings, folder: Path) -> tuple[list[Sample], list[Whole]
             for way in in_turn(list(ABLATION), number):
                 samples.append(run(Cell(name, "full", 1, "cold", way), size, files, settings.seconds))
             samples += run_fio(name, size, files, settings.seconds)
+        samples += measure_epoch(settings, files, name)
         samples += measure_limited(settings, files, name)
         for number in range(min(settings.rounds, 3)):
             for operation in ("index", "scan"):
@@ -92,6 +93,17 @@ def measure_cell(settings: Settings, files: Files, cell: Cell) -> list[Sample]:
         run(replace(cell, way=way), settings.sizes[cell.size], files, settings.seconds)
         for number in range(rounds)
         for way in in_turn(ways_of(cell.order, cell.world, cell.state), number)
+    ]
+
+
+def measure_epoch(settings: Settings, files: Files, name: str) -> list[Sample]:
+    """A whole epoch of a cold file that fits into memory, which is there when it ends, by whatever way."""
+    whole = replace(settings.sizes[name], taken=settings.sizes[name].count)
+    say(f"{name}, a whole epoch")
+    return [
+        run(Cell(name, "full", 1, "epoch", way), whole, files, 20 * settings.seconds)
+        for number in range(min(settings.rounds, 3))
+        for way in in_turn([*STOCK, *HELPED, OURS], number)
     ]
 
 

@@ -27,6 +27,9 @@ def judge(samples: list[Sample], whole: list[Whole]) -> list[dict[str, Any]]:
             promise(f"{name}, {what}: rate / best py-lmdb", cell, STOCK, of_stock)
             promise(f"{name}, {what}: rate / py-lmdb + WILLNEED", cell, HELPED, of_helped)
     for name in ("3 KB", "110 KB"):
+        cell = Cell(name, "full", 1, "epoch", "")
+        promise(f"{name}, full shuffle, a whole cold epoch: rate / best py-lmdb (no promise)", cell, STOCK, 0)
+        promise(f"{name}, full shuffle, a whole cold epoch: rate / py-lmdb + WILLNEED (no promise)", cell, HELPED, 0)
         promise(f"{name}, full shuffle, cold: rate / fio (no promise)", Cell(name, "full", 1, "cold", ""), [FIO], 0)
         promise(f"{name}, 4 processes, cold: rate / best py-lmdb", Cell(name, "full", 4, "cold", ""), STOCK, 1.6)
         promise(f"{name}, warm: rate / py-lmdb", Cell(name, "full", 1, "warm", ""), [READAHEAD], round(1 / 1.1, 2))

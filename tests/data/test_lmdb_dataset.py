@@ -308,7 +308,7 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Sweep]:
         return begun[-1]
 
     monkeypatch.setattr("fastensor.data.reading.Sweep", begin)
-    monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 400)
+    monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
     return begun
 
 

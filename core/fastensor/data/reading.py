@@ -26,8 +26,9 @@ READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
 _CHOICES_PER_PASS = 8
 _LEAST_VALUES_PER_CHOICE = 1024
-_CHOICES_BEFORE_SWEEP = 8
-"""The first choice after the file was opened is due so many times sooner than later ones."""
+_FIRST_CHOICE_SOONER = 2
+"""The first choice after the file was opened is due so many times sooner: by then it is likely that the rest of the
+values will be wanted, and a sweep can begin."""
 
 
 class _Begun(NamedTuple):
@@ -78,7 +79,7 @@ class ValueReader:
         self._read_ahead_nbytes = read_ahead_nbytes
         self._node = node
         self._chooses = strategy.engine == "auto" and node is None
-        self._until_choice = self._values_per_choice // _CHOICES_BEFORE_SWEEP
+        self._until_choice = self._values_per_choice // _FIRST_CHOICE_SOONER
         self._mean_nbytes = mean_of_some(extents.lengths)
         self._sweep: Sweep | None = None
         small = self._mean_nbytes < LARGE_NBYTES  # others are read at the speed of the disk in any order
