@@ -12,7 +12,7 @@ from fastensor.data.plan import Positions
 
 Order: TypeAlias = Literal["sequential", "strided", "full", "block"]
 State: TypeAlias = Literal["cold", "warm", "limited", "epoch"]
-"""Of a file: the first twentieth of an epoch, or less, is read of a cold one; a whole ``epoch`` of one that was cold."""
+"""Of a file. A twentieth of an epoch, or less, is read of a ``cold`` one; a whole ``epoch`` of one that was cold."""
 ORDERS: tuple[Order, ...] = ("sequential", "strided", "full", "block")
 """Batches in the order of the keys; Caffe's sharding, rank r reads records r, r + N, r + 2 N …; all records shuffled;
 blocks of 256 KiB shuffled, and mixed among 64."""
