@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from programs import Program
 
 from fastensor.data import processes
+from fastensor.provision import DataService
 
 SECONDS = 20
 SERVER = """
@@ -43,7 +44,6 @@ def warm_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
 
     monkeypatch.setattr(processes, "start", start)
     yield started
-    gc.collect()
     for program in started:
         program.wait(SECONDS)
         program.communicate()
@@ -59,6 +59,25 @@ def has_ended(pid: int, seconds: float = SECONDS) -> bool:
         return bool(select.select([fd], [], [], seconds)[0])
     finally:
         os.close(fd)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(service: DataService, count: int) -> list[int]:
+    """The process ids of the workers, when so many are there: they come after the service has started."""
+    found: list[int] = []
+
+    def are_there() -> bool:
+        found[:] = [one["pid"] for one in service.status()["workers"]]
+        return len(found) == count
+
+    wait_until(are_there)
+    return found
 
 
 @pytest.fixture

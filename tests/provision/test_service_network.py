@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,17 @@ from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.errors import FastensorError
 from fastensor.provision import DataService, ProvisionError
 from fastensor.provision.embedded import wire
-from fastensor.provision.embedded.protocol import BadMessage, Say, joined, parted, start_as_json, start_of
-from fastensor.provision.engine import Start
+from fastensor.provision.embedded.protocol import (
+    BadMessage,
+    Hello,
+    Say,
+    hello_of,
+    joined,
+    parted,
+    start_as_json,
+    start_of,
+)
+from fastensor.provision.engine import Facts, Start
 from fastensor.provision.service import NAME_VARIABLE
 
 N = 40
@@ -223,12 +233,37 @@ def test_a_known_client_that_sends_nonsense_is_dropped_alone(
     assert sorted(found + ids(batches)) == list(range(N))
 
 
+HELLO = Hello(1, Facts(samples=N, fingerprint="", cache_nbytes=0, workers=1), b"").as_json()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"{}", b"[]", b'{"pid": 1}', b'{"pid": "1", "proof": ""}', b'{"pid": 1, "proof": "", "facts": 7}',
+        b'{"pid": 1, "proof": "x", "facts": null}', HELLO.replace(b'"workers": 1', b'"workers": "1"'),
+        HELLO.replace(b'"seed"', b'"other"'),
+    ],
+)  # fmt: skip
+def test_what_another_program_says_is_no_service(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as thread:
+
+        def answer() -> None:
+            connection = Connection(other.accept()[0])
+            connection.send(Say.HELLO, said)
+            assert is_dropped(connection)
+
+        answered = thread.submit(answer)
+        with pytest.raises(ProvisionError, match="there is no data service at tcp://"):
+            DataService.connect(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout=0)
+        answered.result()
+
+
 @given(
     st.binary(max_size=200)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)
 )
 def test_any_bytes_are_a_message_or_nonsense(body: bytes) -> None:
-    for parse in (parted, lambda view: start_of(view, N)):
+    for parse in (parted, hello_of, lambda view: start_of(view, N)):
         try:
             parse(memoryview(body))
         except BadMessage:
