@@ -156,23 +156,16 @@ def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
 
 
 SCRIPT = """
-import os, sys, threading
+import os, threading
 from pathlib import Path
-folder, wish = Path(sys.argv[1]), sys.argv[2]
-with (folder / "imports").open("a") as file:
-    file.write(f"{__name__}\\n")
-if __name__ != "__main__" and wish == "threads":
+with Path({imports!r}).open("a") as file:
+    file.write(__name__ + " ")
+if {wish!r} == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-if __name__ != "__main__" and wish == "ends":
+elif {wish!r} == "ends":
     os._exit(7)
-if __name__ != "__main__" and wish == "raises":
+elif {wish!r} == "raises":
     raise ValueError("a bad script")
-sys.path[:] = sys.argv[3:]
-from fastensor.provision import DataService
-from provision.datasets import Numbers
-if __name__ == "__main__":
-    with DataService.start(Numbers(60, folder), cache_bytes=1 << 20, workers=3, name=wish) as service:
-        print(sorted(number for batch in service.loader(2) for number in batch["id"].tolist()) == [*range(60)])
 """
 
 
@@ -186,19 +179,29 @@ if __name__ == "__main__":
     ],
 )
 def test_the_script_is_imported_once_for_all_workers(
-    folder: Path, wish: str, least: int, most: int, error: str
+    folder: Path,
+    warm_services: list[Program],
+    monkeypatch: pytest.MonkeyPatch,
+    wish: str,
+    least: int,
+    most: int,
+    error: str,
 ) -> None:
     """Unless it starts threads or ends, which each worker has to find out."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    with Program(script, folder, wish, *sys.path, provision=True, OMP_NUM_THREADS="1") as program:
-        out, err = program.communicate()
-    assert error in err, err
-    assert out == ("" if error else "True\n"), err
-    imported = (folder / "imports").read_text().split()
-    assert imported[0] == "__main__"
-    assert set(imported[1:]) == {"__mp_main__"}
-    assert least <= len(imported) - 1 <= most
+    script, imports = folder / "script.py", folder / "imports"
+    script.write_text(SCRIPT.format(imports=str(imports), wish=wish))
+    as_if_started = {"sys_path": sys.path, "init_main_from_path": str(script)}
+    monkeypatch.setattr("multiprocessing.spawn.get_preparation_data", lambda name: as_if_started)
+    with DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=3) as service:
+        loader = service.loader(2)
+        if error:
+            with pytest.raises(ProvisionError, match=error):
+                ids(loader)
+        else:
+            assert sorted(ids(loader)) == list(range(N))
+    imported = imports.read_text().split()
+    assert set(imported) == {"__mp_main__"}
+    assert least <= len(imported) <= most
 
 
 CLIENT = """
