@@ -124,8 +124,8 @@ def report(machine: dict[str, str], found: list[Measured], nbytes: int) -> str:
         private = np.polyfit(clients, [one.server_private_nbytes / 1e3 for one in group], 1)
         lines += [
             "",
-            f"Fitted, {over}: {per_batch[1]:.0f} µs of the server for each batch, and {per_batch[0]:.2f} µs more for each "
-            f"client that is connected; {private[0]:.0f} KB of its memory for each client.",
+            f"Fitted, {over}: {per_batch[1]:.0f} µs of the server for each batch, and {per_batch[0]:.2f} µs more for "
+            f"each client that is connected; {private[0]:.0f} KB of its memory for each client.",
         ]
     return "\n".join(lines) + "\n"
 
