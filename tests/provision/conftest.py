@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,13 @@ importlib.import_module(sys.argv[2]).main(listener.fileno())
 @pytest.fixture
 def warm_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """The servers that this process has started. They have to have ended when the test has, by themselves."""
-    import sys
+    with warm_starts(monkeypatch) as started:
+        yield started
 
+
+@contextmanager
+def warm_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+    """Have services started in processes that have imported torch, until the context is left."""
     started: list[Program] = []
 
     def start(name: str, module: str) -> bool:

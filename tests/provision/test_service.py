@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from programs import Program
-from provision.conftest import wait_until, workers_of
+from provision.conftest import wait_until, warm_starts, workers_of
 from provision.datasets import Numbers, ids_only, mark_after, mark_before, reads_in
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -52,6 +52,18 @@ def start(folder: Path, warm_services: list[Program]) -> Iterator[Start]:
         service.stop()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataService]:
+    """A service of all tests that only use it."""
+    source = Numbers(N, tmp_path_factory.mktemp("shared"))
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        warm_starts(monkeypatch),
+        DataService.start(source, cache_bytes=1 << 20, workers=2, metrics_port=0) as service,
+    ):
+        yield service
+
+
 def ids(batches: Any) -> list[int]:
     return [number for batch in batches for number in batch["id"].tolist()]
 
@@ -61,16 +73,15 @@ def ids_one_by_one(batches: Any) -> Iterator[int]:
         yield from batch["id"].tolist()
 
 
-def test_batches_are_those_of_a_data_loader(start: Start, folder: Path) -> None:
+def test_batches_are_those_of_a_data_loader(shared: DataService, folder: Path) -> None:
     dataset = Numbers(N, folder)
-    with start(dataset) as service:
-        loader = service.loader(8, seed=3)
-        assert len(loader) == 8
-        for epoch in range(3):
-            expected = DataLoader(dataset, batch_sampler=list(EpochPlan(N, seed=3, batch_size=8).batches(epoch)))
-            for found, wanted in zip(loader, expected, strict=True):
-                assert torch.equal(found["id"], wanted["id"])
-                assert torch.equal(found["bytes"], wanted["bytes"])
+    loader = shared.loader(8, seed=3)
+    assert len(loader) == 8
+    for epoch in range(3):
+        expected = DataLoader(dataset, batch_sampler=list(EpochPlan(N, seed=3, batch_size=8).batches(epoch)))
+        for found, wanted in zip(loader, expected, strict=True):
+            assert torch.equal(found["id"], wanted["id"])
+            assert torch.equal(found["bytes"], wanted["bytes"])
 
 
 def test_samples_are_read_once_for_all_epochs_and_ranks(start: Start, folder: Path) -> None:
@@ -112,8 +123,8 @@ def test_functions_that_change_samples_change_no_others(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 13), (3, 4), (5, 1)])
-def test_an_epoch_goes_on_with_other_ranks(start: Start, ranks: int, size: int) -> None:
-    service = start()
+def test_an_epoch_goes_on_with_other_ranks(shared: DataService, ranks: int, size: int) -> None:
+    service = shared
     loader, found = service.loader(8, seed=2, ranks=(0, 1)), []
     for number, batch in enumerate(loader, 1):
         found += batch["id"].tolist()
@@ -136,8 +147,8 @@ def test_an_epoch_goes_on_with_other_ranks(start: Start, ranks: int, size: int) 
     assert sorted(ids(service.loader(size, seed=2, ranks=(0, 1)))) == list(range(N))
 
 
-def test_a_second_resume_in_one_epoch(start: Start) -> None:
-    service, found, state = start(), [], None
+def test_a_second_resume_in_one_epoch(shared: DataService) -> None:
+    service, found, state = shared, [], None
     for size in (7, 5, 20):
         loader = service.loader(size, seed=4)
         if state is not None:
@@ -153,8 +164,8 @@ def test_a_second_resume_in_one_epoch(start: Start) -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_epochs_that_are_left_begin_anew(start: Start) -> None:
-    loader = start().loader(6, seed=1)
+def test_epochs_that_are_left_begin_anew(shared: DataService) -> None:
+    loader = shared.loader(6, seed=1)
     for _ in range(2):
         next(iter(loader))
     order = EpochPlan(N, seed=1).order(2).tolist()
@@ -163,8 +174,8 @@ def test_epochs_that_are_left_begin_anew(start: Start) -> None:
     assert ids(loader) == EpochPlan(N, seed=1).order(7).tolist()
 
 
-def test_a_state_of_other_samples_is_refused(start: Start, folder: Path) -> None:
-    loader = start().loader(6)
+def test_a_state_of_other_samples_is_refused(shared: DataService) -> None:
+    loader = shared.loader(6)
     with pytest.raises(ValueError, match=r"content 'other', not 'numbers-60-1000'"):
         loader.load_state_dict({**loader.state_dict(), "content": "other"})
     with pytest.raises(ValueError, match=r"no state of a ProvisionedLoader: it lacks \['consumed'"):
@@ -298,8 +309,8 @@ def test_a_loader_that_is_closed_registers_again(start: Start) -> None:
         service.status()
 
 
-def test_arrays_stay_arrays_and_views(start: Start, folder: Path) -> None:
-    loader = start(Numbers(N, folder)).loader(4, collate_fn=list)
+def test_arrays_stay_arrays_and_views(shared: DataService) -> None:
+    loader = shared.loader(4, collate_fn=list)
     for batch in loader:
         for sample in batch:
             assert isinstance(sample["bytes"], np.ndarray)
@@ -307,9 +318,9 @@ def test_arrays_stay_arrays_and_views(start: Start, folder: Path) -> None:
             assert sample["bytes"].ctypes.data % 64 == 0
 
 
-def test_who_knows_the_length_need_not_ask_once_more(start: Start, folder: Path) -> None:
+def test_who_knows_the_length_need_not_ask_once_more(shared: DataService) -> None:
     """As Lightning does: what came ahead of the next epoch is not made again."""
-    loader = start().loader(8)
+    loader = shared.loader(8)
     seen = []
     for _ in range(3):
         batches = iter(loader)
@@ -341,9 +352,9 @@ def test_a_sample_that_cannot_be_read_ahead_is_tried_once(start: Start, folder: 
     others.close()
 
 
-def test_a_loader_that_is_dropped_is_not_served_any_more(start: Start) -> None:
+def test_a_loader_that_is_dropped_is_not_served_any_more(shared: DataService) -> None:
     """At once: no garbage collector is needed."""
-    service = start()
+    service = shared
     gc.disable()
     try:
         loader = service.loader(8)
@@ -385,9 +396,9 @@ def test_metrics_are_served_on_loopback(start: Start) -> None:
     assert "metrics" not in start(name="other").status()
 
 
-def test_whoever_asks_for_metrics_holds_nothing_up(start: Start) -> None:
+def test_whoever_asks_for_metrics_holds_nothing_up(shared: DataService) -> None:
     """Those that send nothing, too much, or nonsense; and those that read nothing."""
-    service = start(metrics_port=0)
+    service = shared
     where = urlsplit(service.status()["metrics"])
     silent = [socket.create_connection((where.hostname, where.port), 20) for _ in range(40)]
     for number, one in enumerate(silent):
@@ -408,8 +419,8 @@ def test_a_port_for_metrics_that_is_taken_is_an_error(start: Start) -> None:
         start(metrics_port=1 << 16)
 
 
-def test_statistics_are_a_table(start: Start) -> None:
-    loader = start().loader(8)
+def test_statistics_are_a_table(shared: DataService) -> None:
+    loader = shared.loader(8)
     for _ in range(2):
         assert len(ids(loader)) == N
     found = loader.stats()

@@ -183,7 +183,8 @@ def hello_of(body: memoryview) -> Hello:
         BadMessage: it says what no server of this version does.
     """
     found = json_of(body)
-    if (type(pid := found.get("pid")), type(proof := found.get("proof"))) != (int, str):
+    pid, proof = found.get("pid"), found.get("proof")
+    if not isinstance(pid, int) or not isinstance(proof, str):
         raise BadMessage(f"expected a process id and a proof, found {str(found)[:80]}")
     if (said := found.get("facts")) is None:
         return Hello(pid, None, checked(bytes.fromhex, proof))

@@ -90,7 +90,7 @@ class Tasks:
             loaders: all that are left.
         """
         going_on = [(one.plan, one.upcoming) for one in loaders if one.plan is not None and one.upcoming is not None]
-        if going_on and self.orders.followed not in (key_of(plan) for plan, _ in going_on):
+        if going_on and self.orders.followed not in [key_of(plan) for plan, _ in going_on]:
             plan, upcoming = going_on[0]
             self._follow(plan, upcoming.epoch * plan.n + upcoming.consumed)
             self.orders.keep(plan for plan, _ in going_on)
