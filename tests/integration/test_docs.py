@@ -309,7 +309,8 @@ def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) ->
         for way in ("service", "service, half", "service, killed"):
             assert f"| {kind} | 2 | {way} |" in out
     assert "| service: each sample once in each epoch | 1.000 | yes |" in out
-    assert len(re.findall(r"^\| (32 KB|JPEG) \| 2 \| .* \| [\d.]+ \| [\d.]+ \|$", out, re.MULTILINE)) == 8
+    starts = out.partition("## starting")[2].splitlines()
+    assert len([line for line in starts if line.startswith(("| 32 KB | 2 |", "| JPEG | 2 |"))]) == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
 
