@@ -223,12 +223,22 @@ class Epochs:
         return iter([batch.tolist() for batch in self.plan.batches(self.epoch)] if self.epoch >= 0 else [])
 
 
+def forked(workers: int) -> dict[str, Any]:
+    """Options of a ``DataLoader``: its workers are children of the rank, or their time would not be found. Ranks come
+    from a fork server, and what they start would come from there, too."""
+    return {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "multiprocessing_context": "fork" if workers else None,
+    }
+
+
 @contextmanager
 def by_data_loader(job: Job) -> Iterator[Opened]:
     """PyTorch's own, with workers that stay."""
     sampler, workers = Epochs(job.plan), job.cell.workers
     dataset = Prepared(job.objects, job.kind)
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(dataset, batch_sampler=sampler, **forked(workers))
     assert not list(loader)  # its workers start, and read nothing yet
     yield Opened(loader, partial(setattr, sampler, "epoch"), own_processes)
 
@@ -294,9 +304,7 @@ def by_litdata(job: Job) -> Iterator[Opened]:
     where = resolver.Dir(path=str(cache), url="storage://objects")
     workers = job.cell.workers
     dataset = Decoded(where, shuffle=True, drop_last=False)
-    loader = litdata.StreamingDataLoader(
-        dataset, batch_size=job.kind.batch, num_workers=workers, persistent_workers=workers > 0
-    )
+    loader = litdata.StreamingDataLoader(dataset, batch_size=job.kind.batch, **forked(workers))
     yield Opened(loader, lambda epoch: None, own_processes)
     if job.cell.world > 1:
         dist.destroy_process_group()
