@@ -93,7 +93,6 @@ class OffloadedTensor:
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        swapper.read_ahead(saved, upcoming, unexpected)  # wakes reader threads, so it is last, as in pack
         return tensor
 
 
@@ -304,11 +303,10 @@ class StepHooks:
             position=position,
         )
         handle = SavedHandle(saved, swapper)
-        record = OffloadedTensor.of(tensor, handle, forward, position)
-        swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
+        swapper.admit(saved)
         forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
-        return record
+        return OffloadedTensor.of(tensor, handle, forward, saved.position)
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
         """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
