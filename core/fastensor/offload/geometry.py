@@ -24,7 +24,8 @@ class View:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
         offset = tensor.storage_offset() * tensor.dtype.itemsize
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(offset), tensor.is_conj())
+        conjugated = tensor.dtype.is_complex and tensor.is_conj()  # is_conj lets other threads run first
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(offset), conjugated)
 
     def on(self, storage: torch.UntypedStorage, origin: int) -> torch.Tensor:
         """The tensor on a storage whose first byte is byte ``origin`` of the storage that was saved."""

@@ -93,7 +93,8 @@ class Swapper:
             OffloadError: see :meth:`raise_failure`.
         """
         self.raise_failure()
-        self._return_freed_memory(saved)
+        with self._lock:
+            self._return_freed_memory(saved)
         while True:
             with self._lock:
                 self._let_go_released()
@@ -123,24 +124,25 @@ class Swapper:
     ) -> tuple[torch.UntypedStorage, int]:
         """A storage with the bytes, and the offset in the original storage at which that storage begins.
 
+        If the bytes have to be waited for, the next ones are read ahead meanwhile. If not, call :meth:`read_ahead`.
+
         Args:
             saved: the range that is needed now.
-            upcoming: the ranges that will be needed next, in order: they are read ahead within ``prefetch_bytes``.
-            unexpected: ranges that were read ahead, and are not upcoming any more.
+            upcoming: as for :meth:`read_ahead`.
+            unexpected: as for :meth:`read_ahead`.
 
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
         """
-        self._return_freed_memory(saved)
         with self._lock:
+            self._return_freed_memory(saved)
             self._let_go_released()
             if saved.unread:
                 saved.unread -= 1
                 self._count_hit(saved)
             found = self._find(saved)
-            self._drop(unexpected)
-            self._prefetch(saved, upcoming)
-            self._trace_bytes()
+        if isinstance(found, Future):
+            self.read_ahead(saved, upcoming, unexpected)
         while isinstance(found, Future):
             self._wait_for(found, "wait_to_read", saved)
             if not found.cancelled() and (storage := found.result()) is not None:
@@ -150,12 +152,20 @@ class Swapper:
                 found = self._find(saved)
         return found
 
-    def _return_freed_memory(self, saved: SavedBytes) -> None:
-        if saved.device.type == "cpu" and self._config.return_freed_memory:
-            self._freed_nbytes += saved.nbytes
-            if self._freed_nbytes >= _MOST_IDLE_BYTES:
-                self._freed_nbytes = 0
-                return_freed_memory()
+    def read_ahead(
+        self, needed: SavedBytes, upcoming: Iterable[SavedBytes], unexpected: Iterable[SavedBytes] = ()
+    ) -> None:
+        """Begin to read ranges that will be needed next.
+
+        Args:
+            needed: the range that is needed now.
+            upcoming: the ranges that will be needed next, in order: they are read ahead within ``prefetch_bytes``.
+            unexpected: ranges that were read ahead, and are not upcoming any more.
+        """
+        with self._lock:
+            self._drop(unexpected)
+            self._prefetch(needed, upcoming)
+            self._trace_bytes()
 
     def _wait_for(self, job: Future[Any], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
@@ -215,6 +225,7 @@ class Swapper:
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes that graphs hold, and those of them that take memory on their device."""
         with self._lock:
+            self._let_go_released()
             return self._saved.nbytes, self._saved.nbytes - self._away.nbytes
 
     def memory_usage(self) -> dict[str, int]:
@@ -229,6 +240,16 @@ class Swapper:
             )
 
     # Below: with the lock held. Out. ----------------------------------------------------------------------------------
+
+    def _return_freed_memory(self, saved: SavedBytes) -> None:
+        """Note that a range goes or comes back. Have a writer thread return freed memory, if that is due."""
+        if saved.device.type != "cpu" or not self._config.return_freed_memory or not self._jobs.have_threads:
+            return
+        self._freed_nbytes += saved.nbytes
+        if self._freed_nbytes >= _MOST_IDLE_BYTES:
+            self._freed_nbytes = 0
+            with suppress(NoThreadsError):  # at exit
+                self._jobs.submit("write", return_freed_memory)
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:
         """Let a range stay, or have it written. Returns a job to wait for if there is no room yet."""
