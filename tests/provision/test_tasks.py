@@ -1,22 +1,22 @@
-"""Which loader of the embedded engine gets the next batch."""
+"""Which loader gets the next batch."""
 
 from __future__ import annotations
 
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import RingWriter
-from fastensor.provision.embedded.feeding import Stream
-from fastensor.provision.embedded.tasks import Tasks
 from fastensor.provision.engine import Facts, Registration, Start
+from fastensor.provision.feeding import Stream, batches_from
+from fastensor.provision.tasks import Tasks
 
 
 def test_loaders_of_an_overloaded_service_take_turns() -> None:
     """Each takes what it is sent at once, so none has anything ahead."""
     tasks = Tasks(Facts(samples=1000, fingerprint="", cache_nbytes=0, workers=1))
-    streams = [Stream(number, Registration(), RingWriter(1 << 20)) for number in range(3)]
+    streams = [Stream(number, Registration(), ring=RingWriter(1 << 20)) for number in range(3)]
     for stream in streams:
         start = Start(EpochPlan(1000, seed=stream.number), 0, 0, generation=1)
-        stream.begin(start, tasks.orders)
-        tasks.start(start, streams)
+        stream.begin(start, batches_from(start, tasks.orders))
+        tasks.start(start, [one.plan for one in streams if one.plan is not None])
     served = []
     for moment in range(9):
         task = tasks.next_batch(streams)

@@ -15,9 +15,10 @@ from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
-from fastensor.provision.embedded.spec import Contents, packed
+from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
 from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.making import Contents
 from fastensor.provision.sources import as_source
 
 T = TypeVar("T")

@@ -26,7 +26,6 @@ from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import (
     BATCH,
     CREDIT,
-    NO_SLOT,
     BadMessage,
     Say,
     as_bytes,
@@ -37,6 +36,7 @@ from fastensor.provision.embedded.protocol import (
 )
 from fastensor.provision.embedded.watching import watch
 from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
+from fastensor.provision.feeding import NO_SLOT
 
 _LOCAL = "local:"
 _TCP = "tcp://"

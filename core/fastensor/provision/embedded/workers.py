@@ -8,7 +8,7 @@ import socket
 from typing import NoReturn, Protocol
 
 from fastensor.data.connection import Connection
-from fastensor.provision.embedded.tasks import Task
+from fastensor.provision.tasks import Task
 
 
 class Main(Protocol):
