@@ -9,6 +9,7 @@ import numpy as np
 
 from fastensor.data.coalescing import Integers
 from fastensor.provision.cache import Cache, Extent
+from fastensor.provision.metrics import Cached
 
 
 @dataclass(slots=True)
@@ -45,6 +46,12 @@ class Stock:
         self._damaged: set[int] = set()
         self._unreadable: set[int] = set()
         """What could not be read ahead. The batches that need it try again, and their loaders are told."""
+
+    @property
+    def cached(self) -> Cached | None:
+        """The state of the cache, if there is one."""
+        cache = self.cache
+        return None if cache is None else Cached(cache.samples, cache.used_nbytes, cache.nbytes, cache.evictions)
 
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
         """Where samples are, with -1 for those that are not there; and their bytes. They are held from now on."""

@@ -1,0 +1,183 @@
+"""A service on Ray, whoever is killed: each sample is given out once, and nothing is left of what has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="the engine on Ray needs it: pip install 'fastensor[ray]'")
+
+from programs import Program
+from provision.conftest import SECONDS, has_ended
+from provision.datasets import Killing, Numbers, mark_after, mark_before, reads_in
+from provision.rays import local_ray
+
+from fastensor.data import EpochPlan
+from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.ray import names
+
+N = 60
+NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with local_ray() as ray:
+        yield ray
+
+
+@pytest.fixture
+def start(ray: Any, folder: Path) -> Iterator[Callable[..., DataService]]:
+    """Starts services, which end with the test."""
+    services: list[DataService] = []
+
+    def start(source: Any = None, *, workers: int = 1, **options: Any) -> DataService:
+        found = Numbers(N, folder) if source is None else source
+        options = {"cache_bytes": 1 << 20, "name": str(next(NUMBERS)), **options}
+        services.append(DataService.start(found, engine="ray", workers=workers, **options))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.stop()
+
+
+def ids(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_servers_read_each_sample_once_and_replace_each_other(
+    start: Callable[..., DataService], folder: Path
+) -> None:
+    service = start(workers=2, before_cache=mark_before, after_cache=mark_after)
+    loaders = [service.loader(4, seed=1, ranks=(rank, 2)) for rank in range(2)]
+    values: list[list[tuple[float, ...]]] = []
+    seconds = []
+    for epoch in range(3):
+        found = []
+        for number, pair in enumerate(zip(*loaders, strict=True)):
+            if epoch and number == 3:
+                seconds.append(time.monotonic() - began)
+            for batch in pair:
+                found += zip(*(batch[name].tolist() for name in ("id", "before", "after")), strict=True)
+            if epoch and number == 2:
+                pid = service.status()["servers"][epoch - 1]["pid"]
+                os.kill(pid, signal.SIGKILL)
+                assert has_ended(pid)
+                began = time.monotonic()
+        values.append(sorted(found))
+        if not epoch:
+            assert set(reads_in(folder).values()) == {1}
+    assert [[row[0] for row in rows] for rows in values] == [list(range(N))] * 3
+    assert len({tuple(row[1] for row in rows) for rows in values}) == 1
+    assert len({row[2] for rows in values for row in rows}) == 3 * N
+    assert max(seconds) < 5
+    assert loaders[0].state_dict() == loaders[1].state_dict()
+    status = service.status()
+    assert (status["clients"], len(status["loaders"])) == (1, 2)
+    assert {loader.stats().recoveries for loader in loaders} == {0}
+    assert sum(one["batches"] for one in status["loaders"]) > 0
+
+
+def test_batches_are_writable_views_of_the_object_store(start: Callable[..., DataService], folder: Path) -> None:
+    nbytes = 50_000
+    service = start(Numbers(N, folder, nbytes=nbytes))
+    loader = service.loader(6, buffer_bytes=1 << 20)
+    for _ in range(2):
+        kept = []
+        for batch in loader:
+            batch["bytes"] += 1
+            kept.append(batch)
+        for batch in kept:
+            assert torch.equal(batch["bytes"].long(), (batch["id"] % 251 + 1)[:, None].expand(-1, nbytes))
+        assert sorted(ids(kept)) == list(range(N))
+    address = kept[0]["bytes"].data_ptr()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (found,) = [
+        one for one in maps if int(one[0].split("-")[0], 16) <= address < int(one[0].split("-")[1], 16)
+    ]  # nothing was copied
+    assert "plasma" in found[-1] or "/dev/shm" in " ".join(found)
+    arrays = next(iter(service.loader(4, collate_fn=list)))
+    assert all(isinstance(one["bytes"], np.ndarray) and one["bytes"].flags.writeable for one in arrays)
+
+
+def test_a_sample_that_kills_its_server_once_and_one_that_always_does(
+    start: Callable[..., DataService], folder: Path
+) -> None:
+    (folder / "kill-7").touch()
+    loader = start().loader(8, seed=1)
+    assert ids(loader) == EpochPlan(N, seed=1).order(0).tolist()
+    assert not (folder / "kill-7").exists()
+    order = EpochPlan(N, seed=1).order(0).tolist()
+    deadly, found = start(Killing(N, folder), cache_bytes=0).loader(4, seed=1, ahead=1), []
+    batches = (number for batch in deadly for number in batch["id"].tolist())
+    with pytest.raises(ProvisionError, match="4 servers have ended while they made it"):
+        found.extend(batches)
+    assert found == order[: order.index(5) // 4 * 4]
+
+
+CLIENT = """
+import sys
+sys.path[:] = sys.argv[2:]
+from fastensor.provision import DataService
+service = DataService.connect(sys.argv[1])
+loader = service.loader(4, seed=1)
+for number, batch in enumerate(loader):
+    if number == 2:
+        print("at work", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_killed_client_is_forgotten_and_a_killed_manager_knows_the_others_again(
+    start: Callable[..., DataService],
+) -> None:
+    service = start()
+    with Program("-c", CLIENT, service.address, *sys.path, provision=True) as client:
+        assert client.stdout.readline() == "at work\n"
+        loaders = service.status()["loaders"]
+        assert len(loaders) == 1
+        assert loaders[0]["taken"] == 3
+        pid = service.status()["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert has_ended(pid)
+        wait_until(lambda: service.status()["clients"] == 2)
+        client.kill()
+        client.wait()
+    wait_until(lambda: service.status()["clients"] == 1)
+    wait_until(lambda: not service.status()["loaders"])
+    assert sorted(ids(service.loader(7))) == list(range(N))
+
+
+def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) -> None:
+    service = start()
+    address = service.address
+    name = address.rpartition("/")[2]
+    other = DataService.connect(address)
+    pids = [service.status()["pid"], *(one["pid"] for one in service.status()["servers"])]
+    service.stop()
+    assert sorted(ids(other.loader(7))) == list(range(N))
+    other.stop()
+    assert all(has_ended(pid) for pid in pids)
+    assert names.kept(name, "contents") is None
+    with pytest.raises(ProvisionError, match="stop"):
+        service.status()
+    with pytest.raises(ProvisionError, match="there is no data service"):
+        DataService.connect(address, timeout=0.1)
