@@ -47,12 +47,6 @@ class Stock:
         self._unreadable: set[int] = set()
         """What could not be read ahead. The batches that need it try again, and their loaders are told."""
 
-    @property
-    def cached(self) -> Cached | None:
-        """The state of the cache, if there is one."""
-        cache = self.cache
-        return None if cache is None else Cached(cache.samples, cache.used_nbytes, cache.nbytes, cache.evictions)
-
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
         """Where samples are, with -1 for those that are not there; and their bytes. They are held from now on."""
         offsets, lengths = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
@@ -125,6 +119,12 @@ class Stock:
         """The worker that was to write samples has ended."""
         self._damaged.update(positions.tolist())
         self.written(positions, positions)
+
+    def cached(self) -> Cached:
+        """What is kept, for monitors."""
+        if self.cache is None:
+            return Cached(0, 0, 0, 0)
+        return Cached(self.cache.samples, self.cache.used_nbytes, self.cache.nbytes, self.cache.evictions)
 
     def damaged(self, positions: Integers) -> None:
         """The bytes of samples, which are held, are not what was stored."""

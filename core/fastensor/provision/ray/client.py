@@ -37,6 +37,8 @@ _ANSWER_SECONDS = 60
 _HEALTH_SECONDS = 35
 """The manager answers within this time, even if a server hangs."""
 _RETRY_SECONDS = 0.05
+_MOST_CALLS = 1 << 14
+"""At the same time, by an actor. Those that wait for other servers must leave room for these servers' calls."""
 _MOST_RETRIES = 3
 """What has ended a server so many times after the first is an error."""
 
@@ -77,7 +79,8 @@ class RayEngine:
         self._stays: Any = None
         """What the manager returns when this client leaves. It is lost when this process ends, which the manager
         notices."""
-        self._leave = weakref.finalize(self, int)
+        self._dropped: weakref.finalize[..., RayEngine] | None = None
+        """Leaves when this engine is forgotten, and :meth:`close` was not called."""
         try:
             self.recover()
         except BaseException:
@@ -108,19 +111,12 @@ class RayEngine:
 
     def recover(self) -> None:
         membership = cluster.join(self._where)
-        if self._membership is not None:
-            self._membership.leave()
-        self._leave.detach()
-        self._membership, self._leave = membership, weakref.finalize(self, membership.leave)
+        self._leave_cluster()
+        self._membership = membership
         deadline = time.monotonic() + self._seconds
-        while True:
-            try:
-                self._join()
-                return
-            except (EngineLost, RayError) as error:  # it ends, or ended just now
-                if time.monotonic() > deadline:
-                    raise ProvisionError(f"there is no data service {self._name}: {error}") from error
+        while not self._has_joined(deadline):
             time.sleep(_RETRY_SECONDS)
+        self._dropped = weakref.finalize(self, _leave, membership, self._manager, self._client)
 
     def close(self) -> None:
         """Leave. The cluster, too, if this process is in it for the service only."""
@@ -129,8 +125,15 @@ class RayEngine:
         if self._manager is not None and self._membership.is_alive:
             with suppress(RayError):
                 ray.get(self._manager.leave.remote(self._client), timeout=_HEALTH_SECONDS)
-        self._membership = self._manager = self._stays = None
-        self._leave()
+        self._manager = self._stays = None
+        self._leave_cluster()
+
+    def _leave_cluster(self) -> None:
+        if self._dropped is not None:
+            self._dropped.detach()
+        if self._membership is not None:
+            self._membership.leave()
+        self._dropped = self._membership = None
 
     def end(self) -> None:
         """End the service, whoever uses it."""
@@ -161,12 +164,26 @@ class RayEngine:
             raise ProvisionError(f"the data service {self._name} was left: stop() was called")
         return self._membership
 
+    def _has_joined(self, deadline: float) -> bool:
+        """Use the service. False if it is about to end: try again.
+
+        Raises:
+            ProvisionError: it cannot be used, and the deadline has passed.
+        """
+        try:
+            self._join()
+        except (EngineLost, RayError, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise ProvisionError(f"there is no data service {self._name}: {error}") from error
+            return False
+        return True
+
     def _join(self) -> None:
         """Use the service; start it if it does not run, and can be.
 
         Raises:
             EngineLost: it does not run, or is about to end.
-            RayError: it ends.
+            RayError, ValueError: it ends just now.
         """
         self._manager = self._found()
         if not ray.get(self._manager.join.remote(self._client), timeout=self._seconds):
@@ -194,7 +211,7 @@ class RayEngine:
             raise EngineLost("the cluster of Ray has ended")
         try:
             yield
-        except (RayError, ValueError, ConnectionError) as error:
+        except (RayError, ConnectionError) as error:
             raise EngineLost(str(error)) from error
 
 
@@ -221,6 +238,9 @@ class RayFeed:
         self._waited: float | None = None
         """What the trainer has waited for the last batch, until servers were told."""
         self._kept = _Kept()
+        self._forget = weakref.finalize(self, engine.forget, name)
+        """Has the servers forget the loader, also when it is dropped without :meth:`close`."""
+        self._forget.atexit = False
 
     def start(self, start: Start) -> None:
         with self._engine.talking():
@@ -248,7 +268,7 @@ class RayFeed:
 
     def close(self) -> None:
         self._asked.clear()
-        self._engine.forget(self._name)
+        self._forget()
 
     def _ask(self) -> None:
         """Ask for batches as far as credit and the buffer reach; for one at least, if none is ahead."""
@@ -298,6 +318,14 @@ class _Kept:
         return memory.data
 
 
+def _leave(membership: cluster.Membership, manager: Any, client: str) -> None:
+    """A client has gone without saying so."""
+    if membership.is_alive:
+        with suppress(RayError):
+            manager.leave.remote(client)
+    membership.leave()
+
+
 def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper: str, stays: bool = False) -> RayEngine:
     """Join a service, which is started if it does not run.
 
@@ -341,7 +369,7 @@ def start(name: str, spec: Spec) -> Any:
         "get_if_exists": True,
         "num_cpus": 0,  # what else the user does in the cluster is not held up
         "max_restarts": -1,
-        "max_concurrency": 1000,
+        "max_concurrency": _MOST_CALLS,
     }
     for number in range(spec.facts.workers):
         of_server = {

@@ -26,14 +26,14 @@ class Exported:
         for metric in (*self._counters.values(), self._waits, *self._gauges.values()):
             metric.set_default_tags(tags)
 
-    def add(self, rank: int, made: Served, waited_seconds: float | None, cached: Cached | None) -> None:
+    def add(self, rank: int, made: Served, waited_seconds: float | None, cached: Cached) -> None:
         """Count what was made for a rank since the last call.
 
         Args:
             rank: of the loader.
             made: the batches.
             waited_seconds: for how long the rank has waited for a batch, if it has said so.
-            cached: the cache as it is now, if there is one.
+            cached: the cache as it is now.
         """
         of_rank = {"rank": str(rank)}
         for name, counter in self._counters.items():
@@ -41,5 +41,5 @@ class Exported:
                 counter.inc(number, of_rank)
         if waited_seconds is not None:
             self._waits.observe(waited_seconds, of_rank)
-        for name, gauge in self._gauges.items() if cached is not None else ():
+        for name, gauge in self._gauges.items():
             gauge.set(getattr(cached, name))

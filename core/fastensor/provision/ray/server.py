@@ -35,7 +35,7 @@ from fastensor.provision.credits import FIRST, turn
 from fastensor.provision.engine import Cost, Facts, Start
 from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.making import Contents, Found, found_samples, made_batch, read_samples
-from fastensor.provision.metrics import Served, Waits
+from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
 from fastensor.provision.ray.calls import Ask, Made, Part, client_of, contents_of, facts_of
 from fastensor.provision.ray.exporting import Exported
@@ -238,10 +238,11 @@ class Server:
     def _count_batch(self, ask: Ask, cost: Cost, nbytes: int) -> None:
         if (loader := self._loaders.get(ask.loader)) is None:
             return
-        waits = Waits() if ask.waited_seconds is None else Waits().with_wait(ask.waited_seconds)
-        made = Served(1, cost.samples, nbytes, cost.hits, cost.read_nbytes, waits=waits)
+        made = Served().with_batch(nbytes=nbytes, **cost._asdict())
         loader.served += made
-        self._exported.add(ask.plan.rank, made, ask.waited_seconds, self._tasks.stock.cached)
+        if ask.waited_seconds is not None:
+            loader.served = replace(loader.served, waits=loader.served.waits.with_wait(ask.waited_seconds))
+        self._exported.add(ask.plan.rank, made, ask.waited_seconds, self._tasks.stock.cached())
 
     def _peer(self, number: int) -> Any:
         if number not in self._peers:
