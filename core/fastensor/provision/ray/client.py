@@ -50,8 +50,6 @@ class Spec:
     facts: Facts
     contents: bytes
     """Pickled, see :func:`fastensor.provision.ray.calls.pickled`."""
-    stays: bool = False
-    """Whether the service goes on without clients."""
 
 
 class RayEngine:
@@ -326,7 +324,7 @@ def _leave(membership: cluster.Membership, manager: Any, client: str) -> None:
     membership.leave()
 
 
-def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper: str, stays: bool = False) -> RayEngine:
+def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper: str) -> RayEngine:
     """Join a service, which is started if it does not run.
 
     Args:
@@ -335,13 +333,12 @@ def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper:
         name: of the service.
         address: of the cluster, see :class:`fastensor.provision.DataService`.
         keeper: the name of the Ray of this machine that is used without an address.
-        stays: whether the service goes on without clients.
 
     Raises:
         ProvisionError: something cannot be pickled; or see :class:`RayEngine`.
     """
     said = pickled(contents, "the source, or a transform,")
-    return RayEngine(name, address=address or os.environ.get("RAY_ADDRESS") or keeper, spec=Spec(facts, said, stays))
+    return RayEngine(name, address=address or os.environ.get("RAY_ADDRESS") or keeper, spec=Spec(facts, said))
 
 
 def found(address: str, *, seconds: float) -> RayEngine:
@@ -358,6 +355,25 @@ def found(address: str, *, seconds: float) -> RayEngine:
     if not where or not name:
         raise ProvisionError(f"expected {PREFIX}CLUSTER/NAME, found {address!r}")
     return RayEngine(name, address=where, seconds=seconds)
+
+
+def end(address: str, *, seconds: float) -> None:
+    """End a service, whoever uses it.
+
+    Args:
+        address: its own.
+        seconds: for how long to try.
+
+    Raises:
+        ProvisionError: there is none.
+    """
+    engine = found(address, seconds=seconds)
+    try:
+        engine.end()
+    except EngineLost as error:
+        raise ProvisionError(f"the data service {address} does not answer: {error}") from error
+    finally:
+        engine.close()
 
 
 def start(name: str, spec: Spec) -> Any:
@@ -379,4 +395,4 @@ def start(name: str, spec: Spec) -> Any:
         }
         ray.remote(Server).options(**options, **of_server).remote(name, number)
     of_manager = {"name": name, "max_task_retries": -1}
-    return ray.remote(Manager).options(**options, **of_manager).remote(name, spec.facts.workers, stays=spec.stays)
+    return ray.remote(Manager).options(**options, **of_manager).remote(name, spec.facts.workers)

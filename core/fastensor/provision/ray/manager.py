@@ -39,15 +39,12 @@ class Manager:
     Args:
         name: of the service.
         servers: how many there are.
-        stays: whether the service goes on without clients, until :meth:`end`.
     """
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it, so there is an event loop
-        self, name: str, servers: int, *, stays: bool
-    ) -> None:
+    # Ray awaits it, so that there is an event loop
+    async def __init__(self, name: str, servers: int) -> None:  # type: ignore[misc]
         self._name = name
         self._servers = [names.server_of(name, number) for number in range(servers)]
-        self._stays = stays
         self._clients: dict[str, asyncio.Event] = {}
         """By name those that use the service; the event says that they do not any more."""
         self._is_ending = False
@@ -120,7 +117,7 @@ class Manager:
         left.set()
         for server in self._servers:
             server.forget_client.remote(client)
-        if not self._clients and not self._stays:
+        if not self._clients:
             self._end()
 
     def _end(self, *, for_good: bool = True) -> None:
@@ -140,7 +137,7 @@ class Manager:
     async def _await_clients(self) -> None:
         """End if the first client does not come."""
         await asyncio.sleep(_FIRST_CLIENT_SECONDS)
-        if not self._clients and not self._stays:
+        if not self._clients:
             self._end()
 
     async def _look_after(self, number: int) -> None:
