@@ -123,9 +123,10 @@ def down(address: str | None) -> int:
     address = address or _only_address()
     keepers = [keeper for keeper, kept in _keepers() if kept == address]
     for keeper in keepers:
-        keeper.send(_END)
-        if not keeper.wait(_PATIENCE_SECONDS):
-            raise ProvisionError(f"the program that keeps {address} does not end within {_PATIENCE_SECONDS} s")
+        with suppress(ConnectionLost):  # it ends just now
+            keeper.send(_END)
+            if not keeper.wait(_PATIENCE_SECONDS):
+                raise ProvisionError(f"the program that keeps {address} does not end within {_PATIENCE_SECONDS} s")
     if address.startswith("ray:"):
         with suppress(ProvisionError) if keepers else nullcontext():  # it has ended
             import_module("fastensor.provision.ray.client").end(address, seconds=0 if keepers else _PATIENCE_SECONDS)
@@ -248,10 +249,9 @@ def _health(found: Mapping[str, Any]) -> str:
     """Whether the processes are well."""
     if "servers" in found:
         silent = [str(one["number"]) for one in found["servers"] if one["pid"] is None]
-        words = f"servers {', '.join(silent)} do not answer" if silent else "all answer"
-        return (
-            f"servers: {len(found['servers'])} actors of Ray, {words}; {found['servers_killed']} hung and were replaced"
-        )
+        words = f"{', '.join(silent)} do not answer" if silent else "all answer"
+        killed = found["servers_killed"]
+        return f"servers: {len(found['servers'])} actors of Ray, {words}; {killed} hung and were replaced"
     workers = found.get("workers", [])
     return f"server: process {found['pid']}, {len(workers)} workers; {found.get('workers_replaced', 0)} were replaced"
 

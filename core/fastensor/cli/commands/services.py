@@ -11,9 +11,7 @@ from fastensor.cli.values import size_in
 
 _Address = Annotated[
     str | None,
-    typer.Argument(
-        metavar="ADDRESS", help="The address of the service; default: that of the one that was started here."
-    ),
+    typer.Argument(metavar="ADDRESS", help="The address of the service; default: of the one that was started here."),
 ]
 
 
@@ -72,7 +70,17 @@ def up(
     from fastensor.cli import services
 
     wanted = services.Wanted(
-        source, nbytes, workers, before_cache, after_cache, seed, fingerprint, name, engine, address, listen
+        source=source,
+        cache_nbytes=nbytes,
+        workers=workers,
+        before_cache=before_cache,
+        after_cache=after_cache,
+        seed=seed,
+        fingerprint=fingerprint,
+        name=name,
+        engine=engine,
+        address=address,
+        listen=listen,
     )
     return services.up_detached(wanted) if detach else services.up(wanted)
 
