@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -17,7 +19,7 @@ import torch
 
 pytest.importorskip("ray", reason="the engine on Ray needs it: pip install 'fastensor[ray]'")
 
-from programs import Program
+from programs import Program, run
 from provision.conftest import SECONDS, has_ended
 from provision.datasets import Killing, Numbers, mark_after, mark_before, reads_in
 from provision.rays import local_ray
@@ -181,3 +183,73 @@ def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) 
         service.status()
     with pytest.raises(ProvisionError, match="there is no data service"):
         DataService.connect(address, timeout=0.1)
+
+
+def test_a_service_goes_on_when_a_machine_is_lost(folder: Path) -> None:
+    program = Path(__file__).with_name("cluster_of_rays.py")
+    said = run(program, folder, *sys.path, cold=True, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex()).stdout
+    expected = ["servers on 3 nodes", *(f"epoch {epoch} True" for epoch in range(3)), "servers on 2 nodes"]
+    assert said.splitlines() == expected
+
+
+STRANGER = """
+from fastensor.provision import DataService
+try:
+    DataService.start([1, 2], engine="ray", address="192.0.2.1:6379", cache_bytes=0)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_cluster_that_anybody_could_join_is_refused() -> None:
+    said = run("-c", STRANGER, cold=True, RAY_AUTH_MODE="disabled").stdout
+    assert said.startswith("ProvisionError anybody who reaches 192.0.2.1 can join this cluster of Ray")
+    assert "RAY_AUTH_MODE=token" in said
+
+
+RANK = """
+import os, sys
+sys.path[:] = sys.argv[3:]
+from pathlib import Path
+from provision.datasets import Numbers
+from fastensor.provision import DataService
+service = DataService.start(Numbers(60, Path(sys.argv[1])), engine="ray", cache_bytes=1 << 20, workers=1)
+loader = service.loader(4, ranks=(int(sys.argv[2]), 2), seed=1)
+for number, batch in enumerate(loader):
+    if number == 2:
+        print(service.status()["pid"], service.status()["servers"][0]["pid"], flush=True)
+        if sys.stdin.readline() == "":
+            sys.exit("abandoned")
+    print(*batch["id"].tolist(), flush=True)
+if sys.argv[2] == "1":
+    sys.stdin.readline()
+"""
+
+
+def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: Path) -> None:
+    """Rank 0, which has started it or not, ends first. Rank 1 is killed."""
+    before = set(os.listdir("/dev/shm")), set(Path(tempfile.gettempdir()).glob("fastensor-ray-*"))
+    environment = {"FASTENSOR_DATA_SERVICE": f"ranks-{os.getpid()}", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    ranks = [
+        Program("-c", RANK, folder, rank, *sys.path, provision=True, **environment, OMP_NUM_THREADS="1")
+        for rank in range(2)
+    ]
+    found: list[int] = []
+    pids: set[int] = set()
+    for rank in ranks:
+        found += [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
+        pids |= set(map(int, rank.stdout.readline().split()))
+    assert len(pids) == 2
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    found += [int(number) for rank in ranks for _ in range(6) for number in rank.stdout.readline().split()]
+    assert sorted(found) == list(range(N))
+    out, err = ranks[0].communicate()
+    assert (ranks[0].returncode, out) == (0, ""), err
+    assert not has_ended(min(pids), 0.1)
+    ranks[1].kill()
+    ranks[1].wait()
+    assert all(map(has_ended, pids))
+    wait_until(lambda: set(Path(tempfile.gettempdir()).glob("fastensor-ray-*")) == before[1])
+    wait_until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before[0] if "plasma" in name})

@@ -20,7 +20,7 @@ from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
 from fastensor.provision.loader import ProvisionedLoader
 from fastensor.provision.making import Contents
-from fastensor.provision.sources import as_source
+from fastensor.provision.sources import as_source, is_of_ray_data
 
 T = TypeVar("T")
 
@@ -103,6 +103,10 @@ class DataService:
             raise ValueError("engine='ray' uses the sockets and the token of its cluster, found listen= or token=")
         if engine == "embedded" and address:
             raise ValueError(f"only engine='ray' has the address of a cluster, found {address!r}")
+        if engine == "embedded" and is_of_ray_data(source):
+            raise ValueError(
+                "a dataset of Ray Data can only be read by actors of Ray: give engine='ray', found 'embedded'"
+            )
         if workers is None:
             workers = len(os.sched_getaffinity(0))
         if workers < 1 or cache_bytes < 0 or 0 < cache_bytes < _LEAST_CACHE_NBYTES:
