@@ -6,18 +6,14 @@ Prints on how many nodes there are servers before and after, and whether each sa
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from ray.cluster_utils import Cluster
-
-sys.path[:] = sys.argv[2:]
-
 from provision.datasets import Numbers
+from ray.cluster_utils import Cluster
 
 from fastensor.provision import DataService
 
@@ -64,5 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     main()

@@ -187,7 +187,8 @@ def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) 
 
 def test_a_service_goes_on_when_a_machine_is_lost(folder: Path) -> None:
     program = Path(__file__).with_name("cluster_of_rays.py")
-    said = run(program, folder, *sys.path, cold=True, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex()).stdout
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    said = run(program, folder, cold=True, PYTHONPATH=os.pathsep.join(sys.path), **environment).stdout
     expected = ["servers on 3 nodes", *(f"epoch {epoch} True" for epoch in range(3)), "servers on 2 nodes"]
     assert said.splitlines() == expected
 
