@@ -81,7 +81,7 @@ def pickled(value: Any, what: str) -> bytes:
         ProvisionError: it cannot be pickled.
     """
     try:
-        found: bytes = cloudpickle.dumps(value)
+        found: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ProvisionError(
             f"{what} cannot be sent to the processes that use it: {error}. It may hold no open files or locks"

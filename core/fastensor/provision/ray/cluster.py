@@ -146,7 +146,7 @@ def as_named(host: str) -> Iterator[None]:
 def _check_access(address: str) -> None:
     """Refuse clusters that anybody on the network could join: what comes from there is unpickled."""
     _check_host(address.rpartition(":")[0])
-    for node in ray.nodes():
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
         _check_host(node["NodeManagerAddress"])
 
 

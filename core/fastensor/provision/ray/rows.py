@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Self
 
@@ -49,7 +49,7 @@ class Rows:
             begin = int(self._ends[number - 1]) if number else 0
             block = BlockAccessor.for_block(ray.get(self._blocks[number]))
             taken = BlockAccessor.for_block(block.take([position - begin for position in of_block]))
-            rows = taken.iter_rows(public_row_format=True)
+            rows: Iterator[Any] = taken.iter_rows(public_row_format=True)
             found |= {position: dict(row) for position, row in zip(of_block, rows, strict=True)}
         return [found[position] for position in positions]
 
