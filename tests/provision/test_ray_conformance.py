@@ -30,6 +30,10 @@ def ray() -> Iterator[Any]:
 
 
 class TestRay(ProvisionTests):
+    """One server: each takes seconds to start, because it imports torch."""
+
+    servers = 1
+
     @pytest.fixture
     def start(self, ray: Any) -> Iterator[StartEngine]:
         engines: list[Engine] = []
@@ -41,7 +45,7 @@ class TestRay(ProvisionTests):
             before_cache: Callable[[Any], Any] | None = None,
             after_cache: Callable[[Any], Any] | None = None,
         ) -> Engine:
-            facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=2)
+            facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=self.servers)
             name = f"conformance-{os.getpid()}-{next(NUMBERS)}"
             engines.append(joined(facts, Contents(source, before_cache, after_cache), name, address="", keeper="none"))
             return engines[-1]
@@ -57,3 +61,10 @@ class TestRay(ProvisionTests):
         assert isinstance(engine, RayEngine)
         for actor in (engine._manager, *engine._servers):
             ray.kill(actor)
+
+
+@pytest.mark.torture
+class TestServersOfRay(TestRay):
+    """Several servers, which need samples of each other."""
+
+    servers = 3
