@@ -41,7 +41,7 @@ def up(tmp_path: Path) -> Callable[..., str]:
 def test_a_service_is_started_looked_at_and_ended(
     up: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    address = up("--cache", "1M", "--name", str(os.getpid()))
+    address = up("--cache", "1MiB", "--name", str(os.getpid()))
     with DataService.connect(address) as service:
         assert sorted(number for batch in service.loader(8) for number in batch["id"].tolist()) == [*range(0, 80, 2)]
         gc.collect()
@@ -69,8 +69,8 @@ def test_a_service_is_started_looked_at_and_ended(
 def test_what_cannot_be_served_is_refused_at_once(
     up: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for options in (["no_module:function"], [str(tmp_path / "*.none")]):
-        status, out, err = command_line(capsys, "provision", "up", *options)
+    for source in ("no_module:function", str(tmp_path / "*.none")):
+        status, out, err = command_line(capsys, "provision", "up", source)
         assert (status, out) == (1, "")
         assert err.startswith("fastensor: ")
     status, _, err = command_line(capsys, "provision", "up", "given:samples", "--cache", "much")

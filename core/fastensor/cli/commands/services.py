@@ -32,7 +32,7 @@ def up(
             help="MODULE:FUNCTION, which returns a dataset; an LMDB environment; or a pattern of paths or URLs.",
         ),
     ],
-    cache: Annotated[str, typer.Option(metavar="SIZE", help="Memory for samples, such as 4G.")] = "1G",
+    cache: Annotated[str, typer.Option(metavar="SIZE", help="Memory for samples, such as 4GiB.")] = "1GiB",
     workers: Annotated[
         int | None, typer.Option(metavar="COUNT", help="Processes that read and prepare; default: one for each CPU.")
     ] = None,

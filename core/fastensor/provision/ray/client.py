@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
@@ -387,11 +388,12 @@ def start(name: str, spec: Spec) -> Any:
         "max_restarts": -1,
         "max_concurrency": _MOST_CALLS,
     }
-    for number in range(spec.facts.workers):
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+    for number in range(spec.facts.workers):  # in turn, so that each machine keeps some of the samples
         of_server = {
             "name": names.name_of_server(name, number),
             "max_task_retries": _MOST_RETRIES,
-            "scheduling_strategy": "SPREAD",  # each machine keeps some of the samples
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
         }
         ray.remote(Server).options(**options, **of_server).remote(name, number)
     of_manager = {"name": name, "max_task_retries": -1}
