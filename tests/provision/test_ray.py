@@ -9,9 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -304,3 +306,70 @@ def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: 
     assert all(map(has_ended, pids))
     wait_until(lambda: set(Path(tempfile.gettempdir()).glob("fastensor-ray-*")) == before[1])
     wait_until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before[0] if "plasma" in name})
+
+
+def keepers(job: str) -> list[int]:
+    """The processes that keep a Ray for a job."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if b"fastensor.provision.ray.keeper" in (process / "cmdline").read_bytes():
+                found += [int(process.name)] * (job.encode() in (process / "environ").read_bytes())
+    return found
+
+
+@pytest.mark.torture
+def test_a_ray_of_this_machine_that_is_killed_is_started_again(folder: Path) -> None:
+    job = f"keeper-{os.getpid()}"
+    environment = {"FASTENSOR_DATA_SERVICE": job, "RAY_AUTH_TOKEN": secrets.token_hex()}
+    with Program("-c", RANK, folder, 0, *sys.path, provision=True, **environment) as rank:
+        found = [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
+        pids = [*map(int, rank.stdout.readline().split())]
+        (keeper,) = keepers(job)
+        os.kill(keeper, signal.SIGKILL)
+        assert all(map(has_ended, [keeper, *pids]))
+        rank.stdin.write("\n")
+        out, err = rank.communicate()
+    assert rank.returncode == 0, err
+    found += [int(number) for number in out.split()]
+    order = EpochPlan(N, seed=1, batch_size=4, world_size=2)
+    assert found == [number for batch in order.batches(0) for number in batch.tolist()]
+    wait_until(lambda: not keepers(job))
+
+
+@pytest.mark.torture
+def test_a_server_that_hangs_is_replaced(start: Callable[..., DataService]) -> None:
+    service = start()
+    loader, found = service.loader(4, seed=1), []
+    for number, batch in enumerate(loader):
+        found += batch["id"].tolist()
+        if number == 1:
+            os.kill(service.status()["servers"][0]["pid"], signal.SIGSTOP)
+    assert found == EpochPlan(N, seed=1).order(0).tolist()
+    assert service.status()["servers_killed"] == 1
+    assert loader.stats().recoveries == 0
+
+
+@pytest.mark.torture
+def test_ray_exports_what_servers_count(start: Callable[..., DataService], ray: Any) -> None:
+    loader = start().loader(4, seed=1)
+    assert len(ids(loader)) == N
+    (node,) = ray.nodes()
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    names = ["batches_total", "read_bytes_total", "cache_samples", "wait_seconds_bucket"]
+    wait_until(lambda: all(f"ray_fastensor_provision_{name}" in urlopen(url).read().decode() for name in names))
+
+
+@pytest.mark.torture
+def test_ray_data_is_a_source(start: Callable[..., DataService], ray: Any) -> None:
+    import ray.data
+
+    rows = ray.data.from_items([{"id": number, "image": np.full((2, 3), number)} for number in range(N)])
+    loader = start(rows.repartition(4), workers=2, fingerprint="rows").loader(8, seed=1)
+    for epoch in range(2):
+        batches = [*loader]
+        assert ids(batches) == EpochPlan(N, seed=1).order(epoch).tolist()
+        for batch in batches:
+            assert torch.equal(batch["image"], batch["id"][:, None, None].expand(-1, 2, 3))
+    with pytest.raises(ValueError, match="expected engine='ray'"):
+        DataService.start(rows, cache_bytes=0)
