@@ -22,15 +22,13 @@ _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
 """For how long the manager waits for its first client: whoever has started it may have died."""
 _CHECK_SECONDS = 5
-_HEALTH_SECONDS = 30
-"""A server that does not answer for so long is taken to hang. It answers at once, unless the user's code keeps Python
-itself from going on."""
+_HEALTH_SECONDS = 60
+"""A server that does not answer for so long is taken to hang. It answers at once, unless it is starting, which takes
+seconds, or the user's code keeps Python itself from going on."""
 _ANSWER_SECONDS = 5
-"""A server that does not answer for so long is starting, or hangs."""
+"""Who asks for the status does not wait longer for a server."""
 _ANSWERED_SECONDS = 0.1
 """Who has had the service end gets an answer within this time."""
-_STARTING_SECONDS = 120
-"""A server that was never heard of may be starting for so long: it imports torch."""
 
 
 class Manager:
@@ -126,6 +124,8 @@ class Manager:
         Args:
             for_good: whether what is served is forgotten: nobody needs it any more.
         """
+        if self._is_ending:
+            return
         self._is_ending = True
         for server in self._servers:
             ray.kill(server, no_restart=True)
@@ -142,28 +142,36 @@ class Manager:
 
     async def _look_after(self, number: int) -> None:
         """Kill a server that hangs, so that Ray starts it again."""
-        patience = _STARTING_SECONDS
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            if await self._status_of(number, patience) is not None:
-                patience = _HEALTH_SECONDS
-            elif not self._is_ending:
-                _log.warning(
-                    "Server %d of the data service has not answered for %d s, and is replaced", number, patience
-                )
+            try:
+                await self._answer_of(number, _HEALTH_SECONDS)
+            except ActorUnavailableError:
+                continue  # it ends again and again
+            except TimeoutError:
+                _log.warning("Server %d has not answered for %d s, and is replaced", number, _HEALTH_SECONDS)
                 self._killed += 1
                 ray.kill(self._servers[number], no_restart=False)
-                patience = _STARTING_SECONDS
 
     async def _statuses(self) -> list[dict[str, Any] | None]:
-        return await asyncio.gather(*(self._status_of(number, _ANSWER_SECONDS) for number in range(len(self._servers))))
+        return await asyncio.gather(*(self._status_of(number) for number in range(len(self._servers))))
 
-    async def _status_of(self, number: int, seconds: float) -> dict[str, Any] | None:
-        """What a server says; None if it does not within some time, or ends again and again."""
+    async def _status_of(self, number: int) -> dict[str, Any] | None:
+        """What a server says; None if it does not, because it starts, ends or hangs."""
         try:
-            return await asyncio.wait_for(_answer(self._servers[number].status.remote()), seconds)
+            return await self._answer_of(number, _ANSWER_SECONDS)
         except (TimeoutError, ActorUnavailableError):
             return None
+
+    async def _answer_of(self, number: int, seconds: float) -> dict[str, Any] | None:
+        """What a server says; None if it has ended for good, and the service with it.
+
+        Raises:
+            TimeoutError: it has not answered within some time.
+            ActorUnavailableError: it ends again and again.
+        """
+        try:
+            return await asyncio.wait_for(_answer(self._servers[number].status.remote()), seconds)
         except ActorDiedError as error:
             _log.warning("Server %d of the data service has ended for good: %s", number, error)
             self._end(for_good=False)
