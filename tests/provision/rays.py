@@ -21,7 +21,7 @@ def local_ray() -> Iterator[Any]:
     from fastensor.provision.ray.cluster import as_named
 
     with as_named("127.0.0.1"):
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, **OPTIONS)
+        ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, **OPTIONS)
     try:
         yield ray
     finally:

@@ -34,7 +34,9 @@ def main(fd: int) -> None:
     folder = tempfile.mkdtemp(prefix="fastensor-ray-")
     try:
         with as_named("127.0.0.1"):
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=folder)
+            ray.init(
+                "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=folder
+            )
         with socket.socket(fileno=fd) as listener:
             _serve(listener, str(ray.get_runtime_context().gcs_address).encode())
     finally:
