@@ -104,9 +104,7 @@ class DataService:
         if engine == "embedded" and address:
             raise ValueError(f"only engine='ray' has the address of a cluster, found {address!r}")
         if engine == "embedded" and is_of_ray_data(source):
-            raise ValueError(
-                "a dataset of Ray Data can only be read by actors of Ray: give engine='ray', found 'embedded'"
-            )
+            raise ValueError("expected engine='ray', whose actors can read a dataset of Ray Data, found 'embedded'")
         if workers is None:
             workers = len(os.sched_getaffinity(0))
         if workers < 1 or cache_bytes < 0 or 0 < cache_bytes < _LEAST_CACHE_NBYTES:

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
@@ -388,12 +387,12 @@ def start(name: str, spec: Spec) -> Any:
         "max_restarts": -1,
         "max_concurrency": _MOST_CALLS,
     }
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
-    for number in range(spec.facts.workers):  # in turn, so that each machine keeps some of the samples
+    for number in range(spec.facts.workers):
         of_server = {
             "name": names.name_of_server(name, number),
             "max_task_retries": _MOST_RETRIES,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
+            "scheduling_strategy": "SPREAD",  # each machine keeps some of the samples
+            "memory": 1,  # what needs nothing at all is put anywhere
         }
         ray.remote(Server).options(**options, **of_server).remote(name, number)
     of_manager = {"name": name, "max_task_retries": -1}
