@@ -62,10 +62,11 @@ def start(ray: Any, folder: Path) -> Iterator[Callable[..., DataService]]:
         service.stop()
 
 
-class TestRay(ProvisionTests):
-    """One server: each takes seconds to start, because it imports torch."""
+class OnRay(ProvisionTests):
+    """Engines on a Ray that is shared by all tests."""
 
-    servers = 1
+    servers: int
+    """Of each service. They take seconds to start, because they import torch."""
 
     @pytest.fixture
     def start(self, ray: Any) -> Iterator[StartEngine]:
@@ -96,8 +97,18 @@ class TestRay(ProvisionTests):
             ray.kill(actor)
 
 
+class TestRay(OnRay):
+    servers = 1
+
+    @pytest.mark.parametrize("cache_nbytes", [40_000])
+    def test_random_numbers_depend_on_sample_and_epoch(
+        self, start: StartEngine, source: Any, cache_nbytes: int
+    ) -> None:
+        super().test_random_numbers_depend_on_sample_and_epoch(start, source, cache_nbytes)
+
+
 @pytest.mark.torture
-class TestServersOfRay(TestRay):
+class TestServersOfRay(OnRay):
     """Several servers, which need samples of each other."""
 
     servers = 3
@@ -169,6 +180,7 @@ def test_batches_are_writable_views_of_the_object_store(start: Callable[..., Dat
     assert all(isinstance(one["bytes"], np.ndarray) and one["bytes"].flags.writeable for one in arrays)
 
 
+@pytest.mark.torture
 def test_a_sample_that_kills_its_server_once_is_read_again(start: Callable[..., DataService], folder: Path) -> None:
     (folder / "kill-7").touch()
     loader = start().loader(8, seed=1)
@@ -258,6 +270,25 @@ def test_a_cluster_that_anybody_could_join_is_refused() -> None:
     said = run("-c", STRANGER, cold=True, RAY_AUTH_MODE="disabled").stdout
     assert said.startswith("ProvisionError anybody who reaches 192.0.2.1 can join this cluster of Ray")
     assert "RAY_AUTH_MODE=token" in said
+
+
+OPEN = """
+import ray, sys
+ray.init("local", include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.torture
+def test_to_have_a_token_is_not_to_be_asked_for_it() -> None:
+    with Program("-c", OPEN, RAY_AUTH_MODE="disabled") as cluster:
+        address = cluster.stdout.readline().strip()
+        if address.startswith("127."):
+            pytest.skip("this machine has no address on a network")
+        stranger = STRANGER.replace("192.0.2.1:6379", address)
+        said = run("-c", stranger, cold=True, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex()).stdout
+    assert "can join this cluster of Ray, which has no authentication" in said
 
 
 RANK = """

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
@@ -338,7 +339,8 @@ def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper:
         ProvisionError: something cannot be pickled; or see :class:`RayEngine`.
     """
     said = pickled(contents, "the source, or a transform,")
-    return RayEngine(name, address=address or os.environ.get("RAY_ADDRESS") or keeper, spec=Spec(facts, said))
+    where = address or os.environ.get("RAY_ADDRESS", "")
+    return RayEngine(name, address=keeper if where in ("", "local") else where, spec=Spec(facts, said))
 
 
 def found(address: str, *, seconds: float) -> RayEngine:
@@ -387,12 +389,13 @@ def start(name: str, spec: Spec) -> Any:
         "max_restarts": -1,
         "max_concurrency": _MOST_CALLS,
     }
-    for number in range(spec.facts.workers):
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+    for number in range(spec.facts.workers):  # in turn, so that each machine keeps some of the samples
         of_server = {
             "name": names.name_of_server(name, number),
             "max_task_retries": _MOST_RETRIES,
-            "scheduling_strategy": "SPREAD",  # each machine keeps some of the samples
-            "memory": 1,  # what needs nothing at all is put anywhere
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
+            "memory": 1,  # what needs nothing at all, Ray puts anywhere
         }
         ray.remote(Server).options(**options, **of_server).remote(name, number)
     of_manager = {"name": name, "max_task_retries": -1}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from fastensor.data import processes
@@ -21,6 +23,8 @@ from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.errors import ProvisionError
 from fastensor.provision.ray.names import NAMESPACE
 
+_MODE_VARIABLE = "RAY_AUTH_MODE"
+"""By which Ray is told whether to ask for a token."""
 _START_SECONDS = 60
 """For how long Ray may take to start on this machine."""
 
@@ -116,7 +120,13 @@ def _joined(address: str) -> Membership:
         )
     if _is_cluster(address):
         _check_host(address.rpartition(":")[0])
-    where, keeper = (address, None) if _is_cluster(address) or address == "auto" else _local(address)
+        where, keeper = address, None
+    elif address == "auto":
+        where, keeper = address, None
+    else:
+        if _MODE_VARIABLE not in os.environ:  # Ray does so where it is started, but not where it is joined
+            _enable_token_auth()
+        where, keeper = _local(address)
     membership = Membership(address, keeper)
     try:
         with _in_words(f"cannot join the cluster of Ray at {where}"), as_named(where.rpartition(":")[0]):
@@ -144,18 +154,33 @@ def as_named(host: str) -> Iterator[None]:
 
 
 def _check_access(address: str) -> None:
-    """Refuse clusters that anybody on the network could join: what comes from there is unpickled."""
-    _check_host(address.rpartition(":")[0])
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        _check_host(node["NodeManagerAddress"])
+    """Refuse clusters that anybody on the network could join: what comes from there is unpickled.
+
+    That this process shows a token does not say that the cluster asks for one. So a process of the cluster says whether
+    it does.
+    """
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    hosts = [address.rpartition(":")[0], *(node["NodeManagerAddress"] for node in nodes if node["Alive"])]
+    if all(map(_is_loopback, hosts)):
+        return
+    for host in hosts:
+        _check_host(host)
+    asks = ray.remote(num_cpus=0)(is_token_auth_enabled)
+    with _in_words(f"the cluster of Ray at {address} does not say whether it has authentication"):
+        if not ray.get(asks.remote(), timeout=_START_SECONDS):
+            raise _open_to(hosts[0])
 
 
 def _check_host(host: str) -> None:
     if not is_token_auth_enabled() and not _is_loopback(host):
-        raise ProvisionError(
-            f"anybody who reaches {host} can join this cluster of Ray, which has no authentication: start it with "
-            f"RAY_AUTH_MODE=token, and set that for its clients, too; or let its nodes listen on 127.0.0.1"
-        )
+        raise _open_to(host)
+
+
+def _open_to(host: str) -> ProvisionError:
+    return ProvisionError(
+        f"anybody who reaches {host} can join this cluster of Ray, which has no authentication: start it with "
+        f"{_MODE_VARIABLE}=token, and set that for its clients, too; or let its nodes listen on 127.0.0.1"
+    )
 
 
 def _is_loopback(host: str) -> bool:
