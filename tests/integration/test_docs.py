@@ -71,7 +71,7 @@ def test_the_python_about_the_data_service_runs(tmp_path: Path) -> None:
     )
     assert len(blocks) >= 3
     (tmp_path / "tour.py").write_text("\n".join(blocks))
-    assert run("tour.py", cwd=tmp_path).splitlines() == ["2000 True", "True", "True 1000"]
+    assert run("tour.py", cwd=tmp_path).splitlines() == ["2000 True", "10 True", "True", "True 1000"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -300,7 +300,7 @@ def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> No
 @pytest.mark.torture
 def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision.py")
-    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "2"]
+    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "1", "--peers"]
     link = ["--compute-ms", "2", "--delay-ms", "1"]
     folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
     out = run(benchmark, *tiny, *link, *folders, cwd=tmp_path)
@@ -308,7 +308,9 @@ def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) ->
         assert f"| {kind} | 2 | DataLoader | 1 | later |" in out
         for way in ("service", "service, half", "service, killed"):
             assert f"| {kind} | 2 | {way} |" in out
-    assert "| each sample once in each epoch | 1.000 | yes |" in out
+    assert "| service: each sample once in each epoch | 1.000 | yes |" in out
+    starts = out.partition("## starting")[2].splitlines()
+    assert len([line for line in starts if line.startswith(("| 32 KB | 2 |", "| JPEG | 2 |"))]) == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
 
@@ -414,3 +416,14 @@ def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
         assert word in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md", "out.png"]
     assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
+def test_the_benchmark_of_clients_of_a_service_measures_each_number(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "provision_clients.py")
+    out = run(benchmark, "--clients", "1", "3", "--seconds", "0.5", "--output", str(tmp_path / "out"), cwd=tmp_path)
+    assert re.findall(r"^\| (shared memory|TCP) \| (\d) \| \d+ \|", out, re.MULTILINE) == [
+        (over, clients) for over in ("shared memory", "TCP") for clients in "13"
+    ]
+    assert out.count("Fitted, ") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]

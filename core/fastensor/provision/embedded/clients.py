@@ -18,8 +18,8 @@ import numpy as np
 from fastensor.data.connection import Connection, Message
 from fastensor.data.ring import RingWriter, Slot
 from fastensor.provision.embedded import wire
-from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Say, checked, parted
-from fastensor.provision.engine import Cost, Registration
+from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Hello, Say, checked, parted
+from fastensor.provision.engine import Cost, Facts, Registration
 from fastensor.provision.feeding import Batch, Stream
 from fastensor.provision.metrics import Served
 
@@ -90,9 +90,9 @@ class Client:
         self.is_known = True
         self.connection.longest_nbytes = _LONGEST_NBYTES
 
-    def say_hello(self, facts: dict[str, Any] | None, spec_fd: int | None) -> None:
+    def say_hello(self, facts: Facts | None, spec_fd: int | None) -> None:
         """Tell it what the service is."""
-        said = json.dumps({"pid": os.getpid(), "facts": facts, "proof": self._proof.hex()}).encode()
+        said = Hello(os.getpid(), facts, self._proof).as_json()
         self.connection.send(Say.HELLO, said, fd=spec_fd if self._is_local else None)
 
     def say_status(self, status: dict[str, Any]) -> None:

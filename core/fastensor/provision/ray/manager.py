@@ -91,6 +91,7 @@ class Manager:
         for one in answers:
             for name, count in one["counts"].items():
                 counts[name] = counts.get(name, 0) + count
+        counts["is_filled"] = counts.get("is_filled") == len(self._servers)
         servers = [
             {"number": number, "pid": one and one["pid"], "node": one and one["node"]}
             for number, one in enumerate(found)
