@@ -98,13 +98,13 @@ class OnRay(ProvisionTests):
 
 
 class TestRay(OnRay):
-    servers = 1
+    """Some of the tests with one server, because each takes seconds to start. All are below."""
 
-    @pytest.mark.parametrize("cache_nbytes", [40_000])
-    def test_random_numbers_depend_on_sample_and_epoch(
-        self, start: StartEngine, source: Any, cache_nbytes: int
-    ) -> None:
-        super().test_random_numbers_depend_on_sample_and_epoch(start, source, cache_nbytes)
+    servers = 1
+    test_a_loader_that_takes_nothing_holds_no_other_up = None
+    test_functions_of_a_loader_run_elsewhere = None
+    test_random_numbers_depend_on_sample_and_epoch = None
+    test_the_cache_can_be_filled_before = None
 
 
 @pytest.mark.torture
