@@ -110,10 +110,11 @@ class RayEngine:
 
     def recover(self) -> None:
         membership = cluster.join(self._where)
+        was_lost = self._membership is not None
         self._leave_cluster()
         self._membership = membership
         deadline = time.monotonic() + self._seconds
-        while not self._has_joined(deadline):
+        while not self._has_joined(deadline, was_lost=was_lost):
             time.sleep(_RETRY_SECONDS)
         self._dropped = weakref.finalize(self, _leave, membership, self._manager, self._client)
 
@@ -163,13 +164,20 @@ class RayEngine:
             raise ProvisionError(f"the data service {self._name} was left: stop() was called")
         return self._membership
 
-    def _has_joined(self, deadline: float) -> bool:
+    def _has_joined(self, deadline: float, *, was_lost: bool) -> bool:
         """Use the service. False if it is about to end: try again.
+
+        Args:
+            deadline: when to give up.
+            was_lost: whether the manager has to find out first what has ended.
 
         Raises:
             ProvisionError: it cannot be used, and the deadline has passed.
         """
         try:
+            self._manager = self._found()
+            if was_lost:
+                self.ask_manager("check")
             self._join()
         except (EngineLost, RayError, ValueError) as error:
             if time.monotonic() > deadline:
@@ -178,13 +186,12 @@ class RayEngine:
         return True
 
     def _join(self) -> None:
-        """Use the service; start it if it does not run, and can be.
+        """Use the service.
 
         Raises:
-            EngineLost: it does not run, or is about to end.
+            EngineLost: it is about to end.
             RayError, ValueError: it ends just now.
         """
-        self._manager = self._found()
         if not ray.get(self._manager.join.remote(self._client), timeout=self._seconds):
             raise EngineLost("it is about to end")
         facts = names.kept(self._name, "facts")
@@ -196,6 +203,11 @@ class RayEngine:
         self._manager.watch.remote(self._client, [self._stays])
 
     def _found(self) -> Any:
+        """The manager of the service, which is started if it does not run, and can be.
+
+        Raises:
+            EngineLost: it does not run.
+        """
         try:
             return names.manager_of(self._name)
         except ValueError as error:

@@ -27,6 +27,7 @@ import numpy as np
 import ray
 import torch
 from ray import cloudpickle
+from ray.exceptions import ActorDiedError
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan
@@ -97,12 +98,18 @@ class Server:
         self._exported = Exported(name, number)
 
     async def batch(self, ask: Ask) -> Made:
-        """Make the batch that somebody has credit for."""
+        """Make the batch that somebody has credit for.
+
+        Raises:
+            ActorDiedError: a server that is needed for it has ended for good, and the service with it.
+        """
         try:
             batch = self._heard(ask)
             if batch is None:
                 return Made(None, _NO_COST, 0.0, "the loader has gone on elsewhere")
             return await self._made(ask, batch)
+        except ActorDiedError:
+            raise
         except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
             return Made(None, _NO_COST, 0.0, traceback.format_exc())
 
