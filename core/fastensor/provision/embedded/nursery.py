@@ -1,8 +1,10 @@
 """The process that workers are forked from: it has imported torch, and the user's script, once for all of them.
 
-It does nothing else, and has one thread, so that a fork of it is whole. It prepares itself as ``multiprocessing``
-prepares its children: it imports the script that has started the service. If that ends it, or starts threads, the
-server starts one that does not prepare itself; then each worker imports the script, and tells what goes wrong.
+It does nothing else, and has one thread of Python, so that a fork of it is whole. It prepares itself as
+``multiprocessing`` prepares its children: it imports the script that has started the service. If that ends it, or
+starts threads of Python, the server starts one that does not prepare itself; then each worker imports the script, and
+tells what goes wrong. Threads of libraries are no reason. Those for computing are told not to start, and others cope
+with forks, such as that of the memory allocator of pyarrow (``jemalloc_bg_thd``), which pandas and scikit-learn import.
 
 A worker is the grandchild of the nursery. The process between them ends, and the worker becomes a child of the server,
 which has asked the kernel for orphans: it can wait for the worker, and the worker ends with it.
@@ -15,6 +17,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,10 +124,9 @@ def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, p
 
 def _prepare(spec_fd: int) -> None:
     """Import the user's script. Ends the process if that has started threads: a fork would not have them."""
-    before = _threads()
     with suppress(Exception, SystemExit):  # each worker tries again, and the trainer is told
         prepare(spec_fd)
-    if _threads() > before:
+    if threading.active_count() > 1:
         os._exit(1)
 
 
@@ -156,10 +158,6 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, spec_fd: int)
     finally:
         os.close(said)
     return pid, ours
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def _die_with(server_pid: int) -> None:

@@ -360,8 +360,9 @@ class Server:
             )
         else:
             _log.warning(
-                "The script that has started the data service ends the process that imports it for all workers, or "
-                "starts threads: each worker imports it"
+                "The script that has started the data service ends the process that imports it for all workers (with "
+                "%d), or starts threads: each worker imports it",
+                status,
             )
         self._start_nursery(gone.awaited, prepares=gone.has_forked)
 
