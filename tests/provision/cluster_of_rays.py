@@ -29,7 +29,10 @@ NODE: dict[str, Any] = {"node_ip_address": HOME, "num_cpus": 1, "object_store_me
 
 
 def nodes_of(service: DataService) -> set[str]:
-    return {one["node"] for one in service.status()["servers"] if one["node"] is not None}
+    """The nodes of all servers, as soon as all answer."""
+    while None in (nodes := {one["node"] for one in service.status()["servers"]}):
+        pass
+    return nodes
 
 
 def main() -> None:
