@@ -310,10 +310,18 @@ if sys.argv[2] == "1":
 """
 
 
-def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """A folder for Ray, whose sockets need short paths."""
+    with tempfile.TemporaryDirectory(prefix="fr-", ignore_cleanup_errors=True) as path:
+        yield path
+
+
+def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: Path, temporary: str) -> None:
     """Rank 0, which has started it or not, ends first. Rank 1 is killed."""
-    before = set(os.listdir("/dev/shm")), set(Path(tempfile.gettempdir()).glob("fastensor-ray-*"))
+    before = set(os.listdir("/dev/shm"))
     environment = {"FASTENSOR_DATA_SERVICE": f"ranks-{os.getpid()}", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    environment["TMPDIR"] = temporary
     ranks = [
         Program("-c", RANK, folder, rank, *sys.path, provision=True, **environment, OMP_NUM_THREADS="1")
         for rank in range(2)
@@ -335,8 +343,8 @@ def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: 
     for rank in ranks:  # the process that keeps Ray has the error output of the rank that has started it
         rank.communicate()
     assert all(map(has_ended, pids))
-    wait_until(lambda: set(Path(tempfile.gettempdir()).glob("fastensor-ray-*")) == before[1])
-    wait_until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before[0] if "plasma" in name})
+    wait_until(lambda: not os.listdir(temporary))
+    wait_until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name})
 
 
 def keepers(job: str) -> list[int]:
@@ -350,9 +358,9 @@ def keepers(job: str) -> list[int]:
 
 
 @pytest.mark.torture
-def test_a_ray_of_this_machine_that_is_killed_is_started_again(folder: Path) -> None:
+def test_a_ray_of_this_machine_that_is_killed_is_started_again(folder: Path, temporary: str) -> None:
     job = f"keeper-{os.getpid()}"
-    environment = {"FASTENSOR_DATA_SERVICE": job, "RAY_AUTH_TOKEN": secrets.token_hex()}
+    environment = {"FASTENSOR_DATA_SERVICE": job, "RAY_AUTH_TOKEN": secrets.token_hex(), "TMPDIR": temporary}
     with Program("-c", RANK, folder, 0, *sys.path, provision=True, **environment) as rank:
         found = [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
         pids = [*map(int, rank.stdout.readline().split())]
