@@ -13,8 +13,9 @@ from programs import Program
 from provision.conftest import has_ended
 
 from fastensor.provision.embedded.client import EmbeddedEngine
-from fastensor.provision.embedded.spec import Contents, packed
+from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import Engine, Facts
+from fastensor.provision.making import Contents
 from fastensor.provision.sources import Source
 from fastensor.testing import ProvisionTests
 from fastensor.testing.provision import StartEngine

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine
+from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine, services
 from fastensor.cli.errors import in_flags
 from fastensor.cli.output import FAILED, INTERRUPTED, USAGE
 from fastensor.errors import FastensorError, UnknownBackendError
@@ -54,7 +54,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _add in (checkpoints.add_to, dictionaries.add_to, machine.add_to, datasets.add_to):
+for _add in (checkpoints.add_to, dictionaries.add_to, machine.add_to, datasets.add_to, services.add_to):
     _add(app)
 
 

@@ -66,6 +66,34 @@ class Waits:
         return 0.0
 
 
+PREFIX = "fastensor_provision_"
+"""Of the names of all metrics."""
+COUNTERS: Mapping[str, str] = {
+    "batches": "Batches given to a client",
+    "samples": "Samples in these batches",
+    "nbytes": "Bytes of these batches",
+    "hits": "Samples that were in the cache already",
+    "read_nbytes": "Bytes of samples that were read from the source",
+}
+"""What is counted of each client, by the fields of :class:`Served`."""
+GAUGES: Mapping[str, str] = {
+    "samples": "Samples in the cache",
+    "used_nbytes": "Bytes of the cache that are in use",
+    "nbytes": "Bytes of the cache",
+}
+"""The state of a cache, by the fields of :class:`Cached`."""
+WAITS = "Waits of clients for a batch"
+
+
+def exposed_name(name: str) -> str:
+    """The name of a metric, with the units that Prometheus names.
+
+    >>> exposed_name("read_nbytes")
+    'fastensor_provision_read_bytes'
+    """
+    return PREFIX + name.replace("nbytes", "bytes")
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What a client was given, in an epoch or since it began."""
@@ -103,6 +131,15 @@ class Served:
             self.seconds,
             self.waits,
         )
+
+    def summary(self) -> dict[str, int | float]:
+        """The counts, for people and monitors. Waits are in seconds."""
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "wait_seconds": self.waits.seconds,
+            "wait_p50": self.waits.quantile(0.5),
+            "wait_p99": self.waits.quantile(0.99),
+        }
 
     def __add__(self, other: Served) -> Served:
         """Of two clients at the same time, or of one after the other: seconds are added."""
@@ -147,20 +184,6 @@ class Family:
         return [f"# HELP {self.name} {help_text}", f"# TYPE {self.name} {self.kind}", *values]
 
 
-_COUNTERS: tuple[tuple[str, str], ...] = (
-    ("batches", "Batches given to a client"),
-    ("samples", "Samples in these batches"),
-    ("nbytes", "Bytes of these batches"),
-    ("hits", "Samples that were in the cache already"),
-    ("read_nbytes", "Bytes of samples that were read from the source"),
-)
-_GAUGES: tuple[tuple[str, str], ...] = (
-    ("samples", "Samples in the cache"),
-    ("used_nbytes", "Bytes of the cache that are in use"),
-    ("nbytes", "Bytes of the cache"),
-)
-
-
 def exposition(clients: Mapping[str, Served], cached: Cached) -> str:
     """The statistics of a service in the text form of Prometheus.
 
@@ -173,19 +196,18 @@ def exposition(clients: Mapping[str, Served], cached: Cached) -> str:
     """
     families = [
         Family(
-            f"fastensor_provision_{name.replace('nbytes', 'bytes')}_total",
+            f"{exposed_name(name)}_total",
             "counter",
             help_text,
             [("", {"client": client}, getattr(served, name)) for client, served in clients.items()],
         )
-        for name, help_text in _COUNTERS
+        for name, help_text in COUNTERS.items()
     ]
     waits = [value for client, served in clients.items() for value in _histogram(client, served.waits)]
-    families.append(Family("fastensor_provision_wait_seconds", "histogram", "Waits of clients for a batch", waits))
-    for name, help_text in _GAUGES:
-        full = f"fastensor_provision_cache_{name.replace('nbytes', 'bytes')}"
-        families.append(Family(full, "gauge", help_text, [("", {}, getattr(cached, name))]))
-    name = "fastensor_provision_cache_evictions_total"
+    families.append(Family(f"{PREFIX}wait_seconds", "histogram", WAITS, waits))
+    for name, help_text in GAUGES.items():
+        families.append(Family(exposed_name(f"cache_{name}"), "gauge", help_text, [("", {}, getattr(cached, name))]))
+    name = f"{PREFIX}cache_evictions_total"
     families.append(Family(name, "counter", "Samples that had to make room in the cache", [("", {}, cached.evictions)]))
     return "\n".join(line for family in families for line in family.lines()) + "\n"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import TracebackType
+from importlib import import_module
+from types import ModuleType, TracebackType
 from typing import Any, Literal, Self, TypeVar
 from weakref import WeakSet
 
@@ -15,11 +16,12 @@ from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
-from fastensor.provision.embedded.spec import Contents, packed
+from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
 from fastensor.provision.filling import show_in_thread
 from fastensor.provision.loader import ProvisionedLoader
-from fastensor.provision.sources import as_source
+from fastensor.provision.making import Contents
+from fastensor.provision.sources import as_source, is_of_ray_data
 
 T = TypeVar("T")
 
@@ -50,7 +52,8 @@ class DataService:
         cls,
         source: Any,
         *,
-        engine: Literal["embedded"] = "embedded",
+        engine: Literal["embedded", "ray"] = "embedded",
+        address: str = "",
         cache_bytes: int,
         before_cache: Callable[[Any], Any] | None = None,
         after_cache: Callable[[Any], Any] | None = None,
@@ -70,32 +73,45 @@ class DataService:
 
         Args:
             source: a map-style dataset; a pattern of paths or URLs; or a :class:`~fastensor.provision.Source`.
-            engine: ``"embedded"``: processes of this machine.
+            engine: ``"embedded"``: processes of this machine. ``"ray"``: actors of Ray, on one machine or several.
+            address: of the cluster of Ray, ``"host:port"`` of its head node, or ``"auto"``. By default the one that
+                this process is in, or that ``RAY_ADDRESS`` names; without these, a Ray of this machine is started,
+                which ends with the last process of the job.
             cache_bytes: memory for samples. 0 keeps none. If it does not hold all of them, those stay that are used
                 soonest, and the others are read again in each epoch, ahead of need.
             before_cache: makes of a sample what is kept, once: decoding, for instance. Random numbers of Python, NumPy
                 and torch are seeded for each sample, so they are the same in all epochs, and after a restart.
             after_cache: is called for each use of a sample: augmentations, for instance. Random numbers are seeded for
                 each sample and epoch, so they do not depend on which worker calls it.
-            workers: processes that read and prepare; by default as many as this process may use processors.
+            workers: processes that read and prepare; by default as many as this process may use processors. With Ray
+                they are spread over the machines of the cluster, and each keeps its part of ``cache_bytes``.
             seed: of ``before_cache``.
             fingerprint: identifies the samples, if the source does not: see
                 :func:`fastensor.provision.sources.fingerprint_of`.
             name: tells services of one job apart that have the same samples, such as one for training, which augments
                 them, and one for validation.
-            listen: ``"host:port"``, if processes of other machines are to connect. They get batches through the socket.
-            token: a secret that such processes have to know; needed unless the host is this machine itself.
+            listen: ``"host:port"``, if processes of other machines are to connect to an embedded engine. They get
+                batches through the socket.
+            token: a secret that such processes have to know; needed unless the host is this machine itself. A cluster
+                of Ray has its own.
             metrics_port: serve metrics for Prometheus over HTTP on this port of the loopback interface, at
-                ``/metrics``. 0 takes a port that is free. :meth:`status` says where.
+                ``/metrics``. 0 takes a port that is free. :meth:`status` says where. Ray exports its own.
             progress: whether the process that starts the service shows a progress bar while the cache fills, if its
                 error output is a terminal.
 
         Raises:
-            ProvisionError: the source cannot be pickled, or the service cannot be started.
+            ProvisionError: the source cannot be pickled, or the service cannot be started; or anybody could join the
+                cluster of Ray.
             TypeError, ValueError, FileNotFoundError: the source is none, or an argument is out of its range.
         """
-        if engine != "embedded":
-            raise ValueError(f"engine is 'embedded', found {engine!r}")
+        if engine not in ("embedded", "ray"):
+            raise ValueError(f"engine is 'embedded' or 'ray', found {engine!r}")
+        if engine == "ray" and (listen or token is not None):
+            raise ValueError("engine='ray' uses the sockets and the token of its cluster, found listen= or token=")
+        if engine == "embedded" and address:
+            raise ValueError(f"only engine='ray' has the address of a cluster, found {address!r}")
+        if engine == "embedded" and is_of_ray_data(source):
+            raise ValueError("expected engine='ray', whose actors can read a dataset of Ray Data, found 'embedded'")
         if workers is None:
             workers = len(os.sched_getaffinity(0))
         if workers < 1 or cache_bytes < 0 or 0 < cache_bytes < _LEAST_CACHE_NBYTES:
@@ -110,17 +126,22 @@ class DataService:
             wire.parsed_address(metrics)
         found = as_source(source, fingerprint=fingerprint)
         facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed, listen, metrics)
-        spec_fd = packed(facts, token, Contents(found, before_cache, after_cache))
+        contents = Contents(found, before_cache, after_cache)
         job = os.environ.get(NAME_VARIABLE)
         of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
-        joined = EmbeddedEngine(f"local:{of_job}", spec_fd=spec_fd, token=token)
+        joined: Engine
+        if engine == "ray":
+            keeper = processes.name_of_service("ray", job)
+            joined = _ray().joined(facts, contents, of_job, address=address, keeper=keeper)
+        else:
+            joined = EmbeddedEngine(f"local:{of_job}", spec_fd=packed(facts, token, contents), token=token)
         if (has := (joined.facts.seed, joined.facts.cache_nbytes)) != (seed, cache_bytes):
             joined.close()
             raise ProvisionError(
                 f"this job has a service of these samples with other arguments: expected seed and cache_bytes "
                 f"{(seed, cache_bytes)}, found {has}; give the other service a name of its own by name="
             )
-        if progress and cache_bytes and joined.has_started:
+        if isinstance(joined, EmbeddedEngine) and progress and cache_bytes and joined.has_started:
             show_in_thread(joined, lambda: EmbeddedEngine(f"local:{of_job}"))
         return cls(joined)
 
@@ -136,6 +157,8 @@ class DataService:
         Raises:
             ProvisionError: there is none, or it has another token.
         """
+        if address.startswith("ray:"):
+            return cls(_ray().found(address, seconds=timeout))
         return cls(EmbeddedEngine(address, token=token, seconds=timeout))
 
     @property
@@ -220,3 +243,13 @@ class DataService:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
+
+
+def _ray() -> ModuleType:
+    """What this needs of the engine on Ray, which is imported when it is used."""
+    try:
+        return import_module("fastensor.provision.ray.client")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ProvisionError("engine='ray' needs Ray: pip install 'fastensor[ray]'") from error

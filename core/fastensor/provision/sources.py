@@ -1,4 +1,4 @@
-"""Where samples come from: datasets of PyTorch and of Hugging Face, LMDB databases, and files.
+"""Where samples come from: datasets of PyTorch, of Hugging Face and of Ray Data, LMDB databases, and files.
 
 All that a data service needs of a source is to read many samples by their positions, and to know it again.
 """
@@ -10,6 +10,7 @@ import os
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -57,7 +58,8 @@ def as_source(data: Any, *, fingerprint: str = "") -> Source:
 
     Args:
         data: a source; a map-style dataset, such as an :class:`~fastensor.data.LmdbDataset` or a ``datasets.Dataset``;
-            or a pattern of paths, or of URLs that ``fsspec`` knows, such as ``"s3://bucket/train/*.jpg"``.
+            a ``ray.data.Dataset``, whose rows are computed now, and kept by Ray; or a pattern of paths, or of URLs that
+            ``fsspec`` knows, such as ``"s3://bucket/train/*.jpg"``.
         fingerprint: identifies the samples of a dataset. By default see :func:`fingerprint_of`.
 
     Raises:
@@ -67,6 +69,8 @@ def as_source(data: Any, *, fingerprint: str = "") -> Source:
     """
     if isinstance(data, Source):
         return data
+    if is_of_ray_data(data):
+        data = import_module("fastensor.provision.ray.rows").Rows.of(data)
     if isinstance(data, str | os.PathLike):
         return FileSource.matching(data)
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -75,6 +79,11 @@ def as_source(data: Any, *, fingerprint: str = "") -> Source:
             f"{type(data).__module__}.{type(data).__qualname__}: an iterable dataset has no order that can be resumed"
         )
     return DatasetSource(data, fingerprint)
+
+
+def is_of_ray_data(data: Any) -> bool:
+    """Whether it is a ``ray.data.Dataset``. Imports no Ray."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" == "ray.data.dataset.Dataset" for kind in type(data).__mro__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import (
     BATCH,
     CREDIT,
-    NO_SLOT,
     BadMessage,
     Hello,
     Say,
@@ -39,6 +38,7 @@ from fastensor.provision.embedded.protocol import (
 )
 from fastensor.provision.embedded.watching import watch
 from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, Start
+from fastensor.provision.feeding import NO_SLOT
 
 _LOCAL = "local:"
 _TCP = "tcp://"

@@ -18,9 +18,9 @@ import numpy as np
 from fastensor.data.connection import Connection, Message
 from fastensor.data.ring import RingWriter, Slot
 from fastensor.provision.embedded import wire
-from fastensor.provision.embedded.feeding import Batch, Stream
 from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Hello, Say, checked, parted
 from fastensor.provision.engine import Cost, Facts, Registration
+from fastensor.provision.feeding import Batch, Stream
 from fastensor.provision.metrics import Served
 
 _LONGEST_NBYTES = 256 << 20
@@ -123,7 +123,7 @@ class Client:
         except (OSError, ValueError, MemoryError) as error:
             self.refuse(f"there is no memory for batches: {error}")
             return
-        self.stream, self.pickled = Stream(self.number, registration, ring), bytes(pickled)
+        self.stream, self.pickled = Stream(self.number, registration, ring=ring), bytes(pickled)
         self.connection.send(Say.READY, fd=ring.fd if self._is_local else None)
 
     def take_credit(self, body: memoryview) -> None:
@@ -161,6 +161,7 @@ class Client:
             "needed": stream.needed,
             "buffered_nbytes": stream.ring.used_nbytes,
             "is_local": self._is_local,
+            **self.served.summary(),
         }
 
     def close(self) -> None:

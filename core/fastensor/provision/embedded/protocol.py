@@ -20,11 +20,10 @@ from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Bytes, Message
 from fastensor.data.plan import EpochPlan
 from fastensor.provision.engine import Facts, Start
+from fastensor.provision.work import Done, Work
 
 T = TypeVar("T")
 
-NO_SLOT = -1
-"""The sequence number of what is in no slot of a ring."""
 _MOST = {
     "batch_size": 1 << 24,
     "world_size": 1 << 20,
@@ -78,7 +77,7 @@ class Say(IntEnum):
     """Server to worker: ``NUMBER`` of a loader."""
     TASK = 34
     """Server to worker: ``TASK``, then positions of samples, and where those are that the cache has, see
-    :class:`Work`."""
+    :class:`~fastensor.provision.work.Work`."""
     STORE = 35
     """Server to worker: ``NUMBER`` of a task, then offsets for the samples that it has read, -1 for none."""
     FORK = 36
@@ -107,26 +106,10 @@ DONE = struct.Struct("=qqqq")
 """Number of the task, bytes of the batch, number of samples that were read, number of those that were lost."""
 
 
-class Work(NamedTuple):
-    """What a worker is to do: a batch, or to read samples for the cache."""
-
-    number: int
-    loader: int
-    """-1: only read."""
-    seed: int
-    epoch: int
-    slot_offset: int
-    slot_nbytes: int
-    positions: Integers
-    offsets: Integers
-    """Of each sample in the cache; -1: it is not there."""
-    lengths: Integers
-    """Bytes of each sample in the cache."""
-
-    def as_bytes(self) -> tuple[Bytes, ...]:
-        """The body of a ``TASK``."""
-        *head, positions, offsets, lengths = self
-        return TASK.pack(*head, len(positions)), as_bytes(np.concatenate([positions, offsets, lengths]))
+def work_as_bytes(work: Work) -> tuple[Bytes, ...]:
+    """The body of a ``TASK``."""
+    *head, positions, offsets, lengths = work
+    return TASK.pack(*head, len(positions)), as_bytes(np.concatenate([positions, offsets, lengths]))
 
 
 def work_of(body: memoryview) -> Work:
@@ -135,23 +118,10 @@ def work_of(body: memoryview) -> Work:
     return Work(*head, *np.frombuffer(body[TASK.size :], np.int64).reshape(3, -1))
 
 
-class Done(NamedTuple):
-    """What a worker has done."""
-
-    number: int
-    nbytes: int
-    """Of the batch, which is in its slot or in memory of its own."""
-    read: Integers
-    """Positions of the samples that it has read."""
-    lengths: Integers
-    """Their bytes."""
-    lost: Integers
-    """Positions of the samples whose bytes in the cache were not what had been stored."""
-
-    def as_bytes(self) -> tuple[Bytes, ...]:
-        """The body of a ``DONE``."""
-        head = DONE.pack(self.number, self.nbytes, len(self.read), len(self.lost))
-        return head, as_bytes(np.concatenate([self.read, self.lengths, self.lost]))
+def done_as_bytes(done: Done) -> tuple[Bytes, ...]:
+    """The body of a ``DONE``."""
+    head = DONE.pack(done.number, done.nbytes, len(done.read), len(done.lost))
+    return head, as_bytes(np.concatenate([done.read, done.lengths, done.lost]))
 
 
 def done_of(body: memoryview) -> Done:

@@ -27,31 +27,32 @@ from functools import partial
 from typing import Any
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded import wire, worker
 from fastensor.provision.embedded.clients import Client
-from fastensor.provision.embedded.feeding import Stream
 from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
 from fastensor.provision.embedded.protocol import (
     BATCH,
     FORKED,
-    NO_SLOT,
     NUMBER,
     BadMessage,
-    Done,
     Say,
     as_bytes,
     done_of,
     start_of,
     text_of,
+    work_as_bytes,
 )
 from fastensor.provision.embedded.scraping import PATH, Scrape
 from fastensor.provision.embedded.spec import facts_of
-from fastensor.provision.embedded.tasks import Task, Tasks
 from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import Cost
+from fastensor.provision.feeding import NO_SLOT, Stream, batches_from
 from fastensor.provision.metrics import exposition
 from fastensor.provision.placement import Placement, placements, worker_cpus
+from fastensor.provision.tasks import Task, Tasks
+from fastensor.provision.work import Done
 
 _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
@@ -171,10 +172,10 @@ class Server:
                     self._introduce(client, one)
             case Say.START:
                 start = start_of(message.body, self._facts.samples)
-                client.registered.begin(start, self._tasks.orders)
-                self._tasks.start(start, self._streams)
+                client.registered.begin(start, batches_from(start, self._tasks.orders))
+                self._tasks.start(start, self._plans)
             case Say.PRELOAD:
-                self._tasks.start(start_of(message.body, self._facts.samples), self._streams)
+                self._tasks.start(start_of(message.body, self._facts.samples), self._plans)
             case Say.CREDIT:
                 client.take_credit(message.body)
             case _:
@@ -298,6 +299,11 @@ class Server:
         """Of all loaders."""
         return [client.stream for client in self._clients.values() if client.stream is not None]
 
+    @property
+    def _plans(self) -> list[EpochPlan]:
+        """Of all loaders that have begun."""
+        return [stream.plan for stream in self._streams if stream.plan is not None]
+
     def _give_work(self) -> None:
         """Give work to workers, as long as there are both."""
         while self._workers:
@@ -313,7 +319,7 @@ class Server:
             if task is None:
                 return
             one.tasks[task.number] = task
-            self._tell(one, Say.TASK, *self._tasks.work_of(task).as_bytes())
+            self._tell(one, Say.TASK, *work_as_bytes(self._tasks.work_of(task)))
 
     def _start_nursery(self, places: Iterable[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""

@@ -10,28 +10,19 @@ import json
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from multiprocessing import process, spawn
 from typing import Any
 
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded.protocol import NUMBER, json_of
 from fastensor.provision.engine import Facts
-from fastensor.provision.sources import Source
+from fastensor.provision.making import Contents
 
 _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
 """What ``multiprocessing`` prepares for its own processes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The user's objects. Whatever they need has to be pickled along."""
-
-    source: Source
-    before_cache: Callable[[Any], Any] | None
-    after_cache: Callable[[Any], Any] | None
 
 
 def packed(facts: Facts, token: str | None, contents: Contents) -> int:

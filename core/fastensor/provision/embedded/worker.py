@@ -2,9 +2,6 @@
 
 The server says what is to be done, and where bytes go. The user's objects are used nowhere else, so whatever they do,
 the server goes on: it starts another worker for one that has ended.
-
-A sample is encoded when it was read and has gone through ``before_cache``. From then on it makes no difference whether
-it came from the cache. Functions of the user get a copy of their own, so they may change it.
 """
 
 from __future__ import annotations
@@ -18,18 +15,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.errors import CorruptSampleError
 from fastensor.provision import encoding
-from fastensor.provision.embedded.protocol import NUMBER, Done, Say, Work, work_of
-from fastensor.provision.embedded.spec import Contents, contents_of
+from fastensor.provision.embedded.protocol import NUMBER, Say, done_as_bytes, work_of
+from fastensor.provision.embedded.spec import contents_of
+from fastensor.provision.making import Contents, found_samples, made_batch, read_samples
 from fastensor.provision.placement import pin_to
-from fastensor.provision.seeding import seed_all
-
-_NO_SAMPLES = np.zeros(0, np.int64)
+from fastensor.provision.work import Done, Work
 
 
 class Loader:
@@ -42,15 +36,10 @@ class Loader:
         os.close(ring_fd)
 
     @property
-    def is_default(self) -> bool:
-        """Whether batches are made as a ``DataLoader`` makes them, which changes no sample."""
-        return not self._pickled
-
-    @property
-    def collate_fn(self) -> Callable[[list[Any]], Any]:
-        """The function; unpickled when it is first used, so that an error is that of a batch."""
-        if self._collate_fn is None:
-            self._collate_fn = pickle.loads(self._pickled) if self._pickled else default_collate
+    def collate_fn(self) -> Callable[[list[Any]], Any] | None:
+        """The function, if the loader has one; unpickled when it is first used, so that an error is that of a batch."""
+        if self._collate_fn is None and self._pickled:
+            self._collate_fn = pickle.loads(self._pickled)
         return self._collate_fn
 
 
@@ -100,63 +89,33 @@ class Worker:
                     self._connection.send(Say.BROKEN, NUMBER.pack(work.number), text)
 
     def _do(self, work: Work) -> None:
-        samples, read, lost = self._samples(work)
-        nbytes, fd = self._make_batch(work, samples) if work.loader >= 0 else (0, None)
-        read_samples = [samples[place] for place in read]
-        lengths = np.array([len(sample) for sample in read_samples], np.int64)
-        if read_samples:
-            self._to_be_stored[work.number] = read_samples
-        done = Done(work.number, nbytes, work.positions[read], lengths, work.positions[lost])
+        found = found_samples(work.positions, work.offsets, work.lengths, slabs=self._slabs, read=self._read)
+        nbytes, fd = self._make_batch(work, found.samples) if work.loader >= 0 else (0, None)
+        to_be_stored = [found.samples[place] for place in found.read]
+        lengths = np.array([len(sample) for sample in to_be_stored], np.int64)
+        if to_be_stored:
+            self._to_be_stored[work.number] = to_be_stored
+        done = Done(work.number, nbytes, work.positions[found.read], lengths, work.positions[found.lost])
         try:
-            self._connection.send(Say.DONE, *done.as_bytes(), fd=fd)
+            self._connection.send(Say.DONE, *done_as_bytes(done), fd=fd)
         finally:
             if fd is not None:
                 os.close(fd)
 
-    def _samples(self, work: Work) -> tuple[list[memoryview], list[int], list[int]]:
-        """The samples, encoded; the places in the batch of those that were read, and of those whose bytes in the cache
-        are damaged, which were read, too."""
-        samples: list[memoryview] = []
-        missing: list[int] = []
-        lost: list[int] = []
-        for place, (offset, nbytes) in enumerate(zip(work.offsets.tolist(), work.lengths.tolist(), strict=True)):
-            sample = self._slabs[offset : offset + nbytes] if offset >= 0 else memoryview(b"")
-            samples.append(sample)
-            if offset < 0:
-                missing.append(place)
-            elif not _is_whole(sample):
-                missing.append(place)
-                lost.append(place)
-        if missing:
-            for place, sample in zip(missing, self._read(work.positions[missing]), strict=True):
-                samples[place] = sample
-        return samples, missing, lost
-
     def _read(self, positions: Integers) -> list[memoryview]:
-        """Samples of the source, as the cache takes them."""
-        contents = self._loaded()
-        samples = []
-        wanted = positions.tolist()
-        seed_all(self._seed, *wanted)  # a source may draw random numbers
-        for position, value in zip(wanted, contents.source.read(wanted), strict=True):
-            seed_all(self._seed, position)
-            if contents.before_cache is not None:
-                value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
-            samples.append(_written(_named(encoding.encode, value, f"sample {position}")))
-        return samples
+        return read_samples(self._loaded(), positions, seed=self._seed)
 
     def _make_batch(self, work: Work, samples: list[memoryview]) -> tuple[int, int | None]:
         """Returns the bytes of the batch; and the memory that it is in, if its slot is too small."""
-        loader, after_cache = self._loaders[work.loader], self._loaded().after_cache
-        untouched = after_cache is None and loader.is_default
-        values = [encoding.decode(sample if untouched else _copy(sample)) for sample in samples]
-        if after_cache is not None:
-            for place, position in enumerate(work.positions.tolist()):
-                seed_all(work.seed, work.epoch, position)
-                values[place] = _named(after_cache, values[place], f"after_cache, of sample {position}")
-        if not loader.is_default:
-            seed_all(work.seed, work.epoch, int(work.positions[0]), len(values))
-        encoded = encoding.encode(loader.collate_fn(values))
+        loader = self._loaders[work.loader]
+        encoded = made_batch(
+            samples,
+            work.positions,
+            after_cache=self._loaded().after_cache,
+            collate_fn=loader.collate_fn,
+            seed=work.seed,
+            epoch=work.epoch,
+        )
         if encoded.nbytes <= work.slot_nbytes:
             encoded.write_into(loader.ring[work.slot_offset : work.slot_offset + encoded.nbytes])
             return encoded.nbytes, None
@@ -204,24 +163,6 @@ def main(
         os._exit(status)
 
 
-def _is_whole(sample: memoryview) -> bool:
-    try:
-        encoding.check(sample)
-    except CorruptSampleError:
-        return False
-    return True
-
-
-def _written(encoded: encoding.Encoded) -> memoryview:
-    memory = memoryview(bytearray(encoded.nbytes))
-    encoded.write_into(memory)
-    return memory
-
-
-def _copy(sample: memoryview) -> memoryview:
-    return memoryview(bytearray(sample))
-
-
 def _memory_with(encoded: encoding.Encoded) -> int:
     """Memory without a name that holds an encoded value."""
     fd = os.memfd_create("fastensor-batch", os.MFD_CLOEXEC)
@@ -233,12 +174,3 @@ def _memory_with(encoded: encoding.Encoded) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _named(function: Callable[[Any], Any], value: Any, what: str) -> Any:
-    """Call a function of the user; an error says of what."""
-    try:
-        return function(value)
-    except Exception as error:
-        error.add_note(f"This was {what}")
-        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastensor.data.connection import Connection
 from fastensor.provision.embedded.nursery import killed
-from fastensor.provision.embedded.tasks import Task
+from fastensor.provision.tasks import Task
 
 
 class WorkerProcess:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,39 @@ from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
 from fastensor.provision.cache import Cache
-from fastensor.provision.embedded.feeding import Batch, Orders, Preloading, Stream, key_of
-from fastensor.provision.embedded.protocol import Done, Work
-from fastensor.provision.embedded.stock import Stock
 from fastensor.provision.engine import Facts, Start
+from fastensor.provision.feeding import Batch, Orders, Preloading, Stream, key_of
+from fastensor.provision.stock import Stock
+from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
 _MOST_ATTEMPTS = 3
 """A task that so many workers have been killed with is not given to another one."""
+_NEIGHBOURS = 16
+"""So many consecutive samples are kept by one server."""
 _MOST_PRELOADED = 16
 """Samples that are read together for the cache only. A batch may have to wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The samples that one of several servers keeps."""
+
+    number: int
+    of: int
+    """The number of servers."""
+
+    def own(self, positions: Positions) -> Positions:
+        """Those of the samples that it keeps."""
+        return positions if self.of == 1 else positions[owners(positions, self.of) == self.number]
+
+
+ALL = Share(0, 1)
+
+
+def owners(positions: Positions, servers: int) -> Positions:
+    """The number of the server that keeps each sample. Neighbours, which may be read together, have the same."""
+    return positions // _NEIGHBOURS % servers
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +54,9 @@ class Task:
 
     number: int
     stream: Stream | None
-    """Whom the batch is for; None: only for the cache."""
+    """Whom the batch is for. None: only samples are read."""
     batch: Batch | None
+    """None: the samples are read for the cache only."""
     plan: EpochPlan
     position: int
     """In the order of all epochs: when the samples are used next, at the earliest."""
@@ -53,11 +77,13 @@ class Tasks:
 
     Args:
         facts: of the service.
+        share: of the samples that are kept here.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, *, share: Share = ALL) -> None:
         self.orders = Orders()
-        self._samples = facts.samples
+        self._share = share
+        self._samples = facts.samples if share.of == 1 else len(share.own(np.arange(facts.samples)))
         self.stock = Stock(
             Cache(facts.samples, nbytes=facts.cache_nbytes) if facts.cache_nbytes and facts.samples else None
         )
@@ -68,15 +94,14 @@ class Tasks:
         self._cache_is_full = False
         """Whether it has had no room for samples that come next, and no batch was made since."""
 
-    def start(self, start: Start, loaders: Iterable[Stream]) -> None:
+    def start(self, start: Start, plans: Collection[EpochPlan]) -> None:
         """A loader begins, or preloading does: the cache follows its order, unless another loader has the order that it
         follows now.
 
         Args:
             start: where.
-            loaders: all that there are.
+            plans: of all loaders that there are.
         """
-        plans = [one.plan for one in loaders if one.plan is not None]
         self.orders.keep([*plans, start.plan])
         followed = self.orders.followed
         if followed in (None, key_of(start.plan)) or followed not in map(key_of, plans):
@@ -100,7 +125,8 @@ class Tasks:
         schedule = self.orders.follow(plan, position)
         if self.stock.cache is not None:
             self.stock.cache.reschedule(schedule.next_uses(from_position=position))
-            self._preloading = Preloading(plan, position, size=min(plan.batch_size, _MOST_PRELOADED))
+            size = min(plan.batch_size, _MOST_PRELOADED) * self._share.of
+            self._preloading = Preloading(plan, position, size=size)
             self._cache_is_full = False
 
     def next_batch(self, loaders: Iterable[Stream]) -> Task | None:
@@ -118,8 +144,20 @@ class Tasks:
                 continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
             if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
-                return self._task_of(stream, stream.issue(), None if placed is None else placed[0])
+                assert stream.plan is not None
+                task = self.task_of(stream.plan, stream.issue())
+                stream.served = task.number
+                return replace(task, stream=stream, slot=None if placed is None else placed[0])
         return None
+
+    def task_of(self, plan: EpochPlan, batch: Batch) -> Task:
+        """What is to be read for a batch: the samples of it that are kept here."""
+        begin = batch.epoch * plan.n
+        after = begin + plan.consumed_after(1, batch.consumed)
+        self.orders.passed(plan, begin + batch.consumed)
+        if self._preloading is not None and key_of(plan) == self.orders.followed:
+            self._preloading.passed(after)
+        return Task(self._next_number(), None, batch, plan, after, self._share.own(batch.positions))
 
     def next_preload(self) -> Task | None:
         """Samples that the cache has not, and that will be used soon."""
@@ -127,7 +165,7 @@ class Tasks:
             if (found := self._preloading.next_chunk(self.orders)) is None:
                 return None
             position, chunk = found
-            if len(lacking := self.stock.lacking(chunk)):
+            if len(lacking := self.stock.lacking(self._share.own(chunk))):
                 self._preloading.found_missing()
                 if not self.stock.would_keep(len(lacking), position + len(chunk)):
                     self._preloading.go_back(position)
@@ -141,9 +179,9 @@ class Tasks:
         """What a worker has to know. The samples are held from now on."""
         task.offsets, lengths = self.stock.take(task.positions)
         self.stock.reading(task.positions[task.offsets < 0])
-        loader, epoch = -1, 0
-        if task.stream is not None and task.batch is not None:
-            loader, epoch = task.stream.number, task.batch.epoch
+        loader = -1 if task.stream is None else task.stream.number
+        epoch = 0 if task.batch is None else task.batch.epoch
+        if task.batch is not None:
             hits = int((task.offsets >= 0).sum())
             self.stock.counts.hits += hits
             self.stock.counts.misses += len(task.positions) - hits
@@ -199,17 +237,6 @@ class Tasks:
             }
         )
         return {**asdict(self.stock.counts), **of_cache}
-
-    def _task_of(self, stream: Stream, batch: Batch, slot: Slot | None) -> Task:
-        plan = stream.plan
-        assert plan is not None
-        begin = batch.epoch * plan.n
-        after = begin + plan.consumed_after(1, batch.consumed)
-        self.orders.passed(plan, begin + batch.consumed)
-        if self._preloading is not None and key_of(plan) == self.orders.followed:
-            self._preloading.passed(after)
-        stream.served = self._next_number()
-        return Task(stream.served, stream, batch, plan, after, batch.positions, slot)
 
     def _next_uses(self, task: Task, samples: Integers) -> Integers:
         if not len(samples):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import RingWriter, Slot
 from fastensor.provision.credits import FIRST, Pace, turn
-from fastensor.provision.embedded.protocol import NO_SLOT
 from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
 
 _Key: TypeAlias = tuple[object, ...]
+NO_SLOT = -1
+"""The sequence number of what is in no slot of a ring."""
 
 
 class Orders:
@@ -72,37 +73,54 @@ def key_of(plan: EpochPlan) -> _Key:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """A batch of a loader."""
+class Place:
+    """Where a batch of a loader is in its epochs."""
 
     generation: int
     index: int
     epoch: int
     consumed: int
     """Samples of the epoch that all ranks together take before this batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Place):
+    """A batch of a loader."""
+
     positions: Positions
 
 
-def batches_from(start: Start, orders: Orders) -> Iterator[Batch]:
-    """The batches of a loader, from one epoch to the next, without an end; none if epochs have none."""
+P = TypeVar("P", bound=Place)
+
+
+def places_from(start: Start) -> Iterator[Place]:
+    """The places of a loader's batches, from one epoch to the next, without an end; none if epochs have none."""
     plan, epoch, consumed, index = start.plan, start.epoch, start.consumed, start.index
     while plan.steps():
-        for positions in plan.batches(epoch, consumed, order=orders.order(plan, epoch)):
-            yield Batch(start.generation, index, epoch, consumed, positions)
+        for _ in range(plan.steps(consumed)):
+            yield Place(start.generation, index, epoch, consumed)
             consumed = plan.consumed_after(1, consumed)
             index += 1
         epoch, consumed = epoch + 1, 0
 
 
+def batch_at(plan: EpochPlan, place: Place, orders: Orders) -> Batch:
+    """The batch at a place."""
+    positions = next(plan.batches(place.epoch, place.consumed, order=orders.order(plan, place.epoch)))
+    return Batch(place.generation, place.index, place.epoch, place.consumed, positions)
+
+
+def batches_from(start: Start, orders: Orders) -> Iterator[Batch]:
+    """The batches of a loader, as :func:`places_from`."""
+    return (batch_at(start.plan, place, orders) for place in places_from(start))
+
+
 @dataclass(slots=True)
-class Stream:
-    """A loader: what it has been sent, and what comes next."""
+class Flow(Generic[P]):
+    """The batches of a loader: which one is made next, and how far they are ahead of the trainer."""
 
     number: int
     registration: Registration
-    ring: RingWriter
-    is_gone: bool = False
-    """Whether its client has ended. What is still made for it is thrown away."""
     plan: EpochPlan | None = None
     """None: it has not begun."""
     generation: int = -1
@@ -114,11 +132,9 @@ class Stream:
     """So much room the next batch is given; 0 if none was made yet."""
     needed: int = FIRST
     """So many batches ahead keep the trainer from waiting, as far as was measured."""
-    served: int = -1
-    """The number of the task that makes its latest batch; -1 if there was none."""
-    upcoming: Batch | None = None
+    upcoming: P | None = None
     """What is to be made next; None if there is nothing."""
-    _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    _batches: Iterator[P] = field(default_factory=lambda: iter(()))
     _pace: Pace = field(default_factory=Pace)
 
     @property
@@ -127,21 +143,27 @@ class Stream:
         return self.upcoming is not None and self.ahead < self.registration.ahead
 
     @property
-    def turn(self) -> tuple[bool, int, int]:
-        """The key by which loaders are sorted when a worker is free."""
-        return turn(self.ahead, self.needed, self.served)
-
-    @property
     def ahead(self) -> int:
         """Batches that were sent, or are made, and were not given out."""
         return self.issued - self.taken
 
-    def begin(self, start: Start, orders: Orders) -> None:
-        """Go on somewhere else."""
+    @property
+    def room_nbytes(self) -> int:
+        """How many bytes the next batch may need."""
+        buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
+        return self.nbytes or min(buffer // max(ahead, 2), buffer // 2)
+
+    def begin(self, start: Start, batches: Iterator[P]) -> None:
+        """Go on somewhere else.
+
+        Args:
+            start: where.
+            batches: from there on.
+        """
         self.plan, self.generation = start.plan, start.generation
         self.taken = self.issued = start.index
-        self._batches = batches_from(start, orders)
-        self.upcoming = next(self._batches, None)
+        self._batches = batches
+        self.upcoming = next(batches, None)
 
     def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
         """The trainer has been given batches before this number. It may have got some of them from a server that has
@@ -153,12 +175,33 @@ class Stream:
             self._pace = self._pace.taken(at=now, waited=waited_seconds)
             self.needed = self._pace.needed(self.nbytes)
 
-    def issue(self) -> Batch:
+    def issue(self) -> P:
         """Take what is to be made next."""
         batch = self.upcoming
         assert batch is not None
         self.issued, self.upcoming = batch.index + 1, next(self._batches, None)
         return batch
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        """A batch of so many bytes was made, so many seconds after it was decided to make it."""
+        self._pace = self._pace.made(nbytes=nbytes, seconds=seconds)
+        self.nbytes = max(nbytes, self.nbytes - self.nbytes // 16)  # one that is unusually large is forgotten later
+
+
+@dataclass(slots=True)
+class Stream(Flow[Batch]):
+    """A loader whose batches are sent through a ring."""
+
+    ring: RingWriter = field(kw_only=True)
+    is_gone: bool = False
+    """Whether its client has ended. What is still made for it is thrown away."""
+    served: int = -1
+    """The number of the task that makes its latest batch; -1 if there was none."""
+
+    @property
+    def turn(self) -> tuple[bool, int, int]:
+        """The key by which loaders are sorted when a worker is free."""
+        return turn(self.ahead, self.needed, self.served)
 
     def made(self, slot: Slot | None, nbytes: int, *, is_in_slot: bool, seconds: float) -> Slot:
         """A batch was made. Returns the slot that it is in; one without a number if it is in memory of its own.
@@ -168,8 +211,7 @@ class Stream:
             nbytes: that it has.
             seconds: that it took.
         """
-        self._pace = self._pace.made(nbytes=nbytes, seconds=seconds)
-        self.nbytes = max(nbytes, self.nbytes - self.nbytes // 16)  # one that is unusually large is forgotten later
+        self.measured(nbytes, seconds)
         if slot is not None and is_in_slot:
             return self.ring.shrink(slot, nbytes)
         self.free(slot)
@@ -179,12 +221,6 @@ class Stream:
         """Nobody will be told of a slot."""
         if slot is not None:
             self.ring.release(slot.sequence)
-
-    @property
-    def room_nbytes(self) -> int:
-        """How many bytes of the ring the next batch may need."""
-        buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
-        return self.nbytes or min(buffer // max(ahead, 2), buffer // 2)
 
 
 class Preloading:

@@ -1,0 +1,260 @@
+"""What ``fastensor provision up|status|down`` does.
+
+A service runs as long as somebody uses it. So the program that has started one keeps it, as its client. It listens on a
+Unix socket without a file, whose name says whose it is; there it is asked for the address, and told to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, Literal
+
+from fastensor.cli.output import OK, print_json, print_table
+from fastensor.data import LmdbDataset, processes
+from fastensor.data.connection import Connection, ConnectionLost
+from fastensor.errors import FastensorError, ProvisionError
+from fastensor.files.words import human_seconds, human_size
+from fastensor.provision import DataService
+
+_TOKEN_VARIABLE = "FASTENSOR_TOKEN"
+_PATIENCE_SECONDS = 10
+_PREFIX = f"fastensor-up-{os.geteuid()}-"
+_END = 1
+"""The kind of the message that ends a program which keeps a service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be served, in the words of the command line."""
+
+    source: str
+    cache_nbytes: int
+    workers: int | None
+    before_cache: str | None
+    after_cache: str | None
+    seed: int
+    fingerprint: str
+    name: str
+    engine: Literal["embedded", "ray"]
+    address: str
+    listen: str
+
+
+def up(wanted: Wanted) -> int:
+    """Start a service, and keep it."""
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    with DataService.start(
+        _source_of(wanted.source),
+        engine=wanted.engine,
+        address=wanted.address,
+        cache_bytes=wanted.cache_nbytes,
+        before_cache=_function_of(wanted.before_cache),
+        after_cache=_function_of(wanted.after_cache),
+        workers=wanted.workers,
+        seed=wanted.seed,
+        fingerprint=wanted.fingerprint,
+        name=wanted.name,
+        listen=wanted.listen,
+        token=_token(),
+    ) as service:
+        print(service.address, flush=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):
+            _keep(service.address)
+    return OK
+
+
+def up_detached(wanted: Wanted) -> int:
+    """Have another process do :func:`up`, and return when the service has started."""
+    program = "from fastensor.cli.services import keep_detached; keep_detached()"
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, dumps(asdict(wanted))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            text=True,
+        )
+        assert process.stdout is not None
+        with process.stdout as out:
+            address = out.readline()
+        if not address:
+            process.wait()
+            errors.seek(0)
+            raise ProvisionError(errors.read().strip())
+    print(address, end="")
+    return OK
+
+
+def keep_detached() -> None:
+    """What the other process runs."""
+    try:
+        up(Wanted(**loads(sys.argv[1])))
+    except (FastensorError, OSError, ValueError) as error:
+        sys.exit(str(error))
+
+
+def status(address: str | None, *, json: bool) -> int:
+    """Show what a service does."""
+    with DataService.connect(address or _only_address(), token=_token(), timeout=_PATIENCE_SECONDS) as service:
+        found = {"address": service.address, "samples": len(service), **service.status()}
+    if json:
+        print_json(found)
+    else:
+        _print(found)
+    return OK
+
+
+def down(address: str | None) -> int:
+    """End a service."""
+    address = address or _only_address()
+    keepers = [keeper for keeper, kept in _keepers() if kept == address]
+    for keeper in keepers:
+        with suppress(ConnectionLost):  # it ends just now
+            keeper.send(_END)
+            if not keeper.wait(_PATIENCE_SECONDS):
+                raise ProvisionError(f"the program that keeps {address} does not end within {_PATIENCE_SECONDS} s")
+    if address.startswith("ray:"):
+        with suppress(ProvisionError) if keepers else nullcontext():  # it has ended
+            import_module("fastensor.provision.ray.client").end(address, seconds=0 if keepers else _PATIENCE_SECONDS)
+    elif not keepers:
+        raise ProvisionError(
+            f"no program of this machine keeps the data service {address}: one that a training job has started ends "
+            f"with that"
+        )
+    return OK
+
+
+def _token() -> str | None:
+    return os.environ.get(_TOKEN_VARIABLE)
+
+
+def _source_of(text: str) -> Any:
+    """The dataset that a text names."""
+    path = Path(text)
+    if (path / "data.mdb").exists() or (path.is_file() and path.suffix in (".mdb", ".lmdb")):
+        return LmdbDataset(text)
+    if ":" in text and "://" not in text and not path.exists():
+        return _function_of(text)()
+    return text
+
+
+def _function_of(text: str | None) -> Any:
+    """The function that ``MODULE:FUNCTION`` names."""
+    if text is None:
+        return None
+    module, _, name = text.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"expected MODULE:FUNCTION that can be imported from here, found {text!r}: {error}") from error
+
+
+# Programs that keep services
+
+
+def _keep(address: str) -> None:
+    """Tell who connects what the address is, until somebody says that it is to end."""
+    name = _PREFIX + hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        while True:
+            connection = Connection(listener.accept()[0])
+            with suppress(ConnectionLost):
+                if connection.peer[1] == os.geteuid() and _is_told_to_end(connection, address):
+                    return
+            connection.close()
+
+
+def _is_told_to_end(connection: Connection, address: str) -> bool:
+    connection.send(0, address.encode())
+    connection.wait(_PATIENCE_SECONDS)
+    message = connection.receive()
+    return message is not None and message.kind == _END
+
+
+def _keepers() -> Iterator[tuple[Connection, str]]:
+    """The programs of this user that keep services, and the addresses of these."""
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        *_, name = line.split(" ")
+        if name.startswith(f"@{_PREFIX}"):
+            with suppress(OSError, ConnectionLost):  # it has ended just now
+                keeper = processes.reach(name[1:])
+                keeper.wait(_PATIENCE_SECONDS)
+                if (message := keeper.receive()) is not None:
+                    yield keeper, bytes(message.body).decode()
+
+
+def _only_address() -> str:
+    found = [address for _, address in _keepers()]
+    if len(found) != 1:
+        listed = "".join(f"\n  {address}" for address in found)
+        raise ProvisionError(f"found {len(found)} data services that were started here: say the address of one{listed}")
+    return found[0]
+
+
+# The table
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    loaders = found["loaders"]
+    print(f"{found['address']}: {found['samples']} samples, {found['clients']} clients, {len(loaders)} loaders")
+    if "cached_samples" in found:
+        size = human_size(found["cached_nbytes"])
+        print(f"cache: {found['cached_samples']} samples of {size}, {found['evictions']} had to make room")
+    if "hits" in found:
+        used = found["hits"] + found["misses"]
+        print(
+            f"samples: {_percent(found['hits'], used)} of {used} came from the cache; {found['misses']} were read when "
+            f"they were needed, {found['preloaded']} ahead; {found['damaged']} were damaged in memory"
+        )
+    print(_health(found) + "\n")
+    rows = [_row(loader) for loader in loaders]
+    if rows:
+        print_table(_HEAD, rows, right=range(1, len(_HEAD)))
+
+
+_HEAD = ("rank", "batches", "ahead wanted", "samples", "given", "in cache", "read", "waited", "wait p50", "p99")
+
+
+def _row(loader: Mapping[str, Any]) -> list[str]:
+    rank = "not begun" if loader["ranks"] is None else "{} of {}".format(*loader["ranks"])
+    return [
+        rank,
+        str(loader["batches"]),
+        str(loader["needed"]),
+        str(loader["samples"]),
+        human_size(loader["nbytes"]),
+        _percent(loader["hits"], loader["samples"]),
+        human_size(loader["read_nbytes"]),
+        *(human_seconds(loader[name]) for name in ("wait_seconds", "wait_p50", "wait_p99")),
+    ]
+
+
+def _health(found: Mapping[str, Any]) -> str:
+    """Whether the processes are well."""
+    if "servers" in found:
+        silent = [str(one["number"]) for one in found["servers"] if one["pid"] is None]
+        words = f"{', '.join(silent)} do not answer" if silent else "all answer"
+        killed = found["servers_killed"]
+        return f"servers: {len(found['servers'])} actors of Ray, {words}; {killed} hung and were replaced"
+    workers = found.get("workers", [])
+    return f"server: process {found['pid']}, {len(workers)} workers; {found.get('workers_replaced', 0)} were replaced"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"

@@ -1,0 +1,29 @@
+"""Names of packages that are imported on their first use: torch takes seconds, and a process may never need it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def on_first_use(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package (PEP 562).
+
+    Args:
+        package: its name.
+        homes: for each module the names that it has; none: the module itself is a name of the package.
+    """
+    home_of = {name: module for module, names in homes.items() for name in names}
+
+    def find(name: str) -> Any:
+        if homes.get(f"{package}.{name}") == ():
+            return import_module(f"{package}.{name}")
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home_of[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find

@@ -1,0 +1,122 @@
+"""What is passed between the processes of a service on Ray, and what all of them find by its name.
+
+The facts of a service and the user's objects are kept by Ray's global control store, where actors find them whenever
+Ray starts them again. The objects are pickled by ``cloudpickle``, as those of Ray's tasks are, so functions of a script
+or a notebook come along.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from ray import cloudpickle
+
+from fastensor.data.plan import EpochPlan
+from fastensor.errors import ProvisionError
+from fastensor.provision.engine import Cost, Facts
+from fastensor.provision.feeding import Place
+from fastensor.provision.making import Contents
+from fastensor.provision.ray import names
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The credit for one batch. Whoever gets it knows the rest: the order of the epoch is a function of the plan."""
+
+    loader: str
+    """Its name: that of its client, ``/``, and what tells the client's loaders apart."""
+    plan: EpochPlan
+    place: Place
+    taken: int
+    """Batches of the generation before this number were given out."""
+    needed: int
+    """So many batches ahead keep the trainer from waiting."""
+    waited_seconds: float | None
+    """For how long the trainer has waited for the batch that it has taken last; None if that was said before."""
+    collate_fn: bytes
+    """A pickle; empty: as a ``DataLoader`` does it."""
+
+
+def client_of(loader: str) -> str:
+    """The name of the client that a loader is of."""
+    return loader.partition("/")[0]
+
+
+class Part(NamedTuple):
+    """The samples of a batch that one server keeps, encoded."""
+
+    memory: npt.NDArray[np.uint8]
+    """All of them, each at a multiple of :data:`~fastensor.data.ring.ALIGNMENT`."""
+    begins: list[int]
+    lengths: list[int]
+    cost: Cost
+    seconds: float
+    """That it took to find them."""
+
+
+class Made(NamedTuple):
+    """A batch, or the reason why it cannot be made."""
+
+    content: npt.NDArray[np.uint8] | None
+    """A value of :mod:`fastensor.provision.encoding`."""
+    cost: Cost
+    seconds: float
+    """That it took to make it, without those in which others were served."""
+    failure: str = ""
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """A user's object for other processes.
+
+    Args:
+        what: for the error.
+
+    Raises:
+        ProvisionError: it cannot be pickled.
+    """
+    try:
+        found: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ProvisionError(
+            f"{what} cannot be sent to the processes that use it: {error}. It may hold no open files or locks"
+        ) from error
+    return found
+
+
+def publish(name: str, facts: Facts, contents: bytes) -> None:
+    """Keep what a service serves, and where this process finds modules.
+
+    Args:
+        contents: the pickled :class:`~fastensor.provision.making.Contents`.
+    """
+    paths = [path or os.getcwd() for path in sys.path]
+    names.keep(name, "facts", pickle.dumps(facts))
+    names.keep(name, "contents", pickle.dumps((paths, contents)))
+
+
+def facts_of(name: str) -> Facts:
+    """The facts of a service."""
+    found: Facts = pickle.loads(_published(name, "facts"))
+    return found
+
+
+def contents_of(name: str) -> Contents:
+    """The user's objects, in a process that finds modules from now on where that one finds them which has published
+    the objects."""
+    paths, contents = pickle.loads(_published(name, "contents"))
+    sys.path += [path for path in paths if path not in sys.path]
+    found: Contents = cloudpickle.loads(contents)
+    return found
+
+
+def _published(name: str, kind: names.Kind) -> bytes:
+    found = names.kept(name, kind)
+    if found is None:
+        raise ProvisionError(f"the data service {name} has ended")
+    return found

@@ -1,0 +1,226 @@
+"""Being a member of a cluster of Ray: one that others have started, or one of this machine for this job alone.
+
+A process is in one cluster at a time, whatever uses it. What the user has joined before is used, and left alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import _enable_token_auth
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+from fastensor.data import processes
+from fastensor.data.connection import Connection, ConnectionLost
+from fastensor.errors import ProvisionError
+from fastensor.provision.ray.names import NAMESPACE
+
+_MODE_VARIABLE = "RAY_AUTH_MODE"
+"""By which Ray is told whether to ask for a token."""
+_START_SECONDS = 60
+"""For how long Ray may take to start on this machine."""
+
+
+class Membership:
+    """A process is in a cluster, until the last one of those that have joined leaves.
+
+    Args:
+        address: see :func:`join`.
+        keeper: of a local Ray, which runs while this connection is open.
+        is_own: whether it is left when it ends: the user has not joined before.
+    """
+
+    def __init__(self, address: str, keeper: Connection | None = None, *, is_own: bool = True) -> None:
+        self.address = address
+        self._keeper = keeper
+        self._is_own = is_own
+        self._users = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the cluster is there, as far as can be told without asking it."""
+        if not ray.is_initialized():
+            return False
+        try:
+            return self._keeper is None or not self._keeper.wait(0) or self._keeper.receive() is None
+        except ConnectionLost:
+            return False
+
+    def leave(self) -> None:
+        """End the membership, unless others go on."""
+        global _current
+        with _lock:
+            self._users -= 1
+            if not self._users and _current is self:
+                _current = None
+                self.end()
+
+    def end(self) -> None:
+        """Leave the cluster, unless the user has joined it."""
+        if self._is_own:
+            ray.shutdown()  # before its cluster ends: Ray ends processes that have lost theirs
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+_lock = threading.RLock()  # what the garbage collector drops may leave at any time
+_current: Membership | None = None
+
+
+def join(address: str) -> Membership:
+    """Join a cluster. Each call is followed by :meth:`Membership.leave`.
+
+    Args:
+        address: ``host:port`` of Ray's head node, or ``auto``, as Ray itself takes it. A name without a colon: a Ray of
+            this machine alone, which is started if it does not run; unless this process is in a cluster already.
+
+    Raises:
+        ProvisionError: it cannot be reached, anybody could join it, or this process is in another one.
+    """
+    global _current
+    with _lock:
+        if _current is not None and not _current.is_alive:
+            _current.end()
+            _current = None
+        if _current is None:
+            _current = _joined(address)
+        elif _is_cluster(address) and address != _current.address:
+            raise ProvisionError(
+                f"this process uses the cluster of Ray at {_current.address}, and cannot use another one at {address}"
+            )
+        _current._users += 1
+        return _current
+
+
+def _is_cluster(address: str) -> bool:
+    """Whether it is the address of a certain cluster."""
+    return ":" in address
+
+
+def _joined(address: str) -> Membership:
+    if ray.is_initialized():
+        found = str(ray.get_runtime_context().gcs_address)
+        if _is_cluster(address) and address != found:
+            raise ProvisionError(
+                f"this process is in the cluster of Ray at {found}, and cannot join another one at {address}"
+            )
+        _check_access(found)
+        return Membership(found, is_own=False)
+    if "://" in address:
+        raise ProvisionError(
+            f"expected host:port of Ray's head node, found {address!r}: a client of Ray (ray://) has no object store"
+        )
+    if _is_cluster(address):
+        _check_host(address.rpartition(":")[0])
+        where, keeper = address, None
+    elif address == "auto":
+        where, keeper = address, None
+    else:
+        if _MODE_VARIABLE not in os.environ:  # Ray does so where it is started, but not where it is joined
+            _enable_token_auth()
+        where, keeper = _local(address)
+    membership = Membership(address, keeper)
+    try:
+        with _in_words(f"cannot join the cluster of Ray at {where}"), as_named(where.rpartition(":")[0]):
+            ray.init(where, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        found = str(ray.get_runtime_context().gcs_address)
+        if keeper is None:
+            membership.address = found
+        _check_access(found)
+    except BaseException:
+        membership.end()
+        raise
+    return membership
+
+
+@contextmanager
+def as_named(host: str) -> Iterator[None]:
+    """Have Ray use the loopback interface if an address is there: unless it takes clusters of several machines for
+    impossible, as on a Mac, it uses the machine's address on the network instead, and listens on all."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and not (host and _is_loopback(host))
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _check_access(address: str) -> None:
+    """Refuse clusters that anybody on the network could join: what comes from there is unpickled.
+
+    That this process shows a token does not say that the cluster asks for one. So a process of the cluster says whether
+    it does.
+    """
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    hosts = [address.rpartition(":")[0], *(node["NodeManagerAddress"] for node in nodes if node["Alive"])]
+    if all(map(_is_loopback, hosts)):
+        return
+    for host in hosts:
+        _check_host(host)
+    asks = ray.remote(num_cpus=0)(is_token_auth_enabled)
+    with _in_words(f"the cluster of Ray at {address} does not say whether it has authentication"):
+        if not ray.get(asks.remote(), timeout=_START_SECONDS):
+            raise _open_to(hosts[0])
+
+
+def _check_host(host: str) -> None:
+    if not is_token_auth_enabled() and not _is_loopback(host):
+        raise _open_to(host)
+
+
+def _open_to(host: str) -> ProvisionError:
+    return ProvisionError(
+        f"anybody who reaches {host} can join this cluster of Ray, which has no authentication: start it with "
+        f"{_MODE_VARIABLE}=token, and set that for its clients, too; or let its nodes listen on 127.0.0.1"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ProvisionError(f"there is no host {host!r}: {error}") from error
+    return all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+
+
+def _local(name: str) -> tuple[str, Connection]:
+    """The address of a Ray of this machine alone, and a connection to the process that keeps it. See
+    :mod:`fastensor.provision.ray.keeper`."""
+    address = ""
+
+    def connect() -> Connection:
+        nonlocal address
+        keeper = processes.reach(name)
+        try:
+            while (message := keeper.receive()) is None:
+                if not keeper.wait(_START_SECONDS):
+                    raise TimeoutError(f"it has not started within {_START_SECONDS} s")
+        except ConnectionLost as error:
+            raise ConnectionError(f"it has ended: {error}") from error
+        address = bytes(message.body).decode()
+        return keeper
+
+    with _in_words("Ray cannot be started on this machine"):
+        keeper = processes.joined(
+            connect,
+            lambda: processes.start(name, "fastensor.provision.ray.keeper"),
+            none_runs=OSError,
+            seconds=_START_SECONDS,
+        )
+    return address, keeper
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ProvisionError(f"{what}: {error}") from error

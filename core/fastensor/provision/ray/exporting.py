@@ -1,0 +1,45 @@
+"""The metrics of a server, by Ray's own means: each node of Ray exports those of its actors to Prometheus."""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from fastensor.provision.metrics import BOUNDS, COUNTERS, GAUGES, WAITS, Cached, Served, exposed_name
+
+_BOUNDS = [bound for number, bound in enumerate(BOUNDS) if number % 4 == 0]
+
+
+class Exported:
+    """What a server has done. Prometheus sees the names with ``ray_`` before them.
+
+    Args:
+        service: its name.
+        server: the number of this one.
+    """
+
+    def __init__(self, service: str, server: int) -> None:
+        tags = {"service": service, "server": str(server)}
+        ranked = (*tags, "rank")
+        self._counters = {name: Counter(exposed_name(name), text, ranked) for name, text in COUNTERS.items()}
+        self._waits = Histogram(exposed_name("wait_seconds"), WAITS, _BOUNDS, ranked)
+        self._gauges = {name: Gauge(exposed_name(f"cache_{name}"), text, tuple(tags)) for name, text in GAUGES.items()}
+        for metric in (*self._counters.values(), self._waits, *self._gauges.values()):
+            metric.set_default_tags(tags)
+
+    def add(self, rank: int, made: Served, waited_seconds: float | None, cached: Cached) -> None:
+        """Count what was made for a rank since the last call.
+
+        Args:
+            rank: of the loader.
+            made: the batches.
+            waited_seconds: for how long the rank has waited for a batch, if it has said so.
+            cached: the cache as it is now.
+        """
+        of_rank = {"rank": str(rank)}
+        for name, counter in self._counters.items():
+            if number := getattr(made, name):
+                counter.inc(number, of_rank)
+        if waited_seconds is not None:
+            self._waits.observe(waited_seconds, of_rank)
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(cached, name))

@@ -1,0 +1,196 @@
+"""The manager of a service on Ray: an actor that knows who uses it, and whether its servers are well.
+
+It takes part in nothing that is quick: batches go from servers to clients. When nobody uses the service any more, it
+ends the servers, and itself. Ray starts it again if it is killed, and its clients then tell it again that they are
+there. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+from fastensor.provision.metrics import Served
+from fastensor.provision.ray import names
+
+_log = logging.getLogger(__name__)
+_FIRST_CLIENT_SECONDS = 60
+"""For how long the manager waits for its first client: whoever has started it may have died."""
+_CHECK_SECONDS = 5
+_HEALTH_SECONDS = 60
+"""A server that does not answer for so long is taken to hang. It answers at once, unless it is starting, which takes
+seconds, or the user's code keeps Python itself from going on."""
+_ANSWER_SECONDS = 5
+"""Who asks for the status does not wait longer for a server."""
+_ANSWERED_SECONDS = 0.1
+"""Who has had the service end gets an answer within this time."""
+
+
+class Manager:
+    """See the module. All methods are called by Ray, in the event loop of the actor.
+
+    Args:
+        name: of the service.
+        servers: how many there are.
+    """
+
+    # Ray awaits it, so that there is an event loop
+    async def __init__(self, name: str, servers: int) -> None:  # type: ignore[misc]
+        self._name = name
+        self._servers = [names.server_of(name, number) for number in range(servers)]
+        self._clients: dict[str, asyncio.Event] = {}
+        """By name those that use the service; the event says that they do not any more."""
+        self._is_ending = False
+        self._killed = 0
+        """How often a server that hung was killed."""
+        self._running = [asyncio.create_task(self._look_after(number)) for number in range(servers)]
+        self._running.append(asyncio.create_task(self._await_clients()))
+
+    async def join(self, client: str) -> bool:
+        """A process wants to use the service. False if that is about to end: ask again."""
+        if not self._is_ending:
+            self._clients.setdefault(client, asyncio.Event())
+        return not self._is_ending
+
+    async def stay(self, client: str) -> None:
+        """Returns when a client has left. What this returns belongs to the client, and is lost when that ends."""
+        await self._clients.setdefault(client, asyncio.Event()).wait()
+
+    async def watch(self, client: str, stays: list[Any]) -> None:
+        """Wait until a client leaves or ends, however it does.
+
+        Args:
+            client: its name.
+            stays: what :meth:`stay` has not returned yet.
+        """
+        try:
+            await stays[0]
+        except RayError as error:
+            _log.warning("A client of the data service has ended: %s", type(error).__name__)
+        self._leave(client)
+
+    async def leave(self, client: str) -> None:
+        """A client uses the service no more."""
+        self._leave(client)
+
+    async def check(self) -> None:
+        """Ask all servers whether they are well. One that has ended for good ends the service, which then can be
+        started again."""
+        await self._statuses()
+
+    async def status(self) -> dict[str, Any]:
+        """What the service does, for people and monitors."""
+        found = await self._statuses()
+        answers = [one for one in found if one is not None]
+        counts: dict[str, int] = {}
+        for one in answers:
+            for name, count in one["counts"].items():
+                counts[name] = counts.get(name, 0) + count
+        counts["is_filled"] = counts.get("is_filled") == len(self._servers)
+        servers = [
+            {"number": number, "pid": one and one["pid"], "node": one and one["node"]}
+            for number, one in enumerate(found)
+        ]
+        return {
+            "pid": os.getpid(),
+            "clients": len(self._clients),
+            "loaders": _loaders([one["loaders"] for one in answers]),
+            "servers": servers,
+            "servers_killed": self._killed,
+            **counts,
+        }
+
+    async def end(self) -> None:
+        """End the service, whoever uses it."""
+        self._end()
+
+    def _leave(self, client: str) -> None:
+        left = self._clients.pop(client, None)
+        if left is None:
+            return
+        left.set()
+        for server in self._servers:
+            server.forget_client.remote(client)
+        if not self._clients:
+            self._end()
+
+    def _end(self, *, for_good: bool = True) -> None:
+        """End the servers, then this actor: its name is free only when they have gone.
+
+        Args:
+            for_good: whether what is served is forgotten: nobody needs it any more.
+        """
+        if self._is_ending:
+            return
+        self._is_ending = True
+        for server in self._servers:
+            ray.kill(server, no_restart=True)
+        if for_good:
+            names.drop(self._name)
+        itself = names.manager_of(self._name)
+        asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
+
+    async def _await_clients(self) -> None:
+        """End if the first client does not come."""
+        await asyncio.sleep(_FIRST_CLIENT_SECONDS)
+        if not self._clients:
+            self._end()
+
+    async def _look_after(self, number: int) -> None:
+        """Kill a server that hangs, so that Ray starts it again."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            try:
+                await self._answer_of(number, _HEALTH_SECONDS)
+            except ActorUnavailableError:
+                continue  # it ends again and again
+            except TimeoutError:
+                _log.warning("Server %d has not answered for %d s, and is replaced", number, _HEALTH_SECONDS)
+                self._killed += 1
+                ray.kill(self._servers[number], no_restart=False)
+
+    async def _statuses(self) -> list[dict[str, Any] | None]:
+        return await asyncio.gather(*(self._status_of(number) for number in range(len(self._servers))))
+
+    async def _status_of(self, number: int) -> dict[str, Any] | None:
+        """What a server says; None if it does not, because it starts, ends or hangs."""
+        try:
+            return await self._answer_of(number, _ANSWER_SECONDS)
+        except (TimeoutError, ActorUnavailableError):
+            return None
+
+    async def _answer_of(self, number: int, seconds: float) -> dict[str, Any] | None:
+        """What a server says; None if it has ended for good, and the service with it.
+
+        Raises:
+            TimeoutError: it has not answered within some time.
+            ActorUnavailableError: it ends again and again.
+        """
+        try:
+            return await asyncio.wait_for(_answer(self._servers[number].status.remote()), seconds)
+        except ActorDiedError as error:
+            _log.warning("Server %d of the data service has ended for good: %s", number, error)
+            self._end(for_good=False)
+            return None
+
+
+async def _answer(ref: Any) -> dict[str, Any]:
+    found: dict[str, Any] = await ref
+    return found
+
+
+def _loaders(of_servers: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What all servers together say of each loader."""
+    served: dict[str, Served] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for loaders in of_servers:
+        for name, one in loaders.items():
+            served[name] = served.get(name, Served()) + one.pop("served")
+            known = found.setdefault(name, one)
+            known |= {count: max(known[count], one[count]) for count in ("taken", "needed")}
+    return [{**one, **served[name].summary()} for name, one in found.items()]

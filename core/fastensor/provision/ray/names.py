@@ -1,0 +1,52 @@
+"""By what names the parts of a service are found in a cluster of Ray. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import ray
+from ray.experimental import internal_kv
+
+NAMESPACE = "fastensor"
+"""Of named actors, and of what Ray's global control store keeps for them."""
+Kind = Literal["facts", "contents"]
+
+
+def manager_of(name: str) -> Any:
+    """The manager of a service.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def name_of_server(name: str, number: int) -> str:
+    """The name of one of the servers of a service."""
+    return f"{name}/{number}"
+
+
+def server_of(name: str, number: int) -> Any:
+    """One of the servers of a service.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return ray.get_actor(name_of_server(name, number), namespace=NAMESPACE)
+
+
+def keep(name: str, kind: Kind, value: bytes) -> None:
+    """Have Ray's global control store keep something of a service, in the memory of the head node."""
+    internal_kv._internal_kv_put(f"{name}/{kind}", value, overwrite=True, namespace=NAMESPACE)
+
+
+def kept(name: str, kind: Kind) -> bytes | None:
+    """What is kept; None if nothing is."""
+    found: bytes | None = internal_kv._internal_kv_get(f"{name}/{kind}", namespace=NAMESPACE)
+    return found
+
+
+def drop(name: str) -> None:
+    """Have nothing kept of a service."""
+    for kind in ("facts", "contents"):
+        internal_kv._internal_kv_del(f"{name}/{kind}", namespace=NAMESPACE)

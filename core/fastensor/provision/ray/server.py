@@ -1,0 +1,316 @@
+"""A server on Ray: an actor that keeps its share of the samples, and makes its share of the batches.
+
+A batch is asked for by the credit of its loader. The server that is asked knows the order of the epoch. It has each
+server find the samples that it keeps, and makes the batch of them. Ray moves both through its object store.
+
+Each server runs the user's code in one thread, one piece after the other. Whose turn it is, the loaders' needs decide
+(:mod:`fastensor.provision.credits`). If nobody needs the thread, the server reads ahead for its cache, in the order of
+the epoch. All else happens in the event loop of the actor, which goes on meanwhile.
+
+Nothing but the cache is lost with a server. Ray starts it again, and calls again what had been called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+import torch
+from ray import cloudpickle
+from ray.exceptions import ActorDiedError
+
+from fastensor.data.coalescing import Integers
+from fastensor.data.plan import EpochPlan
+from fastensor.data.ring import aligned
+from fastensor.provision.credits import FIRST, turn
+from fastensor.provision.engine import Cost, Facts, Start
+from fastensor.provision.feeding import Batch, batch_at
+from fastensor.provision.making import Contents, Found, found_samples, made_batch, read_samples
+from fastensor.provision.metrics import Served
+from fastensor.provision.ray import names
+from fastensor.provision.ray.calls import Ask, Made, Part, client_of, contents_of, facts_of
+from fastensor.provision.ray.exporting import Exported
+from fastensor.provision.ray.memory import owned
+from fastensor.provision.ray.turns import Key, Turns
+from fastensor.provision.tasks import Share, Task, Tasks, owners
+from fastensor.provision.work import Done
+
+T = TypeVar("T")
+
+_AT_LAST: Key = (2, 0, 0)
+"""The turn of what is read ahead: after all loaders."""
+_NO_COST = Cost(0, 0, 0)
+
+
+@dataclass(slots=True)
+class Loader:
+    """A loader, as a server knows it from what it was asked."""
+
+    plan: EpochPlan
+    generation: int
+    taken: int = 0
+    needed: int = FIRST
+    turns: int = -1
+    """The number of its latest turn."""
+    served: Served = field(default_factory=Served)
+    """The batches that this server has made for it."""
+
+
+class Server:
+    """See the module. All methods are called by Ray, in the event loop of the actor.
+
+    Args:
+        name: of the service.
+        number: of the server.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        torch.set_num_threads(1)
+        self._name, self._number = name, number
+        self._facts: Facts = facts_of(name)
+        nbytes = self._facts.cache_nbytes // self._facts.workers
+        self._tasks = Tasks(replace(self._facts, cache_nbytes=nbytes), share=Share(number, self._facts.workers))
+        self._slabs = memoryview(mmap.mmap(-1, max(nbytes, 1)))
+        self._contents: Contents | None = None
+        self._loaders: dict[str, Loader] = {}
+        self._left: set[str] = set()
+        """Names of loaders that were closed: what was asked for them before may come later."""
+        self._gone: set[str] = set()
+        """Names of the clients that have gone."""
+        self._peers: dict[int, Any] = {}
+        self._turns = Turns()
+        self._count = 0
+        """How many turns there were."""
+        self._user = ThreadPoolExecutor(1, thread_name_prefix="fastensor-user")
+        self._filling: asyncio.Task[None] | None = None
+        self._has_changed = asyncio.Event()
+        """Whether there may be something to read ahead."""
+        self._exported = Exported(name, number)
+
+    async def batch(self, ask: Ask) -> Made:
+        """Make the batch that somebody has credit for.
+
+        Raises:
+            ActorDiedError: a server that is needed for it has ended for good, and the service with it.
+        """
+        try:
+            batch = self._heard(ask)
+            if batch is None:
+                return Made(None, _NO_COST, 0.0, "the loader has gone on elsewhere")
+            return await self._made(ask, batch)
+        except ActorDiedError:
+            raise
+        except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
+            return Made(None, _NO_COST, 0.0, traceback.format_exc())
+
+    async def samples(self, ask: Ask) -> Part:
+        """The samples of a batch that this server keeps."""
+        batch = self._heard(ask)
+        return await self._part(ask, batch_at(ask.plan, ask.place, self._tasks.orders) if batch is None else batch)
+
+    async def preload(self, start: Start) -> None:
+        """Fill the cache in the order of an epoch."""
+        self._begin(start)
+
+    async def forget(self, loader: str) -> None:
+        """A loader has gone."""
+        self._loaders.pop(loader, None)
+        self._left.add(loader)
+
+    async def forget_client(self, client: str) -> None:
+        """A process has gone, and its loaders with it."""
+        self._gone.add(client)
+        self._loaders = {name: one for name, one in self._loaders.items() if client_of(name) != client}
+
+    async def status(self) -> dict[str, Any]:
+        """What this server does. The loaders' counts are of the batches that it has made."""
+        loaders = {
+            loader: {
+                "ranks": (one.plan.rank, one.plan.world_size),
+                "taken": one.taken,
+                "needed": one.needed,
+                "served": one.served,
+            }
+            for loader, one in self._loaders.items()
+        }
+        node = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "node": node, "loaders": loaders, "counts": self._tasks.status()}
+
+    # Loaders
+
+    def _heard(self, ask: Ask) -> Batch | None:
+        """Learn from what was asked how far a loader is. Returns its batch; None if the loader does not need it any
+        more."""
+        loader = self._loaders.get(ask.loader)
+        if ask.loader in self._left or client_of(ask.loader) in self._gone:
+            return None
+        if loader is not None and ask.place.generation < loader.generation:
+            return None
+        if loader is None or ask.place.generation > loader.generation:
+            before = Served() if loader is None else loader.served
+            loader = self._loaders[ask.loader] = Loader(ask.plan, ask.place.generation, served=before)
+            self._begin(Start(ask.plan, ask.place.epoch, ask.place.consumed))
+        loader.taken, loader.needed = max(loader.taken, ask.taken), ask.needed
+        return batch_at(ask.plan, ask.place, self._tasks.orders)
+
+    def _begin(self, start: Start) -> None:
+        """Let the cache follow an order, unless loaders have the one that it follows."""
+        self._tasks.start(start, [loader.plan for loader in self._loaders.values()])
+        self._has_changed.set()
+        if self._filling is None:
+            self._filling = asyncio.create_task(self._fill())
+
+    def _key(self, ask: Ask) -> Key:
+        """Smaller for what is needed sooner."""
+        loader = self._loaders.get(ask.loader)
+        if loader is None:
+            return _AT_LAST
+        return turn(ask.place.index - loader.taken, loader.needed, loader.turns)
+
+    # Batches
+
+    async def _made(self, ask: Ask, batch: Batch) -> Made:
+        parts = await self._parts(ask, batch)
+        samples = _in_order(batch.positions, self._facts.workers, parts)
+        cost = Cost(*map(sum, zip(*(part.cost for part in parts.values()), strict=True)))
+        async with self._turns.turn(partial(self._key, ask)):
+            self._took_turn(ask)
+            began = time.perf_counter()
+            content = await self._by_user(partial(self._batch, ask, batch, samples))
+            seconds = time.perf_counter() - began + max((part.seconds for part in parts.values()), default=0.0)
+        self._count_batch(ask, cost, len(content))
+        return Made(content, cost, seconds)
+
+    async def _parts(self, ask: Ask, batch: Batch) -> dict[int, Part]:
+        """By server the samples of a batch."""
+        wanted = sorted(set(owners(batch.positions, self._facts.workers).tolist()))
+        others = {number: self._peer(number).samples.remote(ask) for number in wanted if number != self._number}
+        parts = {self._number: await self._part(ask, batch)} if self._number in wanted else {}
+        found = await asyncio.gather(*others.values())
+        return parts | dict(zip(others, found, strict=True))
+
+    async def _part(self, ask: Ask, batch: Batch) -> Part:
+        async with self._turns.turn(partial(self._key, ask)):
+            self._took_turn(ask)
+            return await self._read(self._tasks.task_of(ask.plan, batch))
+
+    async def _read(self, task: Task) -> Part:
+        """Find samples, read those that the cache lacks, and keep them. It is this server's turn."""
+        began = time.perf_counter()
+        work = self._tasks.work_of(task)
+        try:
+            found, part = await self._by_user(partial(self._find, work.positions, work.offsets, work.lengths))
+        except BaseException:
+            self._tasks.finished(task)
+            raise
+        lengths = np.array([part.lengths[place] for place in found.read], np.int64)
+        done = Done(task.number, 0, work.positions[found.read], lengths, work.positions[found.lost])
+        for place, offset in zip(found.read, self._tasks.done(task, done).tolist(), strict=True):
+            if offset >= 0:
+                sample = found.samples[place]
+                self._slabs[offset : offset + len(sample)] = sample
+        self._tasks.written(task)
+        if task.batch is not None:
+            self._has_changed.set()  # there may be room again
+        return part._replace(seconds=time.perf_counter() - began)
+
+    async def _fill(self) -> None:
+        """Read ahead whenever it is nobody's turn."""
+        while True:
+            async with self._turns.turn(lambda: _AT_LAST):
+                if (task := self._tasks.next_preload()) is not None:
+                    try:
+                        await self._read(task)
+                    except Exception:  # noqa: BLE001  # the loader that needs them will be told
+                        self._tasks.stock.not_readable(task.positions)
+            if task is None:
+                self._has_changed.clear()
+                await self._has_changed.wait()
+
+    def _took_turn(self, ask: Ask) -> None:
+        self._count += 1
+        if (loader := self._loaders.get(ask.loader)) is not None:
+            loader.turns = self._count
+
+    def _count_batch(self, ask: Ask, cost: Cost, nbytes: int) -> None:
+        if (loader := self._loaders.get(ask.loader)) is None:
+            return
+        made = Served().with_batch(nbytes=nbytes, **cost._asdict())
+        loader.served += made
+        if ask.waited_seconds is not None:
+            loader.served = replace(loader.served, waits=loader.served.waits.with_wait(ask.waited_seconds))
+        self._exported.add(ask.plan.rank, made, ask.waited_seconds, self._tasks.stock.cached())
+
+    def _peer(self, number: int) -> Any:
+        if number not in self._peers:
+            self._peers[number] = names.server_of(self._name, number)
+        return self._peers[number]
+
+    # In the user's thread
+
+    async def _by_user(self, function: Callable[[], T]) -> T:
+        """Call what runs the user's code, and wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._user, function)
+
+    def _find(self, positions: Integers, offsets: Integers, lengths: Integers) -> tuple[Found, Part]:
+        def read(missing: Integers) -> list[memoryview]:
+            return read_samples(self._loaded(), missing, seed=self._facts.seed)
+
+        found = found_samples(positions, offsets, lengths, slabs=self._slabs, read=read)
+        nbytes = sum(len(found.samples[place]) for place in found.read)
+        return found, _packed(found.samples, Cost(len(positions), len(positions) - len(found.read), nbytes))
+
+    def _batch(self, ask: Ask, batch: Batch, samples: list[memoryview]) -> Any:
+        encoded = made_batch(
+            samples,
+            batch.positions,
+            after_cache=self._loaded().after_cache,
+            collate_fn=_unpickled(ask.collate_fn) if ask.collate_fn else None,
+            seed=ask.plan.seed,
+            epoch=batch.epoch,
+        )
+        content = np.empty(encoded.nbytes, np.uint8)
+        encoded.write_into(content.data)
+        return content
+
+    def _loaded(self) -> Contents:
+        if self._contents is None:
+            self._contents = contents_of(self._name)
+        return self._contents
+
+
+def _packed(samples: list[memoryview], cost: Cost) -> Part:
+    """Copies of samples, in one piece of memory."""
+    lengths = [len(sample) for sample in samples]
+    ends = np.cumsum([aligned(nbytes) for nbytes in lengths], dtype=np.int64).tolist()
+    begins = [0, *ends][: len(lengths)]
+    memory = np.zeros(ends[-1] if ends else 0, np.uint8)
+    view = memory.data
+    for begin, sample in zip(begins, samples, strict=True):
+        view[begin : begin + len(sample)] = sample
+    return Part(memory, begins, lengths, cost, 0.0)
+
+
+def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list[memoryview]:
+    """The samples of a batch, of the parts that servers have found in the same order."""
+    rest = {
+        number: iter([memory[begin : begin + nbytes] for begin, nbytes in zip(part.begins, part.lengths, strict=True)])
+        for number, part in parts.items()
+        for memory in (owned(part.memory),)
+    }
+    return [next(rest[number]) for number in owners(positions, servers).tolist()]
+
+
+@lru_cache(maxsize=256)
+def _unpickled(pickled: bytes) -> Any:
+    return cloudpickle.loads(pickled)

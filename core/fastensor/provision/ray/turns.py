@@ -1,0 +1,57 @@
+"""Who is next: coroutines that need the same thing one at a time, in the order of keys that may change meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+Key: TypeAlias = tuple[int, int, int]
+"""Smaller ones come first. See :func:`fastensor.provision.credits.turn`."""
+
+
+class Turns:
+    """A lock of asyncio that is passed on to whoever has the smallest key at that moment.
+
+    Used by one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: list[tuple[Callable[[], Key], asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def turn(self, key: Callable[[], Key]) -> AsyncIterator[None]:
+        """Wait for one's turn, and have it until the end of the block.
+
+        Args:
+            key: called whenever the lock is passed on.
+        """
+        if self._is_taken:
+            await self._wait(key)
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, key: Callable[[], Key]) -> None:
+        entry = key, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        try:
+            await entry[1]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            else:  # the turn had come just now
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Leave the lock taken if somebody waits: it is theirs now."""
+        self._is_taken = bool(self._waiting)
+        if self._waiting:
+            entry = min(self._waiting, key=lambda one: one[0]())
+            self._waiting.remove(entry)
+            entry[1].set_result(None)

@@ -1,0 +1,38 @@
+"""What the user's processes are told to do, and what they say that they have done."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastensor.data.coalescing import Integers
+
+
+class Work(NamedTuple):
+    """What a worker is to do: a batch, or to read samples for the cache."""
+
+    number: int
+    loader: int
+    """-1: only read."""
+    seed: int
+    epoch: int
+    slot_offset: int
+    slot_nbytes: int
+    positions: Integers
+    offsets: Integers
+    """Of each sample in the cache; -1: it is not there."""
+    lengths: Integers
+    """Bytes of each sample in the cache."""
+
+
+class Done(NamedTuple):
+    """What a worker has done."""
+
+    number: int
+    nbytes: int
+    """Of the batch, which is in its slot or in memory of its own."""
+    read: Integers
+    """Positions of the samples that it has read."""
+    lengths: Integers
+    """Their bytes."""
+    lost: Integers
+    """Positions of the samples whose bytes in the cache were not what had been stored."""

@@ -1,0 +1,81 @@
+"""``fastensor provision up``, ``status`` and ``down``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from programs import command_line, run
+from provision.conftest import has_ended
+
+from fastensor.provision import DataService
+
+SAMPLES = """
+class Samples:
+    fingerprint = "samples"
+    def __len__(self): return 40
+    def __getitem__(self, position): return {"id": position}
+
+def samples(): return Samples()
+def doubled(sample): return {"id": 2 * sample["id"]}
+"""
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Callable[..., str]:
+    """Starts a service, and returns its address."""
+    (tmp_path / "given.py").write_text(SAMPLES)
+
+    def up(*options: str) -> str:
+        arguments = ["given:samples", "--before-cache", "given:doubled", "--workers", "1", "--detach", *options]
+        return run("-m", "fastensor", "provision", "up", *arguments, folder=tmp_path).stdout.strip()
+
+    return up
+
+
+def test_a_service_is_started_looked_at_and_ended(
+    up: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    address = up("--cache", "1MiB", "--name", str(os.getpid()))
+    with DataService.connect(address) as service:
+        assert sorted(number for batch in service.loader(8) for number in batch["id"].tolist()) == [*range(0, 80, 2)]
+        gc.collect()
+        loader = service.loader(8, ranks=(1, 2))
+        assert len([*loader]) == 3
+        status, out, err = command_line(capsys, "provision", "status", address)
+        assert (status, err) == (0, "")
+        lines = out.splitlines()
+        assert re.fullmatch(rf"{re.escape(address)}: 40 samples, \d clients, 1 loaders", lines[0])
+        assert lines[1].startswith("cache: 40 samples of ")
+        assert "came from the cache" in lines[2]
+        assert lines[3].endswith("1 workers; 0 were replaced")
+        assert lines[5].split()[:3] == ["rank", "batches", "ahead"]
+        assert lines[6].startswith("1 of 2 ")
+        _, out, _ = command_line(capsys, "provision", "status", address, "--json")
+        found = json.loads(out)
+        assert (found["samples"], found["loaders"][0]["ranks"]) == (40, [1, 2])
+    assert command_line(capsys, "provision", "down", address) == (0, "", "")
+    assert has_ended(found["pid"])
+    status, _, err = command_line(capsys, "provision", "down", address)
+    assert status == 1
+    assert "no program of this machine keeps the data service" in err
+
+
+def test_what_cannot_be_served_is_refused_at_once(
+    up: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for source in ("no_module:function", str(tmp_path / "*.none")):
+        status, out, err = command_line(capsys, "provision", "up", source)
+        assert (status, out) == (1, "")
+        assert err.startswith("fastensor: ")
+    status, _, err = command_line(capsys, "provision", "up", "given:samples", "--cache", "much")
+    assert status == 2
+    assert "--cache" in err
+    failed = run("-m", "fastensor", "provision", "up", "given:none", "--detach", check=False, folder=tmp_path)
+    assert failed.returncode == 1
+    assert "expected MODULE:FUNCTION that can be imported from here, found 'given:none'" in failed.stderr

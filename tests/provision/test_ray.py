@@ -1,0 +1,414 @@
+"""A service on Ray, whoever is killed: each sample is given out once, and nothing is left of what has ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="the engine on Ray needs it: pip install 'fastensor[ray]'")
+
+from programs import Program, run
+from provision.conftest import SECONDS, has_ended
+from provision.datasets import Killing, Numbers, mark_after, mark_before, reads_in
+from provision.rays import local_ray
+
+from fastensor.data import EpochPlan
+from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.engine import Engine, Facts
+from fastensor.provision.making import Contents
+from fastensor.provision.ray import names
+from fastensor.provision.ray.client import RayEngine, joined
+from fastensor.provision.sources import Source
+from fastensor.testing import ProvisionTests
+from fastensor.testing.provision import StartEngine
+
+N = 60
+NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with local_ray() as ray:
+        yield ray
+
+
+@pytest.fixture
+def start(ray: Any, folder: Path) -> Iterator[Callable[..., DataService]]:
+    """Starts services, which end with the test."""
+    services: list[DataService] = []
+
+    def start(source: Any = None, *, workers: int = 1, **options: Any) -> DataService:
+        found = Numbers(N, folder) if source is None else source
+        options = {"cache_bytes": 1 << 20, "name": str(next(NUMBERS)), **options}
+        services.append(DataService.start(found, engine="ray", workers=workers, **options))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.stop()
+
+
+class OnRay(ProvisionTests):
+    """Engines on a Ray that is shared by all tests."""
+
+    servers: int
+    """Of each service. They take seconds to start, because they import torch."""
+
+    @pytest.fixture
+    def start(self, ray: Any) -> Iterator[StartEngine]:
+        engines: list[Engine] = []
+
+        def start(
+            source: Source,
+            *,
+            cache_nbytes: int,
+            before_cache: Callable[[Any], Any] | None = None,
+            after_cache: Callable[[Any], Any] | None = None,
+        ) -> Engine:
+            facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=self.servers)
+            name = f"conformance-{os.getpid()}-{next(NUMBERS)}"
+            engines.append(joined(facts, Contents(source, before_cache, after_cache), name, address="", keeper="none"))
+            return engines[-1]
+
+        yield start
+        for engine in engines:
+            engine.close()
+
+    def kill(self, engine: Engine) -> None:
+        """All actors, for good: Ray replaces a server by itself."""
+        import ray
+
+        assert isinstance(engine, RayEngine)
+        for actor in (engine._manager, *engine._servers):
+            ray.kill(actor)
+
+
+class TestRay(OnRay):
+    """Some of the tests with one server, because each takes seconds to start. All are below."""
+
+    servers = 1
+    test_a_loader_that_takes_nothing_holds_no_other_up = None
+    test_functions_of_a_loader_run_elsewhere = None
+    test_random_numbers_depend_on_sample_and_epoch = None
+    test_the_cache_can_be_filled_before = None
+
+
+@pytest.mark.torture
+class TestServersOfRay(OnRay):
+    """Several servers, which need samples of each other."""
+
+    servers = 3
+
+
+def ids(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch["id"].tolist()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_servers_read_each_sample_once_and_replace_each_other(
+    start: Callable[..., DataService], folder: Path
+) -> None:
+    service = start(workers=2, before_cache=mark_before, after_cache=mark_after)
+    loaders = [service.loader(4, seed=1, ranks=(rank, 2)) for rank in range(2)]
+    values: list[list[tuple[float, ...]]] = []
+    seconds: list[float] = []
+    for epoch in range(3):
+        found = []
+        for number, pair in enumerate(zip(*loaders, strict=True)):
+            if epoch and number == 3:
+                seconds[-1] += time.monotonic()
+            for batch in pair:
+                found += zip(*(batch[name].tolist() for name in ("id", "before", "after")), strict=True)
+            if epoch and number == 2:
+                pid = service.status()["servers"][epoch - 1]["pid"]
+                os.kill(pid, signal.SIGKILL)
+                assert has_ended(pid)
+                seconds.append(-time.monotonic())
+        values.append(sorted(found))
+        if not epoch:
+            assert set(reads_in(folder).values()) == {1}
+    assert [[row[0] for row in rows] for rows in values] == [list(range(N))] * 3
+    assert len({tuple(row[1] for row in rows) for rows in values}) == 1
+    assert len({row[2] for rows in values for row in rows}) == 3 * N
+    assert max(seconds) < 5
+    assert loaders[0].state_dict() == loaders[1].state_dict()
+    status = service.status()
+    assert (status["clients"], len(status["loaders"])) == (1, 2)
+    assert {loader.stats().recoveries for loader in loaders} == {0}
+    assert sum(one["batches"] for one in status["loaders"]) > 0
+
+
+def test_batches_are_writable_views_of_the_object_store(start: Callable[..., DataService], folder: Path) -> None:
+    nbytes = 50_000
+    service = start(Numbers(N, folder, nbytes=nbytes))
+    loader = service.loader(6, buffer_bytes=1 << 20)
+    for _ in range(2):
+        kept = []
+        for batch in loader:
+            batch["bytes"] += 1
+            kept.append(batch)
+        for batch in kept:
+            assert torch.equal(batch["bytes"].long(), (batch["id"] % 251 + 1)[:, None].expand(-1, nbytes))
+        assert sorted(ids(kept)) == list(range(N))
+    address = kept[0]["bytes"].data_ptr()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (found,) = [
+        one for one in maps if int(one[0].split("-")[0], 16) <= address < int(one[0].split("-")[1], 16)
+    ]  # nothing was copied
+    assert "plasma" in found[-1] or "/dev/shm" in " ".join(found)
+    arrays = next(iter(service.loader(4, collate_fn=list)))
+    assert all(isinstance(one["bytes"], np.ndarray) and one["bytes"].flags.writeable for one in arrays)
+
+
+@pytest.mark.torture
+def test_a_sample_that_kills_its_server_once_is_read_again(start: Callable[..., DataService], folder: Path) -> None:
+    (folder / "kill-7").touch()
+    loader = start().loader(8, seed=1)
+    assert ids(loader) == EpochPlan(N, seed=1).order(0).tolist()
+    assert not (folder / "kill-7").exists()
+
+
+@pytest.mark.torture
+def test_a_sample_that_always_kills_its_server_is_an_error(start: Callable[..., DataService], folder: Path) -> None:
+    order = EpochPlan(N, seed=1).order(0).tolist()
+    deadly, found = start(Killing(N, folder), cache_bytes=0).loader(4, seed=1, ahead=1), []
+    batches = (number for batch in deadly for number in batch["id"].tolist())
+    with pytest.raises(ProvisionError, match="4 servers have ended while they made it"):
+        found.extend(batches)
+    assert found == order[: order.index(5) // 4 * 4]
+
+
+CLIENT = """
+import sys
+sys.path[:] = sys.argv[2:]
+from fastensor.provision import DataService
+service = DataService.connect(sys.argv[1])
+loader = service.loader(4, seed=1)
+for number, batch in enumerate(loader):
+    if number == 2:
+        print("at work", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_killed_client_is_forgotten_and_a_killed_manager_knows_the_others_again(
+    start: Callable[..., DataService],
+) -> None:
+    service = start()
+    with Program("-c", CLIENT, service.address, *sys.path, provision=True) as client:
+        assert client.stdout.readline() == "at work\n"
+        loaders = service.status()["loaders"]
+        assert len(loaders) == 1
+        assert loaders[0]["taken"] == 3
+        pid = service.status()["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert has_ended(pid)
+        wait_until(lambda: service.status()["clients"] == 2)
+        client.kill()
+        client.wait()
+    wait_until(lambda: service.status()["clients"] == 1)
+    wait_until(lambda: not service.status()["loaders"])
+    assert sorted(ids(service.loader(7))) == list(range(N))
+
+
+def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) -> None:
+    service = start()
+    address = service.address
+    name = address.rpartition("/")[2]
+    other = DataService.connect(address)
+    pids = [service.status()["pid"], *(one["pid"] for one in service.status()["servers"])]
+    service.stop()
+    assert sorted(ids(other.loader(7))) == list(range(N))
+    other.stop()
+    assert all(has_ended(pid) for pid in pids)
+    assert names.kept(name, "contents") is None
+    with pytest.raises(ProvisionError, match="stop"):
+        service.status()
+    with pytest.raises(ProvisionError, match="there is no data service"):
+        DataService.connect(address, timeout=0.1)
+
+
+@pytest.mark.torture
+def test_a_service_goes_on_when_a_machine_is_lost(folder: Path) -> None:
+    program = Path(__file__).with_name("cluster_of_rays.py")
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    said = run(program, folder, cold=True, PYTHONPATH=os.pathsep.join(sys.path), **environment).stdout
+    expected = ["servers on 3 nodes", "epoch 0 True", "epoch 1 True", "servers on 2 nodes", "epoch 2 True"]
+    assert [line for line in said.splitlines() if line.startswith(("servers", "epoch"))] == expected
+
+
+STRANGER = """
+from fastensor.provision import DataService
+try:
+    DataService.start([1, 2], engine="ray", address="192.0.2.1:6379", cache_bytes=0)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_cluster_that_anybody_could_join_is_refused() -> None:
+    said = run("-c", STRANGER, cold=True, RAY_AUTH_MODE="disabled").stdout
+    assert said.startswith("ProvisionError anybody who reaches 192.0.2.1 can join this cluster of Ray")
+    assert "RAY_AUTH_MODE=token" in said
+
+
+OPEN = """
+import ray, sys
+ray.init("local", include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.torture
+def test_to_have_a_token_is_not_to_be_asked_for_it() -> None:
+    with Program("-c", OPEN, RAY_AUTH_MODE="disabled") as cluster:
+        address = cluster.stdout.readline().strip()
+        if address.startswith("127."):
+            pytest.skip("this machine has no address on a network")
+        stranger = STRANGER.replace("192.0.2.1:6379", address)
+        said = run("-c", stranger, cold=True, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex()).stdout
+    assert "can join this cluster of Ray, which has no authentication" in said
+
+
+RANK = """
+import os, sys
+sys.path[:] = sys.argv[3:]
+from pathlib import Path
+from provision.datasets import Numbers
+from fastensor.provision import DataService
+service = DataService.start(Numbers(60, Path(sys.argv[1])), engine="ray", cache_bytes=1 << 20, workers=1)
+loader = service.loader(4, ranks=(int(sys.argv[2]), 2), seed=1)
+for number, batch in enumerate(loader):
+    if number == 2:
+        print(service.status()["pid"], service.status()["servers"][0]["pid"], flush=True)
+        if sys.stdin.readline() == "":
+            sys.exit("abandoned")
+    print(*batch["id"].tolist(), flush=True)
+if sys.argv[2] == "1":
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def temporary() -> Iterator[str]:
+    """A folder for Ray, whose sockets need short paths."""
+    with tempfile.TemporaryDirectory(prefix="fr-", ignore_cleanup_errors=True) as path:
+        yield path
+
+
+def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: Path, temporary: str) -> None:
+    """Rank 0, which has started it or not, ends first. Rank 1 is killed."""
+    before = set(os.listdir("/dev/shm"))
+    environment = {"FASTENSOR_DATA_SERVICE": f"ranks-{os.getpid()}", "RAY_AUTH_TOKEN": secrets.token_hex()}
+    environment["TMPDIR"] = temporary
+    ranks = [
+        Program("-c", RANK, folder, rank, *sys.path, provision=True, **environment, OMP_NUM_THREADS="1")
+        for rank in range(2)
+    ]
+    found: list[int] = []
+    pids: set[int] = set()
+    for rank in ranks:
+        found += [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
+        pids |= set(map(int, rank.stdout.readline().split()))
+    assert len(pids) == 2
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    found += [int(number) for rank in ranks for _ in range(6) for number in rank.stdout.readline().split()]
+    assert sorted(found) == list(range(N))
+    assert ranks[0].wait() == 0
+    assert not has_ended(min(pids), 0.1)
+    ranks[1].kill()
+    for rank in ranks:  # the process that keeps Ray has the error output of the rank that has started it
+        rank.communicate()
+    assert all(map(has_ended, pids))
+    wait_until(lambda: not os.listdir(temporary))
+    wait_until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name})
+
+
+def keepers(job: str) -> list[int]:
+    """The processes that keep a Ray for a job."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if b"fastensor.provision.ray.keeper" in (process / "cmdline").read_bytes():
+                found += [int(process.name)] * (job.encode() in (process / "environ").read_bytes())
+    return found
+
+
+@pytest.mark.torture
+def test_a_ray_of_this_machine_that_is_killed_is_started_again(folder: Path, temporary: str) -> None:
+    job = f"keeper-{os.getpid()}"
+    environment = {"FASTENSOR_DATA_SERVICE": job, "RAY_AUTH_TOKEN": secrets.token_hex(), "TMPDIR": temporary}
+    with Program("-c", RANK, folder, 0, *sys.path, provision=True, **environment) as rank:
+        found = [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
+        pids = [*map(int, rank.stdout.readline().split())]
+        (keeper,) = keepers(job)
+        os.kill(keeper, signal.SIGKILL)
+        assert all(map(has_ended, [keeper, *pids]))
+        rank.stdin.write("\n")
+        out, err = rank.communicate()
+    assert rank.returncode == 0, err
+    found += [int(number) for number in out.split()]
+    order = EpochPlan(N, seed=1, batch_size=4, world_size=2)
+    assert found == [number for batch in order.batches(0) for number in batch.tolist()]
+    wait_until(lambda: not keepers(job))
+
+
+@pytest.mark.torture
+def test_a_server_that_hangs_is_replaced(start: Callable[..., DataService]) -> None:
+    service = start()
+    loader, found = service.loader(4, seed=1), []
+    for number, batch in enumerate(loader):
+        found += batch["id"].tolist()
+        if number == 1:
+            os.kill(service.status()["servers"][0]["pid"], signal.SIGSTOP)
+    assert found == EpochPlan(N, seed=1).order(0).tolist()
+    assert service.status()["servers_killed"] == 1
+    assert loader.stats().recoveries == 0
+
+
+@pytest.mark.torture
+def test_ray_exports_what_servers_count(start: Callable[..., DataService], ray: Any) -> None:
+    loader = start().loader(4, seed=1)
+    assert len(ids(loader)) == N
+    (node,) = ray.nodes()
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    names = ["batches_total", "read_bytes_total", "cache_samples", "wait_seconds_bucket"]
+    wait_until(lambda: all(f"ray_fastensor_provision_{name}" in urlopen(url).read().decode() for name in names))
+
+
+@pytest.mark.torture
+def test_ray_data_is_a_source(start: Callable[..., DataService], ray: Any) -> None:
+    import ray.data
+
+    rows = ray.data.from_items([{"id": number, "image": np.full((2, 3), number)} for number in range(N)])
+    loader = start(rows.repartition(4), workers=2, fingerprint="rows").loader(8, seed=1)
+    for epoch in range(2):
+        batches = [*loader]
+        assert ids(batches) == EpochPlan(N, seed=1).order(epoch).tolist()
+        for batch in batches:
+            assert torch.equal(batch["image"], batch["id"][:, None, None].expand(-1, 2, 3))
+    with pytest.raises(ValueError, match="expected engine='ray'"):
+        DataService.start(rows, cache_bytes=0)

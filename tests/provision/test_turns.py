@@ -1,0 +1,76 @@
+"""A lock that is passed on by keys; and memory that was read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+
+import numpy as np
+import pytest
+
+from fastensor.provision.ray.memory import owned
+from fastensor.provision.ray.turns import Turns
+
+
+def test_the_smallest_key_at_that_moment_is_next() -> None:
+    keys = {"a": 3, "b": 2, "c": 1}
+    came: list[str] = []
+
+    async def come(turns: Turns, name: str) -> None:
+        async with turns.turn(lambda: (keys[name], 0, 0)):
+            came.append(name)
+            await asyncio.sleep(0)
+            keys["b"] = 0  # while others wait
+
+    async def main() -> None:
+        turns = Turns()
+        async with turns.turn(lambda: (0, 0, 0)):
+            waiting = [asyncio.create_task(come(turns, name)) for name in keys]
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+
+    asyncio.run(main())
+    assert came == ["c", "b", "a"]
+
+
+def test_who_gives_up_holds_nobody_up() -> None:
+    async def wait_for(turns: Turns) -> str:
+        async with turns.turn(lambda: (0, 0, 0)):
+            return "came"
+
+    async def main() -> None:
+        turns = Turns()
+        async with turns.turn(lambda: (0, 0, 0)):
+            first, second, third = (asyncio.create_task(wait_for(turns)) for _ in range(3))
+            await asyncio.sleep(0)
+            second.cancel()
+            await asyncio.sleep(0)
+        first.cancel()  # its turn has come, and it has not noticed yet
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await third == "came"
+        with pytest.raises(ValueError, match="free again"):
+            async with turns.turn(lambda: (0, 0, 0)):
+                raise ValueError("free again")
+        assert await wait_for(turns) == "came"
+
+    asyncio.run(main())
+
+
+def test_memory_that_is_mapped_writable_is_not_copied() -> None:
+    mapped = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
+    shown = mapped[64:128]
+    shown.flags.writeable = False
+    view = owned(shown)
+    view[0] = 7
+    assert mapped[64] == 7
+    odd = mapped[1:9]
+    odd.flags.writeable = False
+    copy = owned(odd)
+    copy[0] = 9
+    assert mapped[1] == 0
+    constant = np.frombuffer(mmap.mmap(-1, 4096, prot=mmap.PROT_READ), np.uint8)
+    copy = owned(constant)
+    copy[0] = 5
+    assert constant[0] == 0
+    assert not len(owned(constant[:0]))
