@@ -72,9 +72,9 @@ def _points(dictionary: Dictionary) -> list[tuple[int, float]]:
 
 
 def _between(points: Sequence[tuple[int, float]], nbytes: int) -> float:
-    least, seconds = points[0]
-    if nbytes <= least:  # in the same bucket, whose timings are scaled to its largest size
-        return seconds * nbytes / least
+    first, seconds = points[0]
+    if nbytes <= first:  # in the same bucket, whose timings are scaled to its largest size
+        return seconds * nbytes / first
     for (smaller, least), (larger, most) in pairwise(points):
         if nbytes <= larger:
             return least + (most - least) * (nbytes - smaller) / (larger - smaller)
