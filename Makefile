@@ -14,16 +14,17 @@ GDS := $(VENV)/gds
 # What is compiled once, tests included, is not compiled again by each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-gds check torture bench gpu wheels clean
+.PHONY: help demo quick test test-gds docs check torture bench gpu wheels clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train, be killed, resume; the first ten saves on this machine, beside torch"
 	@echo "make quick     units, golden files, round trips, gradients: what to run while you write"
 	@echo "make test      all tests but the long ones"
-	@echo "make check     what has to pass: formatting, lint, types, direction of imports, make test"
+	@echo "make docs      the site of the documentation, in site/"
+	@echo "make check     what has to pass: formatting, lint, types, direction of imports, make docs, make test"
 	@echo "make torture   all tests with their long tails: random states, killed processes, fuzzed files"
-	@echo "make bench     the figures of the README, on this machine"
+	@echo "make bench     the figures of docs/figures.md, on this machine"
 	@echo "make gpu       tests and benchmarks that need a GPU (wheels from WHEELS, see make wheels)"
 	@echo "make wheels    fill WHEELS for a machine without network"
 	@echo "make test-gds  tests of the backend gds alone"
@@ -63,11 +64,22 @@ $(GDS)/.installed: $(STAMP) tests/gds/install.sh
 	tests/gds/install.sh $(VENV) $(GDS)
 	touch $@
 
+# Warnings, such as links that lead nowhere, are errors, but not with --quiet. NO_MKDOCS_2_WARNING leaves an announcement
+# out that is no warning of ours.
+docs: $(VENV)/.docs
+	$(BIN)/python -m doctest docs/docstrings.py docs/repository_pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(STAMP)
+	$(PIP) --editable '.[docs]'
+	touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
 	$(MAKE) test
 
 torture: $(STAMP)
@@ -101,4 +113,4 @@ wheels:
 	benchmarks/wheels.sh $(PYTHON) $(WHEELS) $(WHEELS_PYTHON) $(WHEELS_CUDA)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .bench
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .bench

@@ -18,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pictures
 import torch
 from contenders import CONTENDERS, MAPPED, OURS, OURS_SAFETENSORS, REFERENCE, SAFETENSORS, State, build_state
 from measuring import describe_machine, drop_caches
@@ -211,6 +213,26 @@ def use_medians(runs: list[Run]) -> list[float]:
     return [statistics.median(seconds) for seconds in zip(*(run.seconds for run in runs), strict=True)]
 
 
+def plot(found: Sequence[Run], path: Path) -> None:
+    """Totals of saves and loads, a panel for each operation and model. Backends that are named are left out."""
+    models = list(dict.fromkeys(run.model for run in found))
+    ways = [way for container in CONTAINERS for way in (container.ours, *container.peers)]
+    figure, axes = pictures.panels(len(models), 2, height=1.9)
+    for axis, (model, operation) in zip(axes, product(models, ("save", "cold load")), strict=True):
+        totals = {
+            way: sorted(
+                run.total_seconds for run in found if (run.model, run.operation, run.way) == (model, operation, way)
+            )
+            for way in ways
+        }
+        spreads = {way: [pictures.Spread(statistics.median(all_), all_[0], all_[-1])] for way, all_ in totals.items()}
+        pictures.bars(axis, [""], spreads, upright=False)
+        what = f"{USES} durable saves" if operation == "save" else f"{USES} cold loads"
+        axis.set(title=f"{what}: {model.replace('_', ' ')}", xlabel="seconds: median, least and most")
+    pictures.legend(figure, axes)
+    pictures.write(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gpt2_adam", "BERT_base_chinese", "MobileNetV3_Small"])
@@ -234,6 +256,7 @@ def main() -> None:
     options.output.with_suffix(".md").write_text(text)
     document = {"machine": machine, "verdicts": verdicts, "runs": [run._asdict() for run in found]}
     options.output.with_suffix(".json").write_text(json.dumps(document) + "\n")
+    plot(found, options.output.with_suffix(".png"))
     print(text)
 
 

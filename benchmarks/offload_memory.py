@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pictures
 import torch
 from measuring import preload
 from torch import nn
@@ -80,25 +81,16 @@ def train(way: str, arguments: argparse.Namespace, trace: str, folder: str) -> N
 
 def plot(steps: dict[str, MemoryOfStep], path: Path) -> None:
     """Memory over time, a line for each way; dotted where its backward pass begins."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 4))
-    for number, (way, step) in enumerate(steps.items()):
-        peak = max(step.nbytes) / 2**20
-        axis.plot(
-            step.seconds, [nbytes / 2**20 for nbytes in step.nbytes], f"C{number}", label=f"{way}: {peak:.0f} MiB"
-        )
-        axis.axvline(step.backward, color=f"C{number}", linestyle=":")
-    axis.set_xlabel("seconds (dotted: the backward pass begins)")
-    axis.set_ylabel("memory of a step, MiB")
+    figure, (axis,) = pictures.panels(1, height=3.6)
+    for way, step in steps.items():
+        colour, peak = pictures.COLOURS[way], max(step.nbytes) / 2**20
+        axis.plot(step.seconds, [nbytes / 2**20 for nbytes in step.nbytes], color=colour, label=way)
+        axis.axvline(step.backward, color=colour, linestyle=":")
+        axis.annotate(f"{peak:.0f} MiB", (step.seconds[step.nbytes.index(max(step.nbytes))], peak), color=colour)
+    axis.set(xlabel="seconds (dotted: the backward pass begins)", ylabel="memory of a step, MiB")
     axis.set_ylim(bottom=0)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    pictures.legend(figure, [axis])
+    pictures.write(figure, path)
 
 
 def main() -> None:

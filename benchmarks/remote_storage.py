@@ -41,8 +41,8 @@ class Pace:
     def wait_for(self, nbytes: int) -> None:
         with self._lock:
             begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + nbytes * self._seconds_per_byte
-        time.sleep(max(self._free_at - time.monotonic(), 0))
+            passed_at = self._free_at = begin + nbytes * self._seconds_per_byte
+        time.sleep(max(passed_at - time.monotonic(), 0))
 
 
 class Storage:
@@ -53,6 +53,7 @@ class Storage:
         self._sent = context.Value("q", 0)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
+        self.folder = folder
         paths = sorted(folder.iterdir())
         self.count = len(paths)
         self._process = context.Process(target=self._serve, args=(paths, link), daemon=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pictures
 from contenders import OURS, OURS_SAFETENSORS, REFERENCE, SAFETENSORS
 
 LIMIT = "fio"
@@ -104,31 +105,23 @@ def _effort(row: Row | None) -> str:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Bandwidth of every contender, one panel per operation, models from small to large."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     operations = list(dict.fromkeys(row["operation"] for row in rows))
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    figure, axes = plt.subplots(len(operations), 1, figsize=(12, 3.6 * len(operations)), squeeze=False)
-    for axis, operation in zip(axes[:, 0], operations, strict=True):
-        models = sorted({(row["nbytes"], row["model"]) for row in rows})
-        for position, name in enumerate(names):
-            found = {r["model"]: r for r in rows if r["operation"] == operation and r["contender"] == name}
-            bars = [(i, found[m]) for i, (_, m) in enumerate(models) if m in found]
-            width = 0.8 / len(names)
-            axis.bar(
-                [i + (position - len(names) / 2) * width for i, _ in bars],
-                [row["nbytes"] / row["seconds"] / 1e9 for _, row in bars],
-                width,
-                label=name,
-                color="black" if name == LIMIT else f"C{position}",
-            )
-        axis.set_title(f"{operation} (median)")
-        axis.set_ylabel("GB/s")
-        axis.set_xticks(range(len(models)), [f"{m}\n{n / 2**20:.0f} MiB" for n, m in models], fontsize=7)
-    axes[0, 0].legend(ncols=len(names), fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    models = sorted({(row["nbytes"], row["model"]) for row in rows})
+    figure, axes = pictures.panels(len(operations), height=2.7)
+    for axis, operation in zip(axes, operations, strict=True):
+        found = {(row["contender"], row["model"]): row for row in rows if row["operation"] == operation}
+        names = dict.fromkeys(name for name, _ in found)
+        pictures.bars(
+            axis,
+            [f"{model.replace('_', chr(10), 1)}\n{nbytes / 2**20:.0f} MiB" for nbytes, model in models],
+            {name: [_bandwidth(found.get((name, model))) for _, model in models] for name in names},
+        )
+        axis.set(title=f"{operation}: median, slowest and fastest of the rounds", ylabel="GB/s")
+    pictures.legend(figure, axes)
+    pictures.write(figure, path)
+
+
+def _bandwidth(row: Row | None) -> pictures.Spread | None:
+    if row is None:
+        return None
+    return pictures.Spread(*(row["nbytes"] / row[key] / 1e9 for key in ("seconds", "seconds_max", "seconds_min")))

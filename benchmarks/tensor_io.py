@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pictures
 import torch
 from contenders import build_state, model_names
 from measuring import describe_machine, settle
@@ -484,54 +485,50 @@ def _cells(figure: Figure, nbytes: int, fastest: bool) -> str:
 
 
 def plot(found: Sequence[Transfer], mixes: Sequence[Mix], backends: Sequence[str], path: Path) -> None:
-    """Bandwidth by size, one line a backend, the best marked; models and mixes as bars."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    """Bandwidth by size, one line a backend, with its spread; models and mixes as bars."""
     by = figures(found)
     operations = list(dict.fromkeys(what for table, what, _, _ in by if table == "tensors"))
     models = list(dict.fromkeys((what, nbytes) for table, what, nbytes, _ in by if table == "models"))
-    panels = len(operations) + bool(models) + bool(mixes)
-    figure, axes = pyplot.subplots(1, panels, figsize=(5 * panels, 4.5), squeeze=False)
-    rest = iter(axes[0])
+    drawn, axes = pictures.panels(len(operations) + bool(models) + bool(mixes), height=2.7)
+    rest = iter(axes)
     for operation, axis in zip(operations, rest):  # noqa: B905  # the other panels stay
-        own = {(n, way): one.seconds for (table, what, n, way), one in by.items() if what == operation}
-        for way in backends:
-            sizes = sorted(nbytes for nbytes, other in own if other == way)
-            axis.plot([n / 2**20 for n in sizes], [n / own[n, way] / 1e6 for n in sizes], marker=".", label=way)
-        best: dict[int, float] = {}
-        for (nbytes, _), seconds in own.items():
-            best[nbytes] = max(best.get(nbytes, 0.0), nbytes / seconds / 1e6)
-        axis.plot([n / 2**20 for n in best], list(best.values()), "k*", linestyle="", label="best")
-        axis.set(xscale="log", title=operation, xlabel="MiB", ylabel="MB/s")
-        axis.legend()
+        for way in pictures.in_order(backends):
+            own = sorted((n, one) for (_, what, n, other), one in by.items() if (what, other) == (operation, way))
+            speeds = [_speed(nbytes, one) for nbytes, one in own]
+            sizes, colour = [nbytes / 2**20 for nbytes, _ in own], pictures.COLOURS[way]
+            axis.plot(sizes, [one.median for one in speeds], marker=".", color=colour, label=way)
+            axis.fill_between(
+                sizes,
+                [one.least for one in speeds],
+                [one.greatest for one in speeds],
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
+            )
+        axis.set(xscale="log", title=f"{operation}: median, and median distance from it", xlabel="MiB", ylabel="MB/s")
+        axis.set_ylim(bottom=0)
     ways = (AUTO, *backends)
     if models:
-        speeds = {w: [n / by["models", model, n, w].seconds / 1e6 for model, n in models] for w in ways}
-        _bars(next(rest), [model for model, _ in models], speeds, "saving models durably", "MB/s")
+        speeds_of = {way: [_speed(n, by["models", model, n, way]) for model, n in models] for way in ways}
+        axis = next(rest)
+        pictures.bars(axis, [model.replace("_", "\n", 1) for model, _ in models], speeds_of)
+        axis.set(title="saving models durably: median, and median distance from it", ylabel="MB/s")
     if mixes:
         shown = (*ways, HINDSIGHT)
-        times = {way: [mix.seconds[way] / mix.seconds[HINDSIGHT] for mix in mixes] for way in shown}
-        _bars(
-            next(rest),
-            [mix.name.replace(", ", "\n", 1) for mix in mixes],
-            times,
-            "written and read",
-            "time : hindsight",
-        )
-    figure.tight_layout()
-    figure.savefig(path)
+        times = {
+            way: [pictures.Spread(*[mix.seconds[way] / mix.seconds[HINDSIGHT]] * 3) for mix in mixes] for way in shown
+        }
+        axis = next(rest)
+        pictures.bars(axis, [mix.name.replace(", ", "\n", 1) for mix in mixes], times)
+        axis.set(title="a mix of sizes, written and read", ylabel="time : hindsight")
+    pictures.legend(drawn, axes)
+    pictures.write(drawn, path)
 
 
-def _bars(axis: Any, names: Sequence[str], groups: dict[str, list[float]], title: str, unit: str) -> None:
-    width = 0.8 / len(groups)
-    for number, (label, values) in enumerate(groups.items()):
-        axis.bar([at + number * width for at in range(len(names))], values, width, label=label)
-    axis.set_xticks([at + 0.4 - width / 2 for at in range(len(names))], names, rotation=60, ha="right", fontsize=8)
-    axis.set(title=title, ylabel=unit)
-    axis.legend(fontsize=7)
+def _speed(nbytes: int, figure: Figure) -> pictures.Spread:
+    fastest = max(figure.seconds - figure.spread, 1e-9)
+    times = (figure.seconds, figure.seconds + figure.spread, fastest)
+    return pictures.Spread(*(nbytes / seconds / 1e6 for seconds in times))
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fastensor.provision.metrics import Waits
+from fastensor.provision import ProvisionedLoader
+from fastensor.provision.metrics import Waits, table
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.methods import replace_method
 
@@ -28,13 +29,18 @@ class DataWaitMonitor(Callback):
     ``data/wait_median_seconds`` and ``data/wait_p99_seconds``. All is of rank 0. Validation is left out, and so is the
     first batch of a loader without a length, of which Lightning does not tell.
 
+    At the end of each epoch that comes from a :class:`~fastensor.provision.DataService`, rank 0 prints what its loader
+    was given: batches, samples, how many of them the cache had, what was read, and the waits.
+
     Args:
         progress_bar: whether to show the last wait in the progress bar.
+        table: whether to print the table.
     """
 
-    def __init__(self, *, progress_bar: bool = True) -> None:
+    def __init__(self, *, progress_bar: bool = True, table: bool = True) -> None:
         super().__init__()
         self._progress_bar = progress_bar
+        self._table = table
         self.waits = Waits()
         """Of this process, in the epoch that is running, or was last."""
         self._began: float | None = None
@@ -70,6 +76,9 @@ class DataWaitMonitor(Callback):
         self._waited = 0.0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._table and isinstance(loader := trainer.train_dataloader, ProvisionedLoader):
+            rows = {f"epoch {trainer.current_epoch}, rank {trainer.global_rank}": loader.stats().epoch}
+            pl_module.print(table(rows))
         if not self._is_told:
             warnings.warn(
                 "this version of Lightning does not say when it takes batches: no waits are known", stacklevel=2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import random
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -289,13 +291,17 @@ def test_the_choice_follows_the_page_cache(path: Path, values: list[bytes], monk
 
 
 @pytest.fixture
-def cold(path: Path) -> Path:
-    """The database, out of the page cache."""
-    with LmdbIndex.open(path) as index:
+def cold(path: Path, tmp_path: Path) -> Path:
+    """A copy of the database, out of the page cache."""
+    if path.is_dir():
+        shutil.copytree(path, tmp_path / "cold")
+    else:
+        shutil.copy(path, tmp_path / "cold")
+    with LmdbIndex.open(tmp_path / "cold", sidecar=False) as index:
         os.fsync(index.fileno())
         if posix.evict(index.fileno(), os.fstat(index.fileno()).st_size):
             pytest.skip("this filesystem keeps files in memory")
-    return path
+    return tmp_path / "cold"
 
 
 @pytest.fixture
@@ -371,6 +377,16 @@ def test_a_sweep_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(asked) <= 1
 
         asked.clear()
-        monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 30 << 20 if asked else 1 << 40)
+        monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 1 << 30 if asked else 1 << 40)
         Sweep(file.fileno(), 1 << 30)._thread.join()
         assert asked == [0]
+
+
+def test_a_sweep_ends_with_its_dataset(cold: Path, values: list[bytes], sweeps: list[Sweep]) -> None:
+    dataset: LmdbDataset[bytes] = LmdbDataset(cold)
+    read_shuffled(dataset, values, slice(30))
+    (sweep,) = sweeps
+    assert not sweep._stopped
+    del dataset
+    gc.collect()
+    assert sweep._stopped

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
+import shlex
 import signal
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import programs
 import pytest
+import yaml  # type: ignore[import-untyped]  # it has no stubs
 from programs import Program
 
 import fastensor
+from fastensor.cli import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -24,82 +30,162 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "core/FORMAT.md",
-    "docs/accelerate.md",
-    "docs/data.md",
-    "docs/distributed.md",
-    "docs/fragments/lightning.md",
-    "docs/offload.md",
-    "docs/provision.md",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
 ]
+PRINTED = {
+    "docs/offload.md": r".*a day of training.*",
+    "docs/data.md": r"1000 torch.Size\(\[8, 8\]\) tensor\(7.\)\n0\.40\n",
+    "docs/provision.md": r"2000 True\n10 True\nTrue\nTrue 1000\n",
+}
+"""What the Python of a document prints."""
+PUBLIC = {
+    "fastensor": "core/fastensor",
+    **{
+        f"fastensor.{part}": f"core/fastensor/{part.replace('.', '/')}"
+        for part in ("backends", "checkpoint.cooperative", "checkpoint.dcp", "data", "offload", "provision", "testing")
+    },
+    "fastensor_accelerate": "fastensor_accelerate",
+    "fastensor_lightning": "fastensor_lightning",
+}
+"""Modules whose names are public, and their folders."""
+
+
+class Command(NamedTuple):
+    """A command that a document shows."""
+
+    words: list[str]
+    output: str
+    """What it shows as its first line; empty if it shows nothing."""
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def blocks_of(document: str, language: str) -> list[str]:
+    """The blocks of code in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
+
+
+def commands_of(document: str) -> Iterator[Command]:
+    """The commands of all blocks of the console."""
+    for block in blocks_of(document, "console"):
+        lines = [*block.splitlines(), ""]
+        for line, following in pairwise(lines):
+            if line.startswith("$ "):
+                yield Command(shlex.split(line[2:], comments=True), "" if following.startswith("$ ") else following)
+
+
+DOCUMENTS_WITH_PYTHON = [document for document in DOCUMENTS if blocks_of(document, "python")]
 
 
 def run(*arguments: object, cwd: Path, lightning: bool = False) -> str:
     return programs.run(*arguments, folder=cwd, timeout=1200, lightning=lightning).stdout
 
 
-def test_the_python_of_the_readme_runs_in_order(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 3
-    (tmp_path / "tour.py").write_text("\n".join(blocks))
-    run("tour.py", cwd=tmp_path, lightning=True)
-    commands = re.findall(r"^\$ fastensor (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(commands) >= 3
-    for command in commands:
-        shown = re.search(rf"^\$ fastensor {re.escape(command)}\n(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-        out = run("-m", "fastensor", *command.split(), cwd=tmp_path)
-        assert shown
-        assert out.split()[:2] == shown[1].split()[:2]
+@pytest.mark.parametrize("document", DOCUMENTS_WITH_PYTHON)
+def test_python_runs_in_order_and_then_commands_show_what_they_do(tmp_path: Path, document: str) -> None:
+    """In the folder in which the Python has left its files. A command that shows no output is not run."""
+    code = "\n".join(blocks_of(document, "python"))
+    (tmp_path / "tour.py").write_text(code)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = programs.run(
+        "tour.py", folder=tmp_path, lightning="lightning" in code, accelerate=document == "docs/accelerate.md",
+        **(job if "init_process_group" in code else {}),
+    )  # fmt: skip
+    assert re.fullmatch(PRINTED.get(document, ".*"), done.stdout, re.DOTALL)
+    if document == "docs/lightning.md":
+        assert re.search(r"^fastensor: 2 checkpoints saved durably \(", done.stderr, re.MULTILINE), done.stderr
+    if document == "docs/offload.md":
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for command in commands_of(document):
+        if command.words[0] == "fastensor" and command.output:
+            out = run("-m", "fastensor", *command.words[1:], cwd=tmp_path)
+            assert out.split()[:2] == command.output.split()[:2]
 
 
-def test_the_python_about_offloading_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "offload.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 2
-    (tmp_path / "tour.py").write_text("\n".join(blocks))
-    assert "a day of training" in run("tour.py", cwd=tmp_path)
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+def test_enough_python_is_found() -> None:
+    assert len(blocks_of("README.md", "python")) == 3
+    assert len(DOCUMENTS_WITH_PYTHON) >= 14
 
 
-def test_the_python_about_lightning_runs(tmp_path: Path) -> None:
-    guide = (ROOT / "docs" / "fragments" / "lightning.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    (tmp_path / "tour.py").write_text("\n".join(blocks))
-    done = programs.run("tour.py", folder=tmp_path, lightning=True)
-    assert re.search(r"^fastensor: 2 checkpoints saved durably \(", done.stderr, re.MULTILINE), done.stderr
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_have_the_flags_that_documents_show(capsys: pytest.CaptureFixture[str], document: str) -> None:
+    for command in commands_of(document):
+        if command.words[0] == "fastensor":
+            assert main([*command.words[1:], "--help"]) == 0, command
+    of_accelerate = text_of("fastensor_accelerate/config.py") + text_of("fastensor_accelerate/launcher.py")
+    for flag in re.findall(r"--(?:no_)?(fastensor\w*)", text_of(document)):
+        assert f'"--{flag}"' in of_accelerate, flag
 
 
-def test_the_python_about_training_data_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 5
-    (tmp_path / "tour.py").write_text("\n".join(blocks))
-    assert run("tour.py", cwd=tmp_path, lightning=True).splitlines() == ["1000 torch.Size([8, 8]) tensor(7.)", "0.40"]
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_programs_that_documents_name_are_there(document: str) -> None:
+    text = text_of(document)
+    benchmarks = "".join(path.read_text() for path in ROOT.glob("benchmarks/*.py"))
+    for program, flags in re.findall(r"((?:benchmarks|examples)/\w+\.py)((?:\s+[-\w./]+)*)`", text):
+        assert (ROOT / program).exists(), program
+        if program.startswith("benchmarks/"):
+            assert all(f'"{flag}"' in benchmarks for flag in re.findall(r"--[a-z-]+", flags)), flags
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"(?:`|\$ )make ([a-z-]+)", text)) <= targets
+    extras = set(re.findall(r"^(\w+) = \[", text_of("pyproject.toml").partition("optional-dep")[2], re.MULTILINE))
+    for names in re.findall(r"pip install '(?:\.|fastensor)\[([\w,]+)\]", text):
+        assert set(names.split(",")) <= extras, names
 
 
-def test_the_python_about_the_data_service_runs(tmp_path: Path) -> None:
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs" / "provision.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert len(blocks) >= 3
-    (tmp_path / "tour.py").write_text("\n".join(blocks))
-    assert run("tour.py", cwd=tmp_path).splitlines() == ["2000 True", "True", "True 1000"]
+def test_yaml_configures_accelerate() -> None:
+    """What is for Lightning is tested by ``test_lightning_cli.py``."""
+    found = [yaml.safe_load(block) for document in DOCUMENTS for block in blocks_of(document, "yaml")]
+    sections = [one["fastensor_config"] for one in found if "trainer" not in one]
+    assert len(sections) >= 2
+    code = "import json, sys; from fastensor_accelerate import FastensorConfig\n"
+    code += "for section in json.loads(sys.argv[1]): FastensorConfig.from_mapping(section)"
+    programs.run("-c", code, json.dumps(sections), accelerate=True)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_nothing_is_left_to_be_filled_in(document: str) -> None:
-    assert not re.search(r"@[A-Z]+@|TODO|FIXME", (ROOT / document).read_text())
-
-
-def test_the_make_targets_of_the_documents_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for document in DOCUMENTS:
-        assert set(re.findall(r"`make ([a-z-]+)`", (ROOT / document).read_text())) <= targets
+    assert not re.search(r"@[A-Z]+@|TODO|FIXME", text_of(document))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_to_files(document: str) -> None:
-    text = (ROOT / document).read_text()
-    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
-        assert (ROOT / document).parent.joinpath(link).exists(), link
+def test_links_lead_to_files_and_their_headings(document: str) -> None:
+    for link, heading in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", text_of(document)):
+        target = (ROOT / document).parent / link if link else ROOT / document
+        assert target.exists(), link
+        if heading:
+            assert heading in headings_of(target), f"{link}#{heading}"
+
+
+def headings_of(document: Path) -> set[str]:
+    """The anchors of a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").encode()) <= 8192
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_api_pages_have_each_public_name(module: str) -> None:
+    tree = ast.parse(text_of(f"{PUBLIC[module]}/__init__.py"))
+    (names,) = (
+        ast.literal_eval(one.value)
+        for one in tree.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "__all__"
+    )
+    documented = {
+        name
+        for path in ROOT.glob("docs/api/*.md")
+        for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
+    }
+    elsewhere = {"fastensor.__version__", "fastensor_lightning.OffloadConfig"}
+    assert {f"{module}.{name}" for name in names} - elsewhere <= documented
 
 
 def test_the_demo_kills_and_resumes(tmp_path: Path) -> None:
@@ -314,7 +400,7 @@ def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> No
 @pytest.mark.torture
 def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision.py")
-    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "2"]
+    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "1", "--peers"]
     link = ["--compute-ms", "2", "--delay-ms", "1"]
     folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
     out = run(benchmark, *tiny, *link, *folders, cwd=tmp_path)
@@ -322,7 +408,9 @@ def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) ->
         assert f"| {kind} | 2 | DataLoader | 1 | later |" in out
         for way in ("service", "service, half", "service, killed"):
             assert f"| {kind} | 2 | {way} |" in out
-    assert "| each sample once in each epoch | 1.000 | yes |" in out
+    assert "| service: each sample once in each epoch | 1.000 | yes |" in out
+    starts = out.partition("## starting")[2].splitlines()
+    assert len([line for line in starts if line.startswith(("| 32 KB | 2 |", "| JPEG | 2 |"))]) == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
 
@@ -428,3 +516,14 @@ def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
         assert word in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md", "out.png"]
     assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
+def test_the_benchmark_of_clients_of_a_service_measures_each_number(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "provision_clients.py")
+    out = run(benchmark, "--clients", "1", "3", "--seconds", "0.5", "--output", str(tmp_path / "out"), cwd=tmp_path)
+    assert re.findall(r"^\| (shared memory|TCP) \| (\d) \| \d+ \|", out, re.MULTILINE) == [
+        (over, clients) for over in ("shared memory", "TCP") for clients in "13"
+    ]
+    assert out.count("Fitted, ") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]

@@ -12,8 +12,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, OffloadConfig, SSDActivationOffload
 
-GUIDE = Path(__file__).parents[2] / "docs" / "fragments" / "lightning.md"
-LONG_NAMES, SHORT_NAMES = re.findall(r"^```yaml\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+GUIDE = Path(__file__).parents[2] / "docs" / "yaml.md"
+LONG_NAMES, SHORT_NAMES = re.findall(r"^```yaml\n(trainer:.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse[signatures]")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

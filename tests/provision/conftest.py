@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import select
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from programs import Program
 
 from fastensor.data import processes
+from fastensor.provision import DataService
 
 SECONDS = 20
 SERVER = """
@@ -32,8 +35,13 @@ importlib.import_module(sys.argv[2]).main(listener.fileno())
 @pytest.fixture
 def warm_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """The servers that this process has started. They have to have ended when the test has, by themselves."""
-    import sys
+    with warm_starts(monkeypatch) as started:
+        yield started
 
+
+@contextmanager
+def warm_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
+    """Have services started in processes that have imported torch, until the context is left."""
     started: list[Program] = []
 
     def start(name: str, module: str) -> bool:
@@ -43,7 +51,6 @@ def warm_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
 
     monkeypatch.setattr(processes, "start", start)
     yield started
-    gc.collect()
     for program in started:
         program.wait(SECONDS)
         program.communicate()
@@ -59,6 +66,25 @@ def has_ended(pid: int, seconds: float = SECONDS) -> bool:
         return bool(select.select([fd], [], [], seconds)[0])
     finally:
         os.close(fd)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(service: DataService, count: int) -> list[int]:
+    """The process ids of the workers, when so many are there: they come after the service has started."""
+    found: list[int] = []
+
+    def are_there() -> bool:
+        found[:] = [one["pid"] for one in service.status()["workers"]]
+        return len(found) == count
+
+    wait_until(are_there)
+    return found
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from programs import Program
 from provision.datasets import Numbers
 
 from fastensor.provision import DataService
-from fastensor_lightning import FastensorDataModule
+from fastensor_lightning import DataWaitMonitor, FastensorDataModule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -52,7 +53,7 @@ def trained(pl: Any, folder: Path, data: FastensorDataModule, checkpoint: Path |
 
 
 def test_training_is_resumed_by_its_service_or_its_address(
-    tmp_path: Path, folder: Path, warm_services: list[Program]
+    tmp_path: Path, folder: Path, warm_services: list[Program], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pl = pytest.importorskip("lightning.pytorch")
     saver = import_module(f"{pl.__name__}.callbacks").ModelCheckpoint(
@@ -60,7 +61,10 @@ def test_training_is_resumed_by_its_service_or_its_address(
     )
     with DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=1) as service:
         data = FastensorDataModule(service=service, batch_size=9, seed=3)
-        whole = trained(pl, tmp_path, data, callbacks=[saver], enable_checkpointing=True).seen
+        callbacks = [saver, DataWaitMonitor()]
+        whole = trained(pl, tmp_path, data, callbacks=callbacks, enable_checkpointing=True).seen
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+        assert [line[:6] for line in lines] == [["epoch", f"{number},", "rank", "0", "7", "60"] for number in range(2)]
         assert [sorted(whole[begin : begin + N]) for begin in (0, N)] == [list(range(N))] * 2
         checkpoints = sorted((tmp_path / "steps").iterdir())
         assert len(checkpoints) == 4
@@ -68,6 +72,8 @@ def test_training_is_resumed_by_its_service_or_its_address(
             given = service.address if number % 2 else service
             resumed = trained(pl, tmp_path, FastensorDataModule(service=given, batch_size=9, seed=3), checkpoint)
             assert resumed.seen == whole, checkpoint
+    del data, given, resumed, callbacks
+    gc.collect()  # trainers are cycles, and have connected to the service
 
 
 def test_training_has_one_source() -> None:

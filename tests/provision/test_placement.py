@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from provision import sysfs
 
-from fastensor.provision.placement import Placement, parsed_cpus, pin_to, placements
+from fastensor.cli import placement as command
+from fastensor.provision.placement import Placement, listed_cpus, parsed_cpus, pin_to, placements, worker_cpus
 
 FIRST_CPUS, SECOND_CPUS = parsed_cpus("0-47,96-143"), parsed_cpus("48-95,144-191")
 
@@ -127,3 +130,37 @@ def test_a_process_is_pinned_as_far_as_it_may_be() -> None:
         assert pin_to(frozenset()) == {max(before)}
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_workers_run_next_to_the_gpus_by_turns(tmp_path: Path) -> None:
+    sysfs.dgx(tmp_path)
+    found = worker_cpus(placements(tmp_path), 200)
+    assert found[:4] == [FIRST_CPUS, SECOND_CPUS, FIRST_CPUS, SECOND_CPUS]
+    assert [found.count(cpus) for cpus in (FIRST_CPUS, SECOND_CPUS, frozenset())] == [96, 96, 8]
+
+
+def test_workers_run_anywhere_without_gpus(tmp_path: Path) -> None:
+    sysfs.without_gpu(tmp_path)
+    assert worker_cpus(placements(tmp_path), 3) == [frozenset()] * 3
+
+
+def test_the_system_need_not_say_which_processors_are_next(tmp_path: Path) -> None:
+    sysfs.device(tmp_path, "pci0000:00/0000:00:05.0", sysfs.NVIDIA_3D, sysfs.NVIDIA, node=-1, cpus="")
+    assert worker_cpus(placements(tmp_path), 2) == [frozenset()] * 2
+
+
+@given(st.frozensets(st.integers(0, 200)))
+def test_lists_of_processors_are_read_back(cpus: frozenset[int]) -> None:
+    assert parsed_cpus(listed_cpus(cpus)) == cpus
+
+
+def test_the_command_shows_gpus_and_exports_what_ucx_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sysfs.dgx(tmp_path)
+    assert command.run(None, tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert lines[1].split()[:5] == ["0", "0000:07:00.0", "0", "0-47,96-143", "mlx5_0:1"]
+    assert command.run(3, tmp_path) == 0
+    assert capsys.readouterr().out == "export UCX_NET_DEVICES=mlx5_3:1\n"
+    assert command.run(8, tmp_path) == 1
+    assert "there is no GPU 8: this machine has 8" in capsys.readouterr().err

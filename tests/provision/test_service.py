@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import os
+import re
+import socket
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 import torch
 from programs import Program
+from provision.conftest import wait_until, warm_starts, workers_of
 from provision.datasets import Numbers, ids_only, mark_after, mark_before, reads_in
+from rich.console import Console
 from torch.utils.data import DataLoader
 
-from fastensor.data import EpochPlan
+from fastensor.data import EpochPlan, processes
 from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.metrics import CONTENT_TYPE
 from fastensor.provision.service import NAME_VARIABLE
 
 N = 60
@@ -37,6 +52,18 @@ def start(folder: Path, warm_services: list[Program]) -> Iterator[Start]:
         service.stop()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataService]:
+    """A service of all tests that only use it."""
+    source = Numbers(N, tmp_path_factory.mktemp("shared"))
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        warm_starts(monkeypatch),
+        DataService.start(source, cache_bytes=1 << 20, workers=2, metrics_port=0) as service,
+    ):
+        yield service
+
+
 def ids(batches: Any) -> list[int]:
     return [number for batch in batches for number in batch["id"].tolist()]
 
@@ -46,16 +73,15 @@ def ids_one_by_one(batches: Any) -> Iterator[int]:
         yield from batch["id"].tolist()
 
 
-def test_batches_are_those_of_a_data_loader(start: Start, folder: Path) -> None:
+def test_batches_are_those_of_a_data_loader(shared: DataService, folder: Path) -> None:
     dataset = Numbers(N, folder)
-    with start(dataset) as service:
-        loader = service.loader(8, seed=3)
-        assert len(loader) == 8
-        for epoch in range(3):
-            expected = DataLoader(dataset, batch_sampler=list(EpochPlan(N, seed=3, batch_size=8).batches(epoch)))
-            for found, wanted in zip(loader, expected, strict=True):
-                assert torch.equal(found["id"], wanted["id"])
-                assert torch.equal(found["bytes"], wanted["bytes"])
+    loader = shared.loader(8, seed=3)
+    assert len(loader) == 8
+    for epoch in range(3):
+        expected = DataLoader(dataset, batch_sampler=list(EpochPlan(N, seed=3, batch_size=8).batches(epoch)))
+        for found, wanted in zip(loader, expected, strict=True):
+            assert torch.equal(found["id"], wanted["id"])
+            assert torch.equal(found["bytes"], wanted["bytes"])
 
 
 def test_samples_are_read_once_for_all_epochs_and_ranks(start: Start, folder: Path) -> None:
@@ -97,8 +123,8 @@ def test_functions_that_change_samples_change_no_others(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 13), (3, 4), (5, 1)])
-def test_an_epoch_goes_on_with_other_ranks(start: Start, ranks: int, size: int) -> None:
-    service = start()
+def test_an_epoch_goes_on_with_other_ranks(shared: DataService, ranks: int, size: int) -> None:
+    service = shared
     loader, found = service.loader(8, seed=2, ranks=(0, 1)), []
     for number, batch in enumerate(loader, 1):
         found += batch["id"].tolist()
@@ -121,8 +147,8 @@ def test_an_epoch_goes_on_with_other_ranks(start: Start, ranks: int, size: int) 
     assert sorted(ids(service.loader(size, seed=2, ranks=(0, 1)))) == list(range(N))
 
 
-def test_a_second_resume_in_one_epoch(start: Start) -> None:
-    service, found, state = start(), [], None
+def test_a_second_resume_in_one_epoch(shared: DataService) -> None:
+    service, found, state = shared, [], None
     for size in (7, 5, 20):
         loader = service.loader(size, seed=4)
         if state is not None:
@@ -138,8 +164,8 @@ def test_a_second_resume_in_one_epoch(start: Start) -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_epochs_that_are_left_begin_anew(start: Start) -> None:
-    loader = start().loader(6, seed=1)
+def test_epochs_that_are_left_begin_anew(shared: DataService) -> None:
+    loader = shared.loader(6, seed=1)
     for _ in range(2):
         next(iter(loader))
     order = EpochPlan(N, seed=1).order(2).tolist()
@@ -148,8 +174,8 @@ def test_epochs_that_are_left_begin_anew(start: Start) -> None:
     assert ids(loader) == EpochPlan(N, seed=1).order(7).tolist()
 
 
-def test_a_state_of_other_samples_is_refused(start: Start, folder: Path) -> None:
-    loader = start().loader(6)
+def test_a_state_of_other_samples_is_refused(shared: DataService) -> None:
+    loader = shared.loader(6)
     with pytest.raises(ValueError, match=r"content 'other', not 'numbers-60-1000'"):
         loader.load_state_dict({**loader.state_dict(), "content": "other"})
     with pytest.raises(ValueError, match=r"no state of a ProvisionedLoader: it lacks \['consumed'"):
@@ -283,8 +309,8 @@ def test_a_loader_that_is_closed_registers_again(start: Start) -> None:
         service.status()
 
 
-def test_arrays_stay_arrays_and_views(start: Start, folder: Path) -> None:
-    loader = start(Numbers(N, folder)).loader(4, collate_fn=list)
+def test_arrays_stay_arrays_and_views(shared: DataService) -> None:
+    loader = shared.loader(4, collate_fn=list)
     for batch in loader:
         for sample in batch:
             assert isinstance(sample["bytes"], np.ndarray)
@@ -292,9 +318,9 @@ def test_arrays_stay_arrays_and_views(start: Start, folder: Path) -> None:
             assert sample["bytes"].ctypes.data % 64 == 0
 
 
-def test_who_knows_the_length_need_not_ask_once_more(start: Start, folder: Path) -> None:
+def test_who_knows_the_length_need_not_ask_once_more(shared: DataService) -> None:
     """As Lightning does: what came ahead of the next epoch is not made again."""
-    loader = start().loader(8)
+    loader = shared.loader(8)
     seen = []
     for _ in range(3):
         batches = iter(loader)
@@ -324,3 +350,139 @@ def test_a_sample_that_cannot_be_read_ahead_is_tried_once(start: Start, folder: 
         service.status()
     assert reads_in(folder)[3] <= 4
     others.close()
+
+
+def test_a_loader_that_is_dropped_is_not_served_any_more(shared: DataService) -> None:
+    """At once: no garbage collector is needed."""
+    service = shared
+    gc.disable()
+    try:
+        loader = service.loader(8)
+        batches = iter(loader)
+        next(batches)
+        assert len([*loader.batch_sampler]) == 7
+        assert loader.batch_sampler.sampler is loader
+        dropped = weakref.ref(loader)
+        del loader, batches
+        assert dropped() is None
+        wait_until(lambda: not service.status()["loaders"])
+    finally:
+        gc.enable()
+
+
+def scraped(address: str, method: str = "GET") -> tuple[int, str, str]:
+    """Status, type and text of an answer over HTTP."""
+    where = urlsplit(address)
+    with closing(HTTPConnection(where.netloc, timeout=20)) as connection:
+        connection.request(method, where.path)
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def test_metrics_are_served_on_loopback(start: Start) -> None:
+    service = start(metrics_port=0)
+    loaders = [service.loader(8, ranks=(rank, 2)) for rank in range(2)]
+    assert sorted(number for pair in zip(*loaders, strict=True) for number in ids(pair)) == list(range(N))
+    address = service.status()["metrics"]
+    assert address.startswith("http://127.0.0.1:")
+    status, kind, text = scraped(address)
+    assert (status, kind) == (200, CONTENT_TYPE)
+    assert "fastensor_provision_cache_samples 60\n" in text
+    for loader in service.status()["loaders"]:
+        assert f'samples_total{{client="rank {loader["ranks"][0]}, loader ' in text
+    waits = re.findall(r"wait_seconds_count.* (\d+)", text)
+    assert list(map(int, waits)) == [len(loader) for loader in loaders]
+    assert [scraped(address, "POST")[0], scraped(f"{address}x")[0]] == [405, 404]
+    assert "metrics" not in start(name="other").status()
+
+
+def test_whoever_asks_for_metrics_holds_nothing_up(shared: DataService) -> None:
+    """Those that send nothing, too much, or nonsense; and those that read nothing."""
+    service = shared
+    where = urlsplit(service.status()["metrics"])
+    silent = [socket.create_connection((where.hostname, where.port), 20) for _ in range(40)]
+    for number, one in enumerate(silent):
+        with suppress(OSError):  # it was dropped
+            one.sendall([b"", b"GET /metrics HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"\r\n\r\n"][number % 4])
+    assert sorted(ids(service.loader(8))) == list(range(N))
+    assert scraped(service.status()["metrics"])[0] == 200
+    for one in silent:
+        one.close()
+
+
+def test_a_port_for_metrics_that_is_taken_is_an_error(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ProvisionError, match=f"cannot listen on 127.0.0.1:{port}"):
+            start(metrics_port=port)
+    with pytest.raises(ProvisionError, match="expected host:port"):
+        start(metrics_port=1 << 16)
+
+
+def test_statistics_are_a_table(shared: DataService) -> None:
+    loader = shared.loader(8)
+    for _ in range(2):
+        assert len(ids(loader)) == N
+    found = loader.stats()
+    assert (found.epoch.batches, found.given.batches) == (8, 16)
+    assert (found.epoch.samples, found.epoch.waits.count) == (N, 8)
+    assert found.epoch.seconds < found.given.seconds
+    head, epoch, total = str(found).splitlines()
+    assert head.split()[:2] == ["batches", "samples"]
+    assert epoch.split()[:3] == ["epoch", "8", "60"]
+    assert total.split()[:4] == ["in", "all", "16", "120"]
+
+
+def test_a_bar_shows_how_the_cache_fills(start: Start) -> None:
+    service = start()
+    observer = DataService.connect(service._engine._address)._engine
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    service.preload()
+    show(observer, console, lambda: False)
+    assert "60 of 60 samples" in console.file.getvalue()
+    show(observer, console, lambda: True)
+    observer.close()
+
+
+def test_no_bar_where_there_is_no_terminal(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    start()
+    assert threading.active_count() == before
+    assert capfd.readouterr().err == ""
+
+
+PINNED_SERVER = """
+import socket, sys
+sys.path[:] = sys.argv[3:]
+from fastensor.provision import placement
+from fastensor.provision.embedded import server
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(chr(0) + sys.argv[1])
+listener.listen(100)
+print("listens", flush=True)
+cpus = [frozenset({int(text)}) for text in sys.argv[2].split(",")]
+found = {str(number): placement.Placement((), None, number, one) for number, one in enumerate(cpus)}
+server.placements = lambda: found
+server.main(listener.fileno())
+"""
+
+
+def test_workers_run_on_processors_next_to_gpus(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two GPUs, one of which is next to a processor that this process may not use."""
+    (first, *_), elsewhere = sorted(os.sched_getaffinity(0)), 1 << 15
+
+    def begin(name: str, module: str) -> bool:
+        programs.append(Program("-c", PINNED_SERVER, name, f"{first},{elsewhere}", *sys.path, provision=True))
+        return programs[-1].stdout.readline() == "listens\n"
+
+    programs: list[Program] = []
+    monkeypatch.setattr(processes, "start", begin)
+    service = start(workers=3)
+    pids = workers_of(service, 3)
+    wait_until(lambda: os.sched_getaffinity(pids[0]) == {first})
+    assert sorted(ids(service.loader(8))) == list(range(N))
+    assert [os.sched_getaffinity(pid) for pid in pids[1:]] == [os.sched_getaffinity(0)] * 2
+    service.stop()
+    for program in programs:
+        program.wait()
+        program.communicate()

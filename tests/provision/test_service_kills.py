@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import Program
-from provision.conftest import SECONDS, has_ended
+from provision.conftest import has_ended, wait_until, workers_of
 from provision.datasets import Killing, Numbers, reads_in
 
 from fastensor.data import EpochPlan, processes
@@ -39,13 +39,6 @@ def rings_of(pid: int) -> int:
     return maps.count("memfd:fastensor-ring")
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_worker_that_is_killed_by_a_sample_is_replaced(service: DataService, folder: Path) -> None:
     for position in (7, 23):
         (folder / f"kill-{position}").touch()
@@ -53,7 +46,7 @@ def test_a_worker_that_is_killed_by_a_sample_is_replaced(service: DataService, f
     for epoch in range(2):
         assert ids(loader) == EpochPlan(N, seed=1).order(epoch).tolist()
     assert service.status()["workers_replaced"] == 2
-    assert len(service.status()["workers"]) == 2
+    assert len(workers_of(service, 2)) == 2
     assert loader.stats().repeated == 0
 
 
@@ -62,7 +55,7 @@ def test_workers_that_are_killed_at_any_time(service: DataService) -> None:
     for number, batch in enumerate(loader):
         found += batch["id"].tolist()
         if number % 5 == 0:
-            os.kill(service.status()["workers"][number % 2]["pid"], signal.SIGKILL)
+            os.kill(workers_of(service, 2)[number % 2], signal.SIGKILL)
     assert found == EpochPlan(N, seed=1).order(0).tolist()
     assert ids(loader) == EpochPlan(N, seed=1).order(1).tolist()
 
@@ -87,9 +80,9 @@ def test_a_killed_server_is_started_again_and_no_sample_is_lost(
         for number, pair in enumerate(zip(*loaders, strict=True)):
             found += ids(pair)
             if number == 2:
-                status = service.status()
-                os.kill(status["pid"], signal.SIGKILL)
-                assert all(has_ended(worker["pid"]) for worker in status["workers"])
+                pids = [*workers_of(service, 2), service.status()["nursery"]]
+                os.kill(service.status()["pid"], signal.SIGKILL)
+                assert all(map(has_ended, pids))
                 seconds.append(-time.monotonic())
             if number == 3:
                 seconds[-1] += time.monotonic()
@@ -146,6 +139,71 @@ def test_damaged_samples_are_read_again(service: DataService, folder: Path) -> N
     assert sum(reads_in(folder).values()) > N
 
 
+def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
+    loader, found = service.loader(4, seed=1), []
+    for number, batch in enumerate(loader):
+        found += batch["id"].tolist()
+        if number in (1, 3):
+            workers = workers_of(service, 2)
+            before = service.status()["nursery"]
+            os.kill(before, signal.SIGKILL)
+            wait_until(lambda: service.status()["nursery"] != before)  # noqa: B023
+            os.kill(workers[0], signal.SIGKILL)
+            wait_until(lambda: workers[0] not in workers_of(service, 2))  # noqa: B023
+    assert found == EpochPlan(N, seed=1).order(0).tolist()
+    assert service.status()["workers_replaced"] == 2
+    assert len(workers_of(service, 2)) == 2
+
+
+SCRIPT = """
+import os, threading
+from pathlib import Path
+with Path({imports!r}).open("a") as file:
+    file.write(__name__ + " ")
+if {wish!r} == "threads":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+elif {wish!r} == "ends":
+    os._exit(7)
+elif {wish!r} == "raises":
+    raise ValueError("a bad script")
+"""
+
+
+@pytest.mark.parametrize(
+    ("wish", "least", "most", "error"),
+    [
+        ("", 1, 1, ""),
+        ("threads", 2, 4, ""),
+        ("ends", 4, 100, "3 workers have ended while they made it, the last one with 7"),
+        ("raises", 2, 100, "ValueError: a bad script"),
+    ],
+)
+def test_the_script_is_imported_once_for_all_workers(
+    folder: Path,
+    warm_services: list[Program],
+    monkeypatch: pytest.MonkeyPatch,
+    wish: str,
+    least: int,
+    most: int,
+    error: str,
+) -> None:
+    """Unless it starts threads or ends, which each worker has to find out."""
+    script, imports = folder / "script.py", folder / "imports"
+    script.write_text(SCRIPT.format(imports=str(imports), wish=wish))
+    as_if_started = {"sys_path": sys.path, "init_main_from_path": str(script)}
+    monkeypatch.setattr("multiprocessing.spawn.get_preparation_data", lambda name: as_if_started)
+    with DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=3) as service:
+        loader = service.loader(2)
+        if error:
+            with pytest.raises(ProvisionError, match=error):
+                ids(loader)
+        else:
+            assert sorted(ids(loader)) == list(range(N))
+    imported = imports.read_text().split()
+    assert set(imported) == {"__mp_main__"}
+    assert least <= len(imported) <= most
+
+
 CLIENT = """
 import sys
 from fastensor.provision import DataService
@@ -168,7 +226,7 @@ def test_a_killed_client_frees_its_ring(service: DataService) -> None:
         client.wait()
     wait_until(lambda: not service.status()["loaders"])
     wait_until(lambda: rings_of(pid) == 0)
-    workers = [one["pid"] for one in service.status()["workers"]]
+    workers = workers_of(service, 2)
     wait_until(lambda: not any(map(rings_of, workers)))
     assert sorted(ids(service.loader(7))) == list(range(N))
 
@@ -224,7 +282,7 @@ def test_ranks_start_one_service_restart_it_and_leave_nothing(folder: Path, kill
 
 def test_the_service_ends_with_its_last_client_however_it_ends(folder: Path, warm_services: list[Program]) -> None:
     service = DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=1)
-    status = service.status()
+    status, workers = service.status(), workers_of(service, 1)
     with Program("-c", CLIENT, service.address, provision=True) as client:
         assert client.stdout.readline() == "at work\n"
         service.stop()
@@ -233,8 +291,7 @@ def test_the_service_ends_with_its_last_client_however_it_ends(folder: Path, war
         assert not has_ended(status["pid"], 0.1)
         client.kill()
         client.wait()
-    assert has_ended(status["pid"])
-    assert has_ended(status["workers"][0]["pid"])
+    assert all(map(has_ended, [status["pid"], status["nursery"], *workers]))
 
 
 @pytest.mark.torture
@@ -250,8 +307,11 @@ def test_everything_is_killed_again_and_again(service: DataService) -> None:
                     os.kill(service.status()["pid"], signal.SIGKILL)
                 case 1 | 2 | 3:
                     with suppress(ProcessLookupError):  # the server has been killed just before
-                        os.kill(service.status()["workers"][0]["pid"], signal.SIGKILL)
+                        os.kill(workers_of(service, 2)[0], signal.SIGKILL)
                 case 4:
+                    with suppress(ProcessLookupError):
+                        os.kill(service.status()["nursery"], signal.SIGKILL)
+                case 5:
                     loaders[0].close()
         assert sorted(found) == list(range(N))
     assert max(loader.stats().given.waits.longest for loader in loaders) < 5

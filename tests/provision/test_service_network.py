@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import Program
-from provision.conftest import has_ended
+from provision.conftest import has_ended, wait_until, warm_starts
 from provision.datasets import Numbers, ids_only
 
 from fastensor.data import EpochPlan, processes
@@ -25,12 +26,33 @@ from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.errors import FastensorError
 from fastensor.provision import DataService, ProvisionError
 from fastensor.provision.embedded import wire
-from fastensor.provision.embedded.protocol import BadMessage, Say, joined, parted, start_as_json, start_of
-from fastensor.provision.engine import Start
+from fastensor.provision.embedded.protocol import (
+    BadMessage,
+    Hello,
+    Say,
+    hello_of,
+    joined,
+    parted,
+    start_as_json,
+    start_of,
+)
+from fastensor.provision.engine import Facts, Start
 from fastensor.provision.service import NAME_VARIABLE
 
 N = 40
 TOKEN = "a secret of the tests"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataService]:
+    """A service of all tests that only use it."""
+    found = Numbers(N, tmp_path_factory.mktemp("shared"))
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        warm_starts(monkeypatch),
+        DataService.start(found, cache_bytes=1 << 20, workers=1, listen="localhost:0", token=TOKEN) as service,
+    ):
+        yield service
 
 
 @pytest.fixture
@@ -48,9 +70,9 @@ def call(service: DataService) -> Connection:
     return Connection(socket.create_connection(wire.parsed_address(service.address.removeprefix("tcp://"))))
 
 
-def test_batches_come_through_the_socket(service: DataService) -> None:
-    assert service.address.startswith("tcp://127.0.0.1:")
-    with DataService.connect(service.address, token=TOKEN) as remote:
+def test_batches_come_through_the_socket(shared: DataService) -> None:
+    assert shared.address.startswith("tcp://127.0.0.1:")
+    with DataService.connect(shared.address, token=TOKEN) as remote:
         loader = remote.loader(7, seed=1, buffer_bytes=20_000)
         for epoch in range(2):
             kept = list(loader)
@@ -91,12 +113,12 @@ def test_who_has_started_the_service_starts_it_again_for_others(service: DataSer
         assert sorted(found) == list(range(N))
 
 
-def test_another_token_or_none_is_refused(service: DataService) -> None:
+def test_another_token_or_none_is_refused(shared: DataService) -> None:
     with pytest.raises(ProvisionError, match="has another token"):
-        DataService.connect(service.address, token="wrong")
+        DataService.connect(shared.address, token="wrong")
     with pytest.raises(ProvisionError, match="needs a token"):
-        DataService.connect(service.address)
-    assert service.status()["clients"] == 2  # a thread of this process looks after the service
+        DataService.connect(shared.address)
+    wait_until(lambda: shared.status()["clients"] == 2)  # a thread of this process looks after the service
 
 
 def test_listening_elsewhere_needs_a_token(folder: Path, warm_services: list[Program]) -> None:
@@ -154,26 +176,26 @@ def is_dropped(connection: Connection) -> bool:
         return True
 
 
-def test_strangers_are_dropped_by_their_first_message(service: DataService) -> None:
+def test_strangers_are_dropped_by_their_first_message(shared: DataService) -> None:
     answers = [(Say.ANSWER, b"x" * nbytes) for nbytes in (0, 63, 64, 65)]
     for said in [(Say.REGISTER, b"{}"), (Say.ASK, b""), (Say.SPEC, b""), *answers]:
-        stranger = call(service)
+        stranger = call(shared)
         assert wait_for(stranger).kind == Say.CHALLENGE
         stranger.send(*said)
         assert is_dropped(stranger), said
-    assert service.status()["clients"] == 2
+    wait_until(lambda: shared.status()["clients"] == 2)
 
 
-def test_a_long_first_message_is_not_waited_for(service: DataService) -> None:
-    with socket.create_connection(wire.parsed_address(service.address.removeprefix("tcp://"))) as stranger:
+def test_a_long_first_message_is_not_waited_for(shared: DataService) -> None:
+    with socket.create_connection(wire.parsed_address(shared.address.removeprefix("tcp://"))) as stranger:
         stranger.sendall(struct.pack("<QB", 1 << 39, Say.ANSWER))
         assert stranger.recv(1000)[-32:]
         assert stranger.recv(1) == b""
 
 
-def test_many_strangers_do_not_keep_others_out(service: DataService) -> None:
-    strangers = [call(service) for _ in range(100)]
-    with DataService.connect(service.address, token=TOKEN) as remote:
+def test_many_strangers_do_not_keep_others_out(shared: DataService) -> None:
+    strangers = [call(shared) for _ in range(100)]
+    with DataService.connect(shared.address, token=TOKEN) as remote:
         assert sorted(ids(remote.loader(8))) == list(range(N))
     for stranger in strangers:
         stranger.close()
@@ -223,12 +245,37 @@ def test_a_known_client_that_sends_nonsense_is_dropped_alone(
     assert sorted(found + ids(batches)) == list(range(N))
 
 
+HELLO = Hello(1, Facts(samples=N, fingerprint="", cache_nbytes=0, workers=1), b"").as_json()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"{}", b"[]", b'{"pid": 1}', b'{"pid": "1", "proof": ""}', b'{"pid": 1, "proof": "", "facts": 7}',
+        b'{"pid": 1, "proof": "x", "facts": null}', HELLO.replace(b'"workers": 1', b'"workers": "1"'),
+        HELLO.replace(b'"seed"', b'"other"'),
+    ],
+)  # fmt: skip
+def test_what_another_program_says_is_no_service(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor(1) as thread:
+
+        def answer() -> None:
+            connection = Connection(other.accept()[0])
+            connection.send(Say.HELLO, said)
+            assert is_dropped(connection)
+
+        answered = thread.submit(answer)
+        with pytest.raises(ProvisionError, match="there is no data service at tcp://"):
+            DataService.connect(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout=0)
+        answered.result()
+
+
 @given(
     st.binary(max_size=200)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)
 )
 def test_any_bytes_are_a_message_or_nonsense(body: bytes) -> None:
-    for parse in (parted, lambda view: start_of(view, N)):
+    for parse in (parted, hello_of, lambda view: start_of(view, N)):
         try:
             parse(memoryview(body))
         except BadMessage:

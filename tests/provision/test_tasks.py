@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import RingWriter
-from fastensor.provision.embedded.feeding import Stream
+from fastensor.provision.embedded.feeding import Stream, key_of
 from fastensor.provision.embedded.tasks import Tasks
 from fastensor.provision.engine import Facts, Registration, Start
 
@@ -38,3 +38,23 @@ def test_what_could_not_be_read_ahead_is_not_read_ahead_again() -> None:
         tasks.stock.not_readable(task.positions)
         assert len(tried) <= 100
     assert tried == list(range(100))
+
+
+def test_the_cache_follows_a_loader_that_is_left() -> None:
+    """From its next batch on, without a word from it."""
+    tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
+    streams = [Stream(number, Registration(), RingWriter(1 << 20)) for number in range(3)]
+    plans = [EpochPlan(100, seed=seed, batch_size=4) for seed in (1, 1, 2)]
+    for stream, plan in zip(streams, plans, strict=True):
+        stream.begin(Start(plan, 3, 8), tasks.orders)
+        tasks.start(Start(plan, 3, 8), streams)
+    streams[2].issue()
+    tasks.left(streams[1:])
+    assert tasks.orders.followed == key_of(plans[1])
+    tasks.left(streams[2:])
+    assert tasks.orders.followed == key_of(plans[2])
+    task = tasks.next_preload()
+    assert task is not None
+    assert task.positions.tolist() == plans[2].order(3)[12:16].tolist()
+    tasks.left([])
+    assert tasks.orders.followed == key_of(plans[2])

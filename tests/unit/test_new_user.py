@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from programs import run
@@ -67,13 +68,22 @@ def test_ten_uses_in_a_process(tmp_path: Path) -> None:
         assert backends[0] == "numpy", "by the rule"
 
 
-def test_promises(benchmark: ModuleType) -> None:
-    found = [
+def runs_of(benchmark: ModuleType) -> list[Any]:
+    return [
         benchmark.Run("x", operation, way, [seconds] * 9 + [2 * seconds], 11 * seconds, ["direct"])
         for operation in ("save", "cold load")
         for container in benchmark.CONTAINERS
         for way, seconds in zip(container.ways, [1.2, 1.0, 3.0, *[1.1] * len(container.peers)], strict=True)
     ]
+
+
+def test_a_picture_is_drawn(tmp_path: Path, benchmark: ModuleType) -> None:
+    benchmark.plot(runs_of(benchmark), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_promises(benchmark: ModuleType) -> None:
+    found = runs_of(benchmark)
     lines, verdicts = benchmark.summarize(found)
     assert [(one["measured"], one["holds"]) for one in verdicts[3:6]] == [(1.2, False), (1.091, False), (1.2, True)]
     assert [one["promise"].split(":")[0] for one in verdicts[::3]] == [

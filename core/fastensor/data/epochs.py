@@ -49,8 +49,6 @@ class EpochLoader(ABC):
         """Whether the next iteration begins at the progress, because no batch of that epoch was given out since."""
         self._told_batches = 0
         """What ``len`` has said last."""
-        self.batch_sampler = _RestOfEpoch(self)
-        """The positions of batches. Lightning finds ``set_epoch`` here."""
 
     @abstractmethod
     def _batches_of(self, plan: EpochPlan) -> Iterator[Any]:
@@ -66,6 +64,11 @@ class EpochLoader(ABC):
         """Which samples this rank takes now."""
         rank, world_size = self._ranks or ranks_of_job()
         return replace(self._base_plan, rank=rank, world_size=world_size)
+
+    @property
+    def batch_sampler(self) -> _RestOfEpoch:
+        """The positions of batches. Lightning finds ``set_epoch`` here."""
+        return _RestOfEpoch(self)  # kept by nobody: a loader that is dropped ends at once, and what it has started
 
     @property
     def progress(self) -> Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -203,15 +204,17 @@ class ValueReader:
             self._replace_engine()
 
     def _wanted_engine(self) -> EngineName:
-        """The engine that is the fastest now. A sweep begins if one pays, and ends if there was one."""
-        swept, name = self._sweep is not None, choose_engine(self._fd, self._mean_nbytes)
+        """The engine that is the fastest now. Begins a sweep if it pays."""
+        name = choose_engine(self._fd, self._mean_nbytes)
         if self._sweep is not None and self._sweep.is_over:
             self._sweep = None
-        if self._sweeps and not swept and name == "willneed":
+        if self._sweeps and name == "willneed":
             nbytes = os.fstat(self._fd).st_size
             if fits(nbytes * (1 - posix.resident_fraction(self._fd, nbytes)), available_memory()):
                 with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
                     self._sweep = Sweep(self._fd, nbytes)
+                    weakref.finalize(self, self._sweep.stop).atexit = False
+                    self._sweeps = False  # once: what has left the page cache since would leave it again
         return name if self._sweep is None else "pread"  # advice would be for reads in the way of the sweep
 
     def _replace_engine(self) -> None:

@@ -15,7 +15,8 @@ from fastensor.files.budgets import available_memory
 _MOST_OF_MEMORY = 0.5
 """Of the memory that is available, so that the pages of other files stay."""
 _PIECE_NBYTES = 64 << 20
-"""At most two pieces are under way. Memory is looked at again after each: other programs may want it."""
+"""A piece is asked for when the end of the one before has come. Memory is looked at again after each: other programs
+may want it."""
 
 
 def fits(nbytes: float, available: int) -> bool:
@@ -33,7 +34,7 @@ def fits(nbytes: float, available: int) -> bool:
 
 class Sweep:
     """A thread that asks the kernel for one part of a file after the other. It ends by itself, with the file, or when
-    memory gets scarce; or with the process.
+    the rest of it does not fit any more; or with the process.
 
     Args:
         fd: open for reading. It is duplicated.
@@ -50,7 +51,7 @@ class Sweep:
         self._thread = threading.Thread(target=self._run, name="fastensor-sweep", daemon=True)
         try:
             self._thread.start()
-        except BaseException:
+        except RuntimeError:  # there is no thread. After an interrupt there may be one, which closes the descriptor
             os.close(self._fd)
             raise
 
@@ -66,10 +67,10 @@ class Sweep:
     def _run(self) -> None:
         try:
             for begin in range(0, self._nbytes, _PIECE_NBYTES):
-                nbytes = min(_PIECE_NBYTES, self._nbytes - begin)
-                if self._stopped or not fits(nbytes, available_memory()):
+                left = self._nbytes - begin
+                if self._stopped or not fits(left, available_memory()):
                     return
-                advise(self._fd, begin, nbytes)
+                advise(self._fd, begin, min(_PIECE_NBYTES, left))
                 if begin:
                     os.pread(self._fd, 1, begin - 1)  # waits for the piece before
         except OSError:  # values are read all the same, and say what is wrong

@@ -17,7 +17,7 @@ from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.modules import AttachedModel, PersistentStorages
-from fastensor.offload.planner import Planner
+from fastensor.offload.planner import Planner, UnexaminedPass
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.scheduler import TransferRates
@@ -84,9 +84,9 @@ class OffloadEngine:
             return self._swapper
 
     @contextmanager
-    def guarded(self, swapper: Swapper) -> Iterator[None]:
-        """Close ``swapper``, whose records may be half changed, as those of the planner may be, if the block raises an
-        unexpected exception, such as Ctrl-C. The next step begins with a new swapper and a new planner."""
+    def guarded(self, swapper: Swapper | None) -> Iterator[None]:
+        """If the block raises an unexpected exception, such as Ctrl-C, close ``swapper``, if there is one: its records
+        may be half changed, and so may those of the planner. The next step begins with new ones."""
         try:
             yield
         except _EXPECTED:
@@ -95,7 +95,8 @@ class OffloadEngine:
             if self._swapper is swapper and not self.closed:
                 self._swapper = None
                 self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
-            swapper.close()
+            if swapper is not None:
+                swapper.close()
             raise
 
     def begin_step(self) -> None:
@@ -129,13 +130,13 @@ class OffloadEngine:
                 self.config.drive_tbw,
             )
 
-    def begin_forward(self, swapper: Swapper) -> ForwardPass:
-        """The record of a forward pass that begins."""
+    def begin_forward(self, swapper: Swapper, *, is_rest: bool) -> ForwardPass:
+        """The record of a forward pass that begins, or of the rest of one that was not examined before."""
         with self._lock:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
-        return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass())
+        return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
         """How fast transfers have been; None before the first one."""
@@ -205,10 +206,19 @@ class OffloadEngine:
             self._kept += kept
             self._hook_seconds += seconds
 
-    def note_memory(self, swapper: Swapper) -> None:
+    def begin_unexamined(self) -> UnexaminedPass | None:
+        """See :meth:`fastensor.offload.planner.Planner.begin_unexamined`."""
+        swapper = self._swapper
+        with self.guarded(swapper):
+            unexamined = self.planner.begin_unexamined()
+            if unexamined is not None:
+                self.note_memory(swapper)
+            return unexamined
+
+    def note_memory(self, swapper: Swapper | None) -> None:
         """Note how many bytes of saved tensors graphs hold, and how many of them are in memory, if more than ever."""
         resident = self.planner.resident_bytes()
-        saved, in_memory = swapper.saved_bytes()
+        saved, in_memory = (0, 0) if swapper is None else swapper.saved_bytes()
         with self._lock:
             for name, nbytes in (("peak_saved_bytes", saved), ("peak_memory_bytes", in_memory)):
                 self._counts[name] = max(self._counts[name], resident + nbytes)

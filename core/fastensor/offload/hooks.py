@@ -147,6 +147,8 @@ class StepHooks:
         """Whether what is saved next belongs to another forward pass: a backward pass has begun, or none at all."""
         self._unexamined: UnexaminedPass | None = None
         """The forward pass, if not each tensor is looked at."""
+        self._is_rest = False
+        """Whether the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Of the forward pass so far."""
         self._known: dict[tuple[int, int], list[_KnownRange]] = {}
@@ -169,6 +171,7 @@ class StepHooks:
                 unexamined.seconds += time.perf_counter() - started
                 return record
             self.end_unexamined()
+            self._is_rest = True
         self._note_pass()
         self._clock = started - self._seconds_in_hooks
         counts, kept = Counter(packed=1), Counter[str]()
@@ -199,10 +202,14 @@ class StepHooks:
     def _begin_pass(self) -> None:
         """Begin another forward pass."""
         self.end_unexamined()
-        self._is_over, self._forward = False, None
-        self._saved_nbytes = 0
+        self._is_over = self._is_rest = False
+        self._begin_record()
         if self._engine.trace is None:
-            self._unexamined = self._engine.planner.begin_unexamined()
+            self._unexamined = self._engine.begin_unexamined()
+
+    def _begin_record(self) -> None:
+        """Record what is saved next as a pass of its own."""
+        self._forward, self._saved_nbytes = None, 0
 
     def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
@@ -330,7 +337,7 @@ class StepHooks:
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""
         if self._forward is None or self._forward.swapper is not swapper:
-            self._forward = self._engine.begin_forward(swapper)
+            self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
     def _share(
@@ -369,7 +376,7 @@ class StepHooks:
         before, self._count = self._count, sum(map(len, alive.values()))
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
         if self._count < before / 2:
-            self._forward = None
+            self._begin_record()
 
 
 def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float, ratio: float) -> SavedTensor:

@@ -73,6 +73,11 @@ class Jobs:
         self.closed = False
         """Whether nothing is moved any more: running jobs end before their next piece."""
 
+    @property
+    def have_threads(self) -> bool:
+        """Whether there are threads, which take jobs."""
+        return bool(self._pools) and not self.closed
+
     # With the lock held. ----------------------------------------------------------------------------------------------
 
     def submit(self, pool: Literal["write", "read"], job: Callable[..., T], *arguments: Any) -> Future[T]:

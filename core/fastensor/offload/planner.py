@@ -37,6 +37,8 @@ _WORTH_PLANNING_AGAIN = 1.25
 """How much larger a limit has to be than the one of a plan before there is a new plan."""
 _EXAMINED_EVERY = 16
 """One pass in so many is examined, though everything has fitted so far."""
+_REST = 1
+"""Where marks begin in the rest of a pass whose first tensors were not examined."""
 _MORE_THAN_BEFORE = 1.05
 """How many times more bytes than examined passes have saved a pass may save before the rest is examined."""
 _MOST_PASSES = 8
@@ -119,7 +121,7 @@ class UnexaminedPass:
     """What a forward pass may save without a look at each tensor, because everything fits: all of it stays."""
 
     resident: ResidentBytes
-    """The graphs' handle of what the pass is expected to save."""
+    """The graphs' handle of all that the pass may save so, until no graph needs any of it."""
     most_nbytes: int
     """After so many bytes the rest is examined, for the pass is not what was expected."""
     count: int = 0
@@ -196,12 +198,18 @@ class Planner:
         """Whether tensors may stay at all."""
         return self._config.schedule != "all"
 
-    def begin_pass(self) -> PassRecord:
-        """Plan the passes that have ended, and begin to record one."""
-        record = PassRecord()
+    def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
+        """Plan the passes that have ended, and begin to record one.
+
+        Args:
+            is_rest: whether this is the rest of a pass that was not examined before. It is not planned: what it saves
+                stays while there is room.
+        """
+        record = PassRecord(form=_REST if is_rest else 0)
         self.plan_ended()
-        with self._lock:
-            self._passes.append(record)
+        if not is_rest:
+            with self._lock:
+                self._passes.append(record)
         return record
 
     def begin_unexamined(self) -> UnexaminedPass | None:
@@ -214,13 +222,13 @@ class Planner:
             return None
         self.plan_ended()
         with self._lock:
-            expected = self._expected() if self._unexamined < _EXAMINED_EVERY else None
+            expected = self._expected() if self._unexamined < _EXAMINED_EVERY - 1 else None
             self._unexamined = 0 if expected is None else self._unexamined + 1
             if expected is None:
                 return None
-            device, nbytes, most_nbytes = expected
+            device, nbytes = expected
             self._hold(device, nbytes)
-        return UnexaminedPass(ResidentBytes(nbytes, device, self._released), most_nbytes)
+        return UnexaminedPass(ResidentBytes(nbytes, device, self._released), nbytes)
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
@@ -272,20 +280,18 @@ class Planner:
 
     # --- inside, with the lock held
 
-    def _expected(self) -> tuple[torch.device, int, int] | None:
-        """The only device of passes that are not examined, the bytes that stay there, and the most that are saved."""
+    def _expected(self) -> tuple[torch.device, int] | None:
+        """The device of passes that are not examined, and the most bytes that one may save: what those before have
+        saved at most, parameters and all, so that whatever it saves has room."""
         forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1]]
         if not forms or forms[-1] is not next(reversed(self._forms.values())) or any(form.plan.out for form in forms):
             return None
-        kept = Counter[torch.device]()
-        for form in forms:
-            kept |= form.kept_nbytes()
-        if len(kept) != 1:
+        devices = {device for form in forms for device in form.kept_nbytes()}
+        if len(devices) != 1:
             return None
-        ((device, nbytes),) = kept.items()
-        if self._resident[device] + nbytes > self._limit(device):
-            return None
-        return device, nbytes, int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
+        (device,) = devices
+        nbytes = int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
+        return None if self._resident[device] + nbytes > self._limit(device) else (device, nbytes)
 
     def _hold(self, device: torch.device, nbytes: int) -> None:
         self._resident[device] += nbytes

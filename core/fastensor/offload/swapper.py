@@ -225,6 +225,7 @@ class Swapper:
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes that graphs hold, and those of them that take memory on their device."""
         with self._lock:
+            self._let_go_released()
             return self._saved.nbytes, self._saved.nbytes - self._away.nbytes
 
     def memory_usage(self) -> dict[str, int]:
@@ -242,12 +243,12 @@ class Swapper:
 
     def _return_freed_memory(self, saved: SavedBytes) -> None:
         """Note that a range goes or comes back. Have a writer thread return freed memory, if that is due."""
-        if saved.device.type != "cpu" or not self._config.return_freed_memory:
+        if saved.device.type != "cpu" or not self._config.return_freed_memory or not self._jobs.have_threads:
             return
         self._freed_nbytes += saved.nbytes
         if self._freed_nbytes >= _MOST_IDLE_BYTES:
             self._freed_nbytes = 0
-            with suppress(NoThreadsError):  # then nothing is offloaded
+            with suppress(NoThreadsError):  # at exit
                 self._jobs.submit("write", return_freed_memory)
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:

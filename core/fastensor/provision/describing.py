@@ -11,15 +11,12 @@ In a description None, booleans, numbers and strings are themselves. All else is
 ``["L", [items…]]``                   a list of nothing but None, booleans, numbers and strings
 ``["d", key, value, …]``              a dict
 ``["m", module, class, items…]``      a named tuple
-``["p", items…, nbytes]``             a pickle, in the last buffer, of an object with these tensors and arrays in it
 ====================================  ==================================================================================
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,9 +38,9 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcSUVmM][1-9]\d{0,8}(\[\d{0,9}[A-Za-z]{1,2}
 _encoder = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
 
-def described(value: Any, *, allow_pickle: bool) -> tuple[bytes, tuple[memoryview, ...]]:
+def described(value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
     """The description of a value, and its buffers. See :func:`fastensor.provision.encoding.encode`."""
-    describer = _Describer(allow_pickle)
+    describer = _Describer()
     node = describer.node_of(value, "the sample")
     try:
         text = _encoder.encode(node)
@@ -66,7 +63,6 @@ def is_name(text: Any) -> bool:
 class _Describer:
     """Describes a value, and collects its buffers."""
 
-    allow_pickle: bool
     buffers: list[memoryview] = field(default_factory=list)
 
     def node_of(self, value: Any, path: str, depth: int = 0) -> Node:
@@ -85,7 +81,12 @@ class _Describer:
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return ["m", _module_of(kind), kind.__qualname__, *self._items_of(value, path, depth)]
         leaf = self.leaf_of(value)
-        return self._pickled(value, path) if leaf is None else leaf
+        if leaf is None:
+            raise UnsupportedSampleError(
+                f"{path} is {_in_words(value)}. Only tensors of the CPU that need no gradient, arrays and plain data "
+                f"are passed on, nothing is pickled: convert it, in a data service by before_cache or after_cache"
+            )
+        return leaf
 
     def leaf_of(self, value: Any) -> Node:
         """The description of a tensor, an array, a NumPy scalar or bytes; None if it is something else."""
@@ -111,38 +112,6 @@ class _Describer:
         for key, value in values.items():
             yield self.node_of(key, f"a key of {path}", depth + 1)
             yield self.node_of(value, f"{path}[{key!r}]", depth + 1)
-
-    def _pickled(self, value: Any, path: str) -> Node:
-        if not self.allow_pickle:
-            raise UnsupportedSampleError(
-                f"{path} is {_in_words(value)}. Only tensors of the CPU that need no gradient, arrays and plain data "
-                f"are passed on without pickling: convert it, in a data service by before_cache or after_cache"
-            )
-        file = io.BytesIO()
-        pickler = _Pickler(file, self)
-        try:
-            pickler.dump(value)
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-            raise UnsupportedSampleError(f"{path} is {_in_words(value)}, which cannot be pickled: {error}") from error
-        self.buffers.append(file.getbuffer())
-        return ["p", *pickler.leaves, len(self.buffers[-1])]
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves tensors and arrays to a describer."""
-
-    def __init__(self, file: io.BytesIO, describer: _Describer) -> None:
-        super().__init__(file, protocol=5)
-        self._describer = describer
-        self.leaves: list[Node] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        """The number of a tensor or array in the leaves."""
-        leaf = self._describer.leaf_of(value) if isinstance(value, (torch.Tensor, np.ndarray)) else None
-        if leaf is None:
-            return None
-        self.leaves.append(leaf)
-        return len(self.leaves) - 1
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,6 @@
 """Samples and batches as bytes, for memory that processes share, and for sockets.
 
-Tensors and arrays come back as views of the memory. Nothing of a value is executed or imported on the way back, unless
-both sides allow pickles.
+Tensors and arrays come back as views of the memory. Nothing of a value is executed or imported on the way back.
 
 Layout, in the byte order of the machine: a head of 24 bytes (magic number, CRC32 of all that follows it, number of
 bytes in all, and of the description); the description, see :mod:`fastensor.provision.describing`; then the buffers in
@@ -75,13 +74,12 @@ class Encoded:
             end = aligned(end) + len(buffer)
 
 
-def encode(value: Any, *, allow_pickle: bool = False) -> Encoded:
+def encode(value: Any) -> Encoded:
     """Prepare a value to be written into memory. Copies nothing but tensors and arrays that are not contiguous.
 
     Args:
         value: tensors of the CPU that need no gradient, arrays and scalars of NumPy, ``bytes``, ``str``, ``int``,
             ``float``, ``bool``, None; and lists, tuples, named tuples and dicts of values.
-        allow_pickle: whether other objects are pickled. Tensors and arrays in them are not.
 
     Raises:
         UnsupportedSampleError: the value has an object of another type, or is nested in itself.
@@ -93,30 +91,28 @@ def encode(value: Any, *, allow_pickle: bool = False) -> Encoded:
     >>> decode(memory)["label"]
     7
     """
-    return Encoded(*described(value, allow_pickle=allow_pickle))
+    return Encoded(*described(value))
 
 
-def decode(memory: memoryview, *, allow_pickle: bool = False) -> Any:
+def decode(memory: memoryview) -> Any:
     """The value that was written into the memory.
 
     Arrays are views of the memory, and keep it. Tensors, too, if the memory is writable; tensors of read-only memory
     are copies, because torch has no read-only tensors, and to write to one would end the process.
 
-    Whatever the memory holds, this takes time and memory in proportion to its size, unless pickles are allowed. It does
-    not compare the CRC32, see :func:`check`.
+    Whatever the memory holds, this takes time and memory in proportion to its size. It does not compare the CRC32, see
+    :func:`check`.
 
     Args:
         memory: contiguous bytes, which begin at a multiple of 16. It may be longer than the value.
-        allow_pickle: whether to load pickles, which can run any code, and to import modules of named tuples.
 
     Raises:
         CorruptSampleError: the memory does not hold such a value.
-        UnsupportedSampleError: it has a pickle, and ``allow_pickle`` is false; or a named tuple of a module that has
-            not been imported.
+        UnsupportedSampleError: it has a named tuple of a module that has not been imported.
         ValueError: the memory begins elsewhere.
     """
     nbytes, description_nbytes = _parsed_head(memory)
-    return restored(memory[:nbytes], _HEAD.size, _HEAD.size + description_nbytes, allow_pickle=allow_pickle)
+    return restored(memory[:nbytes], _HEAD.size, _HEAD.size + description_nbytes)
 
 
 def check(memory: memoryview) -> None:

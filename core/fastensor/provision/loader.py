@@ -14,7 +14,7 @@ from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.encoding import decode
 from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
-from fastensor.provision.metrics import Served
+from fastensor.provision.metrics import Served, table
 from fastensor.provision.transfer import DeviceCopies
 
 T = TypeVar("T")
@@ -32,11 +32,20 @@ class LoaderStatistics:
     """What a loader has given out so far."""
 
     given: Served = field(default_factory=Served)
-    """Batches, and how long they were waited for. See :func:`fastensor.provision.metrics.table`."""
+    """Batches, and how long they were waited for."""
+    epoch: Served = field(default_factory=Served)
+    """Those of the epoch that is given out, or was last."""
     repeated: int = 0
     """Batches that came again, and were dropped."""
     recoveries: int = 0
     """How often the service was lost, and looked for."""
+
+    def __str__(self) -> str:
+        """A table for people: :func:`fastensor.provision.metrics.table`."""
+        lines = [table({"epoch": self.epoch, "in all": self.given})]
+        if self.repeated or self.recoveries:
+            lines.append(f"The service was lost {self.recoveries} times. {self.repeated} batches came again.")
+        return "\n".join(lines)
 
 
 class ProvisionedLoader(EpochLoader):
@@ -83,6 +92,8 @@ class ProvisionedLoader(EpochLoader):
         self._statistics = LoaderStatistics()
         self._began: float | None = None
         """When the first batch was wanted."""
+        self._epoch_began = 0.0
+        """When the first one of the epoch was."""
         self._recoveries = 0
         """How often the service was lost since the last batch."""
 
@@ -107,6 +118,8 @@ class ProvisionedLoader(EpochLoader):
 
     def _host_batches(self, plan: EpochPlan, progress: Progress) -> Iterator[Any]:
         """The batches from a progress to the end of its epoch."""
+        self._epoch_began = time.perf_counter()
+        self._statistics = replace(self._statistics, epoch=Served())
         self._go_to(plan, progress)
         for left in reversed(range(plan.steps(progress.consumed))):
             progress = progress.after_step(plan)
@@ -145,19 +158,18 @@ class ProvisionedLoader(EpochLoader):
         return pushed.content
 
     def _count(self, pushed: Pushed, waited_seconds: float) -> None:
-        given, cost, now = self._statistics.given, pushed.cost, time.perf_counter()
+        now = time.perf_counter()
         if self._began is None:
             self._began = now - waited_seconds
-        given = Served(
-            batches=given.batches + 1,
-            samples=given.samples + cost.samples,
-            nbytes=given.nbytes + len(pushed.content),
-            hits=given.hits + cost.hits,
-            read_nbytes=given.read_nbytes + cost.read_nbytes,
-            seconds=now - self._began,
-            waits=given.waits.with_wait(waited_seconds),
+
+        def counted(served: Served, began: float) -> Served:
+            served = served.with_batch(nbytes=len(pushed.content), **pushed.cost._asdict())
+            return replace(served, seconds=now - began, waits=served.waits.with_wait(waited_seconds))
+
+        given, epoch = self._statistics.given, self._statistics.epoch
+        self._statistics = replace(
+            self._statistics, given=counted(given, self._began), epoch=counted(epoch, self._epoch_began)
         )
-        self._statistics = replace(self._statistics, given=given)
 
     def _sort_in(self, pushed: Pushed | None) -> None:
         """Keep what has come until its turn; but each batch once."""

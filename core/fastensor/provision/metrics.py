@@ -92,6 +92,18 @@ class Served:
         """The part of the time that the client has waited. 0 without time."""
         return min(self.waits.seconds / self.seconds, 1.0) if self.seconds > 0 else 0.0
 
+    def with_batch(self, *, samples: int, nbytes: int, hits: int, read_nbytes: int) -> Served:
+        """This and another batch. What it has is said as here."""
+        return Served(
+            self.batches + 1,
+            self.samples + samples,
+            self.nbytes + nbytes,
+            self.hits + hits,
+            self.read_nbytes + read_nbytes,
+            self.seconds,
+            self.waits,
+        )
+
     def __add__(self, other: Served) -> Served:
         """Of two clients at the same time, or of one after the other: seconds are added."""
         return Served(

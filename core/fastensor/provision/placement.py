@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +97,32 @@ def placements(root: Path = Path("/")) -> dict[str, Placement]:
     return found
 
 
+def shell_exports(placement: Placement) -> list[str]:
+    """The lines by which a shell lets what it starts use the network card of a GPU.
+
+    >>> shell_exports(Placement(("mlx5_0:1",), "mlx5_0:1", 0, frozenset()))
+    ['export UCX_NET_DEVICES=mlx5_0:1']
+    """
+    return [f"export {name}={shlex.quote(value)}" for name, value in placement.ucx_settings().items()]
+
+
+def worker_cpus(found: Mapping[str, Placement], workers: int) -> list[frozenset[int]]:
+    """The processors that each of so many workers runs on, so that the memory of batches is next to GPUs: by turns
+    those next to one GPU and another, no more workers than processors. None for the others, and for all without GPUs:
+    they run on any.
+
+    Args:
+        found: the :func:`placements` of the machine.
+
+    >>> node = [Placement((), None, number, frozenset({2 * number, 2 * number + 1})) for number in range(2)]
+    >>> [sorted(cpus) for cpus in worker_cpus({"0000:17:00.0": node[0], "0000:b3:00.0": node[1]}, 5)]
+    [[0, 1], [2, 3], [0, 1], [2, 3], []]
+    """
+    groups = list(dict.fromkeys(placement.cpus for placement in found.values()))
+    turns = (group for number in range(workers) for group in groups if number < len(group))
+    return list(islice(chain(turns, repeat(frozenset[int]())), workers))
+
+
 def pin_to(cpus: frozenset[int]) -> frozenset[int]:
     """Let this process run on these processors only, as far as it may run on them.
 
@@ -125,6 +152,19 @@ def parsed_cpus(text: str) -> frozenset[int]:
             raise ValueError(f"expected processors such as 0-3,8, found {text[:80]!r}")
         cpus.update(range(first, last + 1))
     return frozenset(cpus)
+
+
+def listed_cpus(cpus: frozenset[int]) -> str:
+    """Processors as :func:`parsed_cpus` reads them.
+
+    >>> listed_cpus(frozenset({0, 1, 2, 8, 10, 11}))
+    '0-2,8,10-11'
+    """
+    firsts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
+    lasts = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
+    return ",".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)
+    )
 
 
 def _nearest(gpu: Device, cards: list[NetworkCard]) -> tuple[str, ...]:

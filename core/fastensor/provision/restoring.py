@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import math
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,19 +30,18 @@ _TORCH_DTYPES = {
 }
 
 
-def restored(memory: memoryview, begin: int, end: int, *, allow_pickle: bool) -> Any:
+def restored(memory: memoryview, begin: int, end: int) -> Any:
     """The value in memory. See :func:`fastensor.provision.encoding.decode`.
 
     Args:
         memory: the bytes of the value, all of them.
         begin: where the description begins in the memory.
         end: where it ends.
-        allow_pickle: whether to load pickles.
     """
     address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     if address % _ADDRESS_ALIGNMENT:
         raise ValueError(f"memory of samples begins at a multiple of {_ADDRESS_ALIGNMENT}, found {address:#x}")
-    restorer = _Restorer(memory, end, allow_pickle)
+    restorer = _Restorer(memory, end)
     try:
         value = restorer.value_of(_node(bytes(memory[begin:end])))
     except (CorruptSampleError, UnsupportedSampleError):
@@ -74,7 +70,6 @@ class _Restorer:
     memory: memoryview
     end: int
     """Where the last buffer ends that was taken."""
-    allow_pickle: bool
 
     def value_of(self, node: Node, depth: int = 0) -> Any:
         """The value of a description, which is in ``depth`` other ones."""
@@ -141,21 +136,8 @@ class _Restorer:
 
     def named_tuple(self, node: Node, depth: int) -> Any:
         _, module, name, *items = node
-        kind = _class_of_named_tuples(module, name, may_import=self.allow_pickle)
+        kind = _class_of_named_tuples(module, name)
         return kind._make([self.value_of(item, depth) for item in items])
-
-    def pickled(self, node: Node, depth: int) -> Any:
-        if not self.allow_pickle:
-            raise UnsupportedSampleError(
-                "the sample in memory has a pickle, which can run any code: allow_pickle=True loads it"
-            )
-        _, *leaves, nbytes = node
-        values = [self.value_of(leaf, depth) for leaf in leaves]
-        begin = self.take(nbytes)
-        try:
-            return _Unpickler(io.BytesIO(self.memory[begin : self.end]), values).load()
-        except (pickle.UnpicklingError, EOFError, ImportError, AttributeError) as error:
-            raise CorruptSampleError(f"the sample in memory has a pickle that cannot be loaded: {error}") from error
 
 
 _RESTORES: dict[str, Callable[[_Restorer, Node, int], Any]] = {
@@ -168,24 +150,12 @@ _RESTORES: dict[str, Callable[[_Restorer, Node, int], Any]] = {
     "u": _Restorer.tuple_,
     "d": _Restorer.dict_,
     "m": _Restorer.named_tuple,
-    "p": _Restorer.pickled,
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gets the tensors and arrays of an object from elsewhere."""
-
-    def __init__(self, file: io.BytesIO, leaves: list[Any]) -> None:
-        super().__init__(file)
-        self._leaves = leaves
-
-    def persistent_load(self, number: int) -> Any:
-        return self._leaves[number]
-
-
-def _class_of_named_tuples(module: str, name: str, *, may_import: bool) -> Any:
-    """The class of this name. Unless it may be imported, the module has to be there."""
-    found: Any = importlib.import_module(module) if may_import else sys.modules.get(module)
+def _class_of_named_tuples(module: str, name: str) -> Any:
+    """The class of this name. Its module has to be there: nothing is imported."""
+    found: Any = sys.modules.get(module)
     if found is None:
         raise UnsupportedSampleError(f"the sample has a named tuple {module}.{name}: import {module} before")
     for part in name.split("."):

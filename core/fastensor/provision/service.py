@@ -17,6 +17,7 @@ from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import Contents, packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
+from fastensor.provision.filling import show_in_thread
 from fastensor.provision.loader import ProvisionedLoader
 from fastensor.provision.sources import as_source
 
@@ -59,6 +60,8 @@ class DataService:
         name: str = "",
         listen: str = "",
         token: str | None = None,
+        metrics_port: int | None = None,
+        progress: bool = True,
     ) -> Self:
         """Start a service, or join the one that another process of the job has started.
 
@@ -82,6 +85,10 @@ class DataService:
                 them, and one for validation.
             listen: ``"host:port"``, if processes of other machines are to connect. They get batches through the socket.
             token: a secret that such processes have to know; needed unless the host is this machine itself.
+            metrics_port: serve metrics for Prometheus over HTTP on this port of the loopback interface, at
+                ``/metrics``. 0 takes a port that is free. :meth:`status` says where.
+            progress: whether the process that starts the service shows a progress bar while the cache fills, if its
+                error output is a terminal.
 
         Raises:
             ProvisionError: the source cannot be pickled, or the service cannot be started.
@@ -98,8 +105,11 @@ class DataService:
             )
         if listen:
             wire.parsed_address(listen)
+        metrics = "" if metrics_port is None else f"127.0.0.1:{metrics_port}"
+        if metrics:
+            wire.parsed_address(metrics)
         found = as_source(source, fingerprint=fingerprint)
-        facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed, listen)
+        facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed, listen, metrics)
         spec_fd = packed(facts, token, Contents(found, before_cache, after_cache))
         job = os.environ.get(NAME_VARIABLE)
         of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
@@ -110,6 +120,8 @@ class DataService:
                 f"this job has a service of these samples with other arguments: expected seed and cache_bytes "
                 f"{(seed, cache_bytes)}, found {has}; give the other service a name of its own by name="
             )
+        if progress and cache_bytes and joined.has_started:
+            show_in_thread(joined, lambda: EmbeddedEngine(f"local:{of_job}"))
         return cls(joined)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""``fastensor doctor|tune``"""
+"""``fastensor doctor|placement|tune``"""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def add_to(app: typer.Typer) -> None:
         epilog="Exit status: 0 if files can be saved there, whatever the warnings; 1 if not, or if they do not come "
         "back."
     )(doctor)
+    app.command(epilog="Exit status: 0; 1 if there is no such GPU, or the system says what makes no sense.")(placement)
     app.command(epilog="Exit status: 0 if something was learned; 1 if nothing could be measured.")(tune)
 
 
@@ -41,6 +42,24 @@ def doctor(
     from fastensor.cli import doctor as command
 
     return command.run(path, chosen, quick=quick, json=json)
+
+
+def placement(
+    gpu: Annotated[
+        int | None,
+        typer.Argument(
+            help="Print the variables for this GPU, for a shell. Counted from 0 in the order of PCI addresses."
+        ),
+    ] = None,
+) -> int:
+    """Show which network card and processors are next to each GPU.
+
+    From the PCIe tree. UCX uses the network card that is next to GPU 0 after: eval "$(fastensor placement 0)". CUDA
+    counts GPUs in this order if CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    """
+    from fastensor.cli import placement as command
+
+    return command.run(gpu)
 
 
 def tune(

@@ -28,15 +28,17 @@ from fastensor.provision.embedded.protocol import (
     CREDIT,
     NO_SLOT,
     BadMessage,
+    Hello,
     Say,
     as_bytes,
+    hello_of,
     joined,
     json_of,
     start_as_json,
     text_of,
 )
 from fastensor.provision.embedded.watching import watch
-from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
+from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, Start
 
 _LOCAL = "local:"
 _TCP = "tcp://"
@@ -77,6 +79,8 @@ class EmbeddedEngine:
         self._seconds = seconds
         self._listened = ""
         """Where the service has listened: where it is started again, it listens there."""
+        self.has_started = False
+        """Whether this object has started the service."""
         self._lease: Connection | None = None
         try:
             self.recover()
@@ -146,9 +150,11 @@ class EmbeddedEngine:
         if not self._name or self._spec_fd is None:
             return False
         try:
-            return processes.start(self._name, "fastensor.provision.embedded.server")
+            started = processes.start(self._name, "fastensor.provision.embedded.server")
         except (OSError, subprocess.SubprocessError) as error:
             raise ProvisionError(f"the data service cannot be started: {error}") from error
+        self.has_started = self.has_started or started
+        return started
 
     def _connected(self) -> Connection:
         """A new connection to the service, which has said hello, and knows what it serves.
@@ -160,15 +166,15 @@ class EmbeddedEngine:
             connection = self._reached() if self._name else self._called()
             try:
                 hello = self._greeted(connection)
-                if self._spec_fd is not None and hello["facts"] is None:
+                if self._spec_fd is not None and hello.facts is None:
                     connection.send(Say.SPEC, self._listened.encode(), fd=self._spec_fd)
                     hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
-                if hello["facts"] is None:
+                if hello.facts is None:
                     raise EngineLost("it was not told yet what to serve")
             except BaseException:
                 connection.close()
                 raise
-            self._pid, self.facts = int(hello["pid"]), Facts(**hello["facts"])
+            self._pid, self.facts = hello.pid, hello.facts
             self._listened = self.facts.listen
             return connection
 
@@ -183,7 +189,7 @@ class EmbeddedEngine:
         wire.keep_alive(endpoint)
         return Connection(endpoint)
 
-    def _greeted(self, connection: Connection) -> dict[str, Any]:
+    def _greeted(self, connection: Connection) -> Hello:
         message = _answer(connection, _ANSWER_SECONDS, Say.HELLO, Say.CHALLENGE)
         if message.kind == Say.HELLO:
             if self._token is not None and not self._name:
@@ -197,17 +203,17 @@ class EmbeddedEngine:
             hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
         except ConnectionLost as error:
             raise ProvisionError(f"the service at {self._address} has another token") from error
-        if not wire.is_proof(bytes.fromhex(hello["proof"]), self._token, "server", *nonces):
+        if not wire.is_proof(hello.proof, self._token, "server", *nonces):
             raise ProvisionError(f"the service at {self._address} does not know the token: it is not the one")
         return hello
 
-    def _hello(self, message: Message) -> dict[str, Any]:
+    def _hello(self, message: Message) -> Hello:
         """What the service says of itself. Keeps what it serves, so that this process, too, can start it again."""
         if message.fd is not None and self._spec_fd is None:
             self._keep(message.fd)
         elif message.fd is not None:
             os.close(message.fd)
-        return json_of(message.body)
+        return hello_of(message.body)
 
     def _keep(self, spec_fd: int) -> None:
         self._spec_fd = spec_fd

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import secrets
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,9 @@ from fastensor.data.connection import Connection, Message
 from fastensor.data.ring import RingWriter, Slot
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.feeding import Batch, Stream
-from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Say, checked, parted
-from fastensor.provision.engine import Cost, Registration
+from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Hello, Say, checked, parted
+from fastensor.provision.engine import Cost, Facts, Registration
+from fastensor.provision.metrics import Served
 
 _LONGEST_NBYTES = 256 << 20
 """Clients send no longer messages: pickles of functions, and numbers."""
@@ -50,6 +53,8 @@ class Client:
         """Its loader."""
         self.pickled = b""
         """The collate function."""
+        self.served = Served()
+        """What it was sent."""
 
     @property
     def registered(self) -> Stream:
@@ -85,9 +90,9 @@ class Client:
         self.is_known = True
         self.connection.longest_nbytes = _LONGEST_NBYTES
 
-    def say_hello(self, facts: dict[str, Any] | None, spec_fd: int | None) -> None:
+    def say_hello(self, facts: Facts | None, spec_fd: int | None) -> None:
         """Tell it what the service is."""
-        said = json.dumps({"pid": os.getpid(), "facts": facts, "proof": self._proof.hex()}).encode()
+        said = Hello(os.getpid(), facts, self._proof).as_json()
         self.connection.send(Say.HELLO, said, fd=spec_fd if self._is_local else None)
 
     def say_status(self, status: dict[str, Any]) -> None:
@@ -127,12 +132,17 @@ class Client:
         Raises:
             BadMessage: it has not got these.
         """
-        self.registered.credit(*checked(CREDIT.unpack_from, body), now=time.monotonic())
+        generation, taken, waited_seconds = checked(CREDIT.unpack_from, body)
+        if not 0 <= waited_seconds < math.inf:
+            raise BadMessage(f"it has waited {waited_seconds} s")
+        self.registered.credit(generation, taken, waited_seconds, now=time.monotonic())
+        self.served = replace(self.served, waits=self.served.waits.with_wait(waited_seconds))
         for sequence in checked(partial(np.frombuffer, dtype=np.int64), body[CREDIT.size :]).tolist():
             checked(self.registered.ring.release, sequence)
 
     def push(self, batch: Batch, slot: Slot, cost: Cost, fd: int | None) -> None:
         """Send a batch, which is in a slot, or in memory of its own."""
+        self.served = self.served.with_batch(nbytes=slot.nbytes, **cost._asdict())
         said = BATCH.pack(batch.generation, batch.index, *slot, *cost)
         if self._is_local:
             self.connection.send(Say.BATCH, said, fd=fd)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import numpy as np
 from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Bytes, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.provision.engine import Start
+from fastensor.provision.engine import Facts, Start
 
 T = TypeVar("T")
 
@@ -81,6 +81,8 @@ class Say(IntEnum):
     :class:`Work`."""
     STORE = 35
     """Server to worker: ``NUMBER`` of a task, then offsets for the samples that it has read, -1 for none."""
+    FORK = 36
+    """Server to nursery: ``NUMBER`` of the place of a worker."""
     DONE = 48
     """Worker to server: ``DONE``, then numbers of samples in the batch that were read, and their bytes; then positions
     of samples that the cache had lost. A batch without a slot comes in memory of its own."""
@@ -88,6 +90,8 @@ class Say(IntEnum):
     """Worker to server: ``NUMBER`` of a task."""
     BROKEN = 50
     """Worker to server: ``NUMBER`` of a task, then a traceback."""
+    FORKED = 51
+    """Nursery to server: ``FORKED``. The connection to the worker comes along."""
 
 
 BATCH = struct.Struct("=qqqqqqqq")
@@ -97,6 +101,8 @@ CREDIT = struct.Struct("=qqd")
 NUMBER = struct.Struct("=q")
 TASK = struct.Struct("=qqqqqqq")
 """Number, loader (-1: only for the cache), seed, epoch, offset and bytes of the slot, number of samples."""
+FORKED = struct.Struct("=qq")
+"""Process id and place of a worker."""
 DONE = struct.Struct("=qqqq")
 """Number of the task, bytes of the batch, number of samples that were read, number of those that were lost."""
 
@@ -153,6 +159,40 @@ def done_of(body: memoryview) -> Done:
     number, nbytes, read, _ = DONE.unpack_from(body)
     numbers = np.frombuffer(body[DONE.size :], np.int64)
     return Done(number, nbytes, *np.split(numbers, [read, 2 * read]))
+
+
+class Hello(NamedTuple):
+    """What a server says of itself."""
+
+    pid: int
+    facts: Facts | None
+    """None: it was not told yet what to serve."""
+    proof: bytes
+    """That it knows the token; empty if it does not ask for one."""
+
+    def as_json(self) -> bytes:
+        """The body of a ``HELLO``."""
+        facts = None if self.facts is None else asdict(self.facts)
+        return json.dumps({"pid": self.pid, "facts": facts, "proof": self.proof.hex()}).encode()
+
+
+def hello_of(body: memoryview) -> Hello:
+    """What a ``HELLO`` says.
+
+    Raises:
+        BadMessage: it says what no server of this version does.
+    """
+    found = json_of(body)
+    pid, proof = found.get("pid"), found.get("proof")
+    if not isinstance(pid, int) or not isinstance(proof, str):
+        raise BadMessage(f"expected a process id and a proof, found {str(found)[:80]}")
+    if (said := found.get("facts")) is None:
+        return Hello(pid, None, checked(bytes.fromhex, proof))
+    facts = checked(lambda: Facts(**said))
+    for field in fields(Facts):
+        if type(value := getattr(facts, field.name)).__name__ != field.type:
+            raise BadMessage(f"{field.name} is {value!r}, expected {field.type}")
+    return Hello(pid, facts, checked(bytes.fromhex, proof))
 
 
 def start_as_json(start: Start) -> bytes:

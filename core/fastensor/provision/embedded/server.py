@@ -8,6 +8,9 @@ if it keeps old batches, and its ring has no room, the batch comes in memory of 
 A client that ends, however it does, is seen by the end of its connection. A worker that ends is replaced, and what it
 was doing is done again; a batch that has ended several workers is an error of its loader. The server ends with its last
 client, and the workers with it.
+
+Workers are forked from a process that has imported the user's script once for all of them
+(:mod:`fastensor.provision.embedded.nursery`). They come when it has.
 """
 
 from __future__ import annotations
@@ -18,18 +21,20 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastensor.data.connection import ConnectionLost, Message
+from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded import wire, worker
 from fastensor.provision.embedded.clients import Client
 from fastensor.provision.embedded.feeding import Stream
+from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
 from fastensor.provision.embedded.protocol import (
     BATCH,
+    FORKED,
     NO_SLOT,
     NUMBER,
     BadMessage,
@@ -40,16 +45,21 @@ from fastensor.provision.embedded.protocol import (
     start_of,
     text_of,
 )
+from fastensor.provision.embedded.scraping import PATH, Scrape
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.tasks import Task, Tasks
 from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import Cost
+from fastensor.provision.metrics import exposition
+from fastensor.provision.placement import Placement, placements, worker_cpus
 
 _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
 """For how long the server waits for its first client: whoever has started it may have died."""
 _TASKS_PER_WORKER = 2
 """One is done, and one is waiting, so that the worker need not."""
+_MOST_SCRAPES = 16
+"""Requests for metrics at the same time. If there are more, the oldest is dropped."""
 _MOST_STRANGERS = 64
 """Clients that have not shown that they know the token. If there are more, the oldest is dropped."""
 
@@ -65,6 +75,8 @@ class Server:
         self._clients: dict[int, Client] = {}
         """By number those that may use the service."""
         self._strangers: dict[int, Client] = {}
+        self._scrapes: list[Scrape] = []
+        """Requests for metrics that were not answered yet."""
         self._numbers = 0
         self._workers: list[WorkerProcess] = []
         self._replaced = 0
@@ -123,7 +135,7 @@ class Server:
         """A client may use the service."""
         if self._strangers.pop(client.number, None) is not None:
             self._clients[client.number] = client
-        facts = None if self._spec_fd is None else asdict(self._facts)
+        facts = None if self._spec_fd is None else self._facts
         self._do_for(client, partial(client.say_hello, facts, self._spec_fd))
 
     def _receive(self, client: Client) -> None:
@@ -192,6 +204,8 @@ class Server:
             return
         self._selector.unregister(client.connection)
         client.close()
+        if client.stream is not None:
+            self._tasks.left(self._streams)
         for one in self._workers:
             self._tell(one, Say.FORGET, NUMBER.pack(client.number))
 
@@ -208,6 +222,8 @@ class Server:
         try:
             if self._facts.listen:
                 self._listen_elsewhere(text_of(message) or self._facts.listen)
+            if self._facts.metrics:
+                self._listen_for_scrapes()
         except ProvisionError as error:
             os.close(message.fd)
             self._do_for(client, partial(client.refuse, str(error)))
@@ -215,8 +231,8 @@ class Server:
         self._spec_fd = message.fd
         self._tasks = Tasks(self._facts)
         self._slabs = _memory(self._facts.cache_nbytes)
-        for _ in range(self._facts.workers):
-            self._start_worker()
+        self._worker_cpus = worker_cpus(_placements(), self._facts.workers)
+        self._start_nursery(range(self._facts.workers), prepares=True)
         self._welcome(client)
 
     def _listen_elsewhere(self, address: str) -> None:
@@ -225,13 +241,54 @@ class Server:
         self._facts = replace(self._facts, listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._listen(listener, is_local=False)
 
+    def _listen_for_scrapes(self) -> None:
+        listener = wire.listening(self._facts.metrics, None)
+        host, port = listener.getsockname()
+        self._facts = replace(self._facts, metrics=f"{host}:{port}")
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept_scrape, listener))
+
+    def _accept_scrape(self, listener: socket.socket) -> None:
+        try:
+            scrape = Scrape(listener.accept()[0], self._metrics)
+        except OSError:
+            return  # the client has gone
+        self._scrapes.append(scrape)
+        self._selector.register(scrape.endpoint, selectors.EVENT_READ, partial(self._answer, scrape))
+        if len(self._scrapes) > _MOST_SCRAPES:
+            self._hang_up(self._scrapes[0])
+
+    def _answer(self, scrape: Scrape) -> None:
+        if not scrape.go_on():
+            self._hang_up(scrape)
+        elif scrape.is_answered:
+            self._selector.modify(scrape.endpoint, selectors.EVENT_WRITE, partial(self._answer, scrape))
+
+    def _hang_up(self, scrape: Scrape) -> None:
+        if scrape in self._scrapes:
+            self._scrapes.remove(scrape)
+            self._selector.unregister(scrape.endpoint)
+            scrape.close()
+
+    def _metrics(self) -> str:
+        """The counts, for Prometheus."""
+        loaders = {
+            f"rank {stream.plan.rank}, loader {stream.number}": client.served
+            for client in self._clients.values()
+            if (stream := client.stream) is not None and stream.plan is not None
+        }
+        return exposition(loaders, self._tasks.stock.cached())
+
     def _status(self) -> dict[str, Any]:
         """What the service does, for people and monitors."""
         loaders = [client.status() for client in self._clients.values() if client.stream is not None]
         found: dict[str, Any] = {"pid": os.getpid(), "clients": len(self._clients), "loaders": loaders}
         if self._spec_fd is not None:
             workers = [{"pid": one.pid, "tasks": len(one.tasks)} for one in self._workers]
-            found |= {"workers": workers, "workers_replaced": self._replaced, **self._tasks.status()}
+            found |= {"nursery": self._nursery.pid, "workers": workers, "workers_replaced": self._replaced}
+            found |= self._tasks.status()
+            if self._facts.metrics:
+                found["metrics"] = f"http://{self._facts.metrics}{PATH}"
         return found
 
     # Workers
@@ -243,12 +300,14 @@ class Server:
 
     def _give_work(self) -> None:
         """Give work to workers, as long as there are both."""
-        behind = {client.number for client in self._clients.values() if client.is_behind}
         while self._workers:
             one = min(self._workers, key=lambda one: len(one.tasks))
             if len(one.tasks) >= _TASKS_PER_WORKER:
                 return
-            task = self._tasks.next_batch(stream for stream in self._streams if stream.number not in behind)
+            ready = (
+                client.stream for client in self._clients.values() if client.stream is not None and not client.is_behind
+            )
+            task = self._tasks.next_batch(ready)
             if task is None and not one.tasks:
                 task = self._tasks.next_preload()
             if task is None:
@@ -256,10 +315,52 @@ class Server:
             one.tasks[task.number] = task
             self._tell(one, Say.TASK, *self._tasks.work_of(task).as_bytes())
 
-    def _start_worker(self) -> None:
+    def _start_nursery(self, places: Iterable[int], *, prepares: bool) -> None:
+        """Start the process that makes workers, and ask it for those of some places."""
         assert self._spec_fd is not None
-        main = partial(worker.main, spec_fd=self._spec_fd, slabs=self._slabs, seed=self._facts.seed)
-        one = WorkerProcess(main)
+        main = partial(
+            worker.main, spec_fd=self._spec_fd, slabs=self._slabs, seed=self._facts.seed, cpus=self._worker_cpus
+        )
+        self._nursery = NurseryProcess(main, self._spec_fd, prepares=prepares)
+        self._selector.register(self._nursery.connection, selectors.EVENT_READ, self._hear_nursery)
+        for place in places:
+            self._nursery.ask(place)
+
+    def _hear_nursery(self) -> None:
+        try:
+            while (message := self._nursery.connection.receive()) is not None:
+                assert message.fd is not None
+                pid, place = FORKED.unpack(message.body)
+                self._nursery.awaited.remove(place)
+                self._nursery.has_forked = True
+                self._start_worker(WorkerProcess(pid, place, Connection(socket.socket(fileno=message.fd))))
+        except ConnectionLost:
+            self._replace_nursery()
+
+    def _replace_nursery(self) -> None:
+        """The nursery has ended: start another one. It does not prepare itself if that may have ended this one.
+
+        Raises:
+            RuntimeError: this one has not prepared itself, and has made no worker either.
+        """
+        gone = self._nursery
+        self._selector.unregister(gone.connection)
+        status = gone.end()
+        if not gone.prepares and not gone.has_forked:
+            raise RuntimeError(f"the process that makes workers has ended with {status} before it has made one")
+        if gone.has_forked:
+            _log.warning(
+                "The process that makes workers of the data service has ended with %d, and is replaced", status
+            )
+        else:
+            _log.warning(
+                "The script that has started the data service ends the process that imports it for all workers (with "
+                "%d), or starts threads: each worker imports it",
+                status,
+            )
+        self._start_nursery(gone.awaited, prepares=gone.has_forked)
+
+    def _start_worker(self, one: WorkerProcess) -> None:
         self._workers.append(one)
         self._selector.register(one.connection, selectors.EVENT_READ, partial(self._hear, one))
         for client in self._clients.values():
@@ -346,7 +447,7 @@ class Server:
                 self._tasks.postpone(task)
             elif not self._tasks.killed(task):
                 self._fail(task, f"{task.attempts} workers have ended while they made it, the last one with {status}")
-        self._start_worker()
+        self._nursery.ask(one.place)
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -359,10 +460,21 @@ def _memory(nbytes: int) -> memoryview:
         os.close(fd)
 
 
+def _placements() -> dict[str, Placement]:
+    """What is next to GPUs; nothing if the system says what makes no sense."""
+    try:
+        return placements()
+    except (OSError, ValueError) as error:
+        _log.warning("Workers of the data service are not bound to processors: %s", error)
+        return {}
+
+
 def main(fd: int) -> None:
-    """Run in a process of its own.
+    """Run in a process of its own, and end it.
 
     Args:
         fd: the socket that listens.
     """
+    adopt_orphans()
     Server(socket.socket(fileno=fd)).run()
+    os._exit(0)  # the interpreter would take longer to take torch apart than most services to end

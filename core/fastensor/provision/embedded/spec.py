@@ -10,7 +10,8 @@ import json
 import mmap
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import process, spawn
 from typing import Any
@@ -68,13 +69,25 @@ def facts_of(fd: int) -> tuple[Facts, str | None]:
     return Facts(**found["facts"]), found["token"]
 
 
+def prepare(fd: int) -> None:
+    """Become like the process that has packed a spec: import its script. It is imported once in a process."""
+    with _pickles_of(fd) as memory:
+        _prepare(pickle.load(memory))
+
+
 def contents_of(fd: int) -> Contents:
-    """The user's objects, in a process that was made for them: it becomes like the one that has packed them."""
+    """The user's objects, in a process that was made for them, and is prepared."""
+    with _pickles_of(fd) as memory:
+        _prepare(pickle.load(memory))
+        return Contents(*pickle.load(memory))
+
+
+@contextmanager
+def _pickles_of(fd: int) -> Iterator[mmap.mmap]:
     (nbytes,) = NUMBER.unpack(os.pread(fd, NUMBER.size, 0))
     with mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ) as memory:
         memory.seek(NUMBER.size + nbytes)
-        _prepare(pickle.load(memory))
-        return Contents(*pickle.load(memory))
+        yield memory
 
 
 def _prepare(preparation: dict[str, Any]) -> None:

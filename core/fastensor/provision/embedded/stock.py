@@ -9,6 +9,7 @@ import numpy as np
 
 from fastensor.data.coalescing import Integers
 from fastensor.provision.cache import Cache, Extent
+from fastensor.provision.metrics import Cached
 
 
 @dataclass(slots=True)
@@ -118,6 +119,12 @@ class Stock:
         """The worker that was to write samples has ended."""
         self._damaged.update(positions.tolist())
         self.written(positions, positions)
+
+    def cached(self) -> Cached:
+        """What is kept, for monitors."""
+        if self.cache is None:
+            return Cached(0, 0, 0, 0)
+        return Cached(self.cache.samples, self.cache.used_nbytes, self.cache.nbytes, self.cache.evictions)
 
     def damaged(self, positions: Integers) -> None:
         """The bytes of samples, which are held, are not what was stored."""

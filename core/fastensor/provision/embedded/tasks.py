@@ -57,6 +57,7 @@ class Tasks:
 
     def __init__(self, facts: Facts) -> None:
         self.orders = Orders()
+        self._samples = facts.samples
         self.stock = Stock(
             Cache(facts.samples, nbytes=facts.cache_nbytes) if facts.cache_nbytes and facts.samples else None
         )
@@ -78,13 +79,28 @@ class Tasks:
         plans = [one.plan for one in loaders if one.plan is not None]
         self.orders.keep([*plans, start.plan])
         followed = self.orders.followed
-        if followed not in (None, key_of(start.plan)) and followed in map(key_of, plans):
-            return
-        position = start.epoch * start.plan.n + start.consumed
-        schedule = self.orders.follow(start.plan, position)
+        if followed in (None, key_of(start.plan)) or followed not in map(key_of, plans):
+            self._follow(start.plan, start.epoch * start.plan.n + start.consumed)
+
+    def left(self, loaders: Iterable[Stream]) -> None:
+        """A loader has gone. If the cache has followed its order, and no other loader has that, it follows the order of
+        one that is left, from the batch on that this one gets next.
+
+        Args:
+            loaders: all that are left.
+        """
+        going_on = [(one.plan, one.upcoming) for one in loaders if one.plan is not None and one.upcoming is not None]
+        if going_on and self.orders.followed not in [key_of(plan) for plan, _ in going_on]:
+            plan, upcoming = going_on[0]
+            self._follow(plan, upcoming.epoch * plan.n + upcoming.consumed)
+            self.orders.keep(plan for plan, _ in going_on)
+
+    def _follow(self, plan: EpochPlan, position: int) -> None:
+        """Let the cache follow an order, and be filled in it, from a position on."""
+        schedule = self.orders.follow(plan, position)
         if self.stock.cache is not None:
             self.stock.cache.reschedule(schedule.next_uses(from_position=position))
-            self._preloading = Preloading(start.plan, position, size=min(start.plan.batch_size, _MOST_PRELOADED))
+            self._preloading = Preloading(plan, position, size=min(plan.batch_size, _MOST_PRELOADED))
             self._cache_is_full = False
 
     def next_batch(self, loaders: Iterable[Stream]) -> Task | None:
@@ -179,6 +195,7 @@ class Tasks:
                 "cached_samples": cache.samples,
                 "cached_nbytes": cache.used_nbytes,
                 "evictions": cache.evictions,
+                "is_filled": self._cache_is_full or cache.evictions > 0 or cache.samples == self._samples,
             }
         )
         return {**asdict(self.stock.counts), **of_cache}

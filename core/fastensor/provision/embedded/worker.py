@@ -9,13 +9,11 @@ it came from the cache. Functions of the user get a copy of their own, so they m
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import pickle
-import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,9 +26,9 @@ from fastensor.errors import CorruptSampleError
 from fastensor.provision import encoding
 from fastensor.provision.embedded.protocol import NUMBER, Done, Say, Work, work_of
 from fastensor.provision.embedded.spec import Contents, contents_of
+from fastensor.provision.placement import pin_to
 from fastensor.provision.seeding import seed_all
 
-_PR_SET_PDEATHSIG = 1
 _NO_SAMPLES = np.zeros(0, np.int64)
 
 
@@ -178,12 +176,24 @@ class Worker:
         return self._contents
 
 
-def main(connection: Connection, server_pid: int, spec_fd: int, slabs: memoryview, *, seed: int) -> NoReturn:
-    """Be a worker, in a forked child of the server. Keeps nothing else of it open."""
+def main(
+    connection: Connection,
+    *,
+    place: int,
+    spec_fd: int,
+    slabs: memoryview,
+    seed: int,
+    cpus: Sequence[frozenset[int]],
+) -> NoReturn:
+    """Be a worker, in a process that was forked for it.
+
+    Args:
+        place: which of the workers it is.
+        cpus: for each place the processors that it runs on; none: any.
+    """
     status = 1
     try:
-        _die_with(server_pid)
-        _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
+        pin_to(cpus[place])
         torch.set_num_threads(1)
         Worker(connection, spec_fd, slabs, seed=seed).run()
     except ConnectionLost:
@@ -192,22 +202,6 @@ def main(connection: Connection, server_pid: int, spec_fd: int, slabs: memoryvie
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def _die_with(server_pid: int) -> None:
-    """Have the kernel kill this process when the server ends, even if the user's code hangs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server_pid:
-        os._exit(0)
-
-
-def _close_all_but(kept: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError:  # it was that of the listing itself
-                continue
 
 
 def _is_whole(sample: memoryview) -> bool:

@@ -1,0 +1,360 @@
+"""What ``provision.py`` measures: kinds of samples, and ways by which ranks get their batches.
+
+Each way reads the same objects from the same storage, and prepares them by the same functions.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from remote_storage import RemoteObjects
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fastensor.data import EpochPlan
+from fastensor.provision import DataService
+
+OURS, HALF, KILLED, STOCK = "service", "service, half", "service, killed", "DataLoader"
+LITDATA, RAY = "litdata", "Ray Data"
+PEERS = {LITDATA: "litdata", RAY: "ray"}
+"""Others, and the modules that they need."""
+IMAGE_SIZE = 224
+VOLUME, CROP = 96, 64
+CHUNK_NBYTES = 8 << 20
+"""Of litdata's files."""
+PATIENCE_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Samples of one kind, and what is done with them."""
+
+    name: str
+    count: int
+    batch: int
+    make: Callable[[int], bytes]
+    """The bytes of a number."""
+    before: Callable[[Any], Any]
+    """Done once, if it is cached."""
+    after: Callable[[Any], Any]
+    """Done for each use."""
+    cached_nbytes: int
+    """Bytes of a sample that ``before`` has made, as the cache keeps it."""
+
+
+def as_tensor(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def random_bytes(nbytes: int, number: int) -> bytes:
+    return np.random.default_rng(number).bytes(nbytes)
+
+
+def jpeg(number: int) -> bytes:
+    """A part of a photo, of about 150 KB."""
+    photo = load_sample_images().images[number % 2]
+    file = io.BytesIO()
+    Image.fromarray(np.roll(photo, 7 * number, axis=1)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def decode(data: bytearray) -> Tensor:
+    with Image.open(io.BytesIO(data)) as image:
+        pixels = np.array(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def as_volume(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.float16).reshape(VOLUME, VOLUME, VOLUME)
+
+
+def crop(volume: Tensor) -> Tensor:
+    x, y, z = torch.randint(0, VOLUME - CROP, (3,)).tolist()
+    part = volume[x : x + CROP, y : y + CROP, z : z + CROP]
+    return part.flip(0) if torch.rand(()) < 0.5 else part.clone()
+
+
+def bytes_of(name: str, nbytes: int, count: int, batch: int) -> Kind:
+    return Kind(name, count, batch, partial(random_bytes, nbytes), as_tensor, as_it_is, nbytes)
+
+
+JPEG = Kind("JPEG", 256, 16, jpeg, decode, as_it_is, 3 * IMAGE_SIZE**2)
+CROPS = Kind("3-D crops", 64, 4, partial(random_bytes, 2 * VOLUME**3), as_volume, crop, 2 * VOLUME**3)
+KINDS = [
+    bytes_of("32 KB", 32 << 10, 2048, 64), bytes_of("256 KB", 256 << 10, 512, 32), bytes_of("1 MB", 1 << 20, 192, 16),
+    bytes_of("4 MB", 4 << 20, 64, 8), bytes_of("16 MB", 16 << 20, 16, 2), JPEG, CROPS,
+]  # fmt: skip
+TINY = [bytes_of("32 KB", 32 << 10, 48, 4), Kind("JPEG", 16, 2, jpeg, decode, as_it_is, 3 * IMAGE_SIZE**2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is measured."""
+
+    kind: str
+    world: int
+    way: str
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a rank is told."""
+
+    cell: Cell
+    kind: Kind
+    objects: RemoteObjects
+    """What the storage has: for litdata its files, for the others a sample each."""
+    names: tuple[str, ...]
+    """Of these objects."""
+    folder: Path
+    """An empty folder of this run."""
+    rank: int
+    epochs: int
+    compute_seconds: float
+
+    @property
+    def plan(self) -> EpochPlan:
+        """Which samples this rank takes."""
+        return EpochPlan(self.kind.count, batch_size=self.kind.batch, rank=self.rank, world_size=self.cell.world)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A way, in a rank, ready to be measured."""
+
+    loader: Any
+    """Gives out the numbers of samples, and their content."""
+    set_epoch: Callable[[int], None]
+    pids: Callable[[], list[int]]
+    """The processes whose time counts for this rank."""
+    kill: Callable[[], None] = lambda: None
+
+
+def missing() -> list[str]:
+    """The ways that cannot be measured here, because a package is missing."""
+    return [way for way, module in PEERS.items() if find_spec(module) is None]
+
+
+def open_way(job: Job) -> AbstractContextManager[Opened]:
+    """Start what a rank needs. It is ready when the context has been entered."""
+    ways = {STOCK: by_data_loader, LITDATA: by_litdata, RAY: by_ray}
+    return ways.get(job.cell.way, by_service)(job)
+
+
+def descendants_of(pid: int) -> list[int]:
+    """A process, and all that it has started and not lost."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [pid, *(found for child in children for found in descendants_of(child))]
+
+
+def own_processes() -> list[int]:
+    return descendants_of(os.getpid())
+
+
+class Prepared(Dataset[Any]):
+    """What users write for a ``DataLoader``. Samples have their number."""
+
+    def __init__(self, objects: RemoteObjects, kind: Kind) -> None:
+        self.objects, self.before, self.after = objects, kind.before, kind.after
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return number, self.after(self.before(self.objects[number]))
+
+
+@dataclass(slots=True)
+class Numbered:
+    """Objects with their numbers, as a source of the service."""
+
+    objects: RemoteObjects
+
+    @property
+    def fingerprint(self) -> str:
+        return self.objects.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def __getitem__(self, number: int) -> tuple[int, Any]:
+        return number, self.objects[number]
+
+
+def second(function: Callable[[Any], Any], sample: tuple[int, Any]) -> tuple[int, Any]:
+    return sample[0], function(sample[1])
+
+
+class Epochs:
+    """A batch sampler whose epoch is set. It has nothing before that."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self.plan = plan
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return self.plan.steps() if self.epoch >= 0 else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([batch.tolist() for batch in self.plan.batches(self.epoch)] if self.epoch >= 0 else [])
+
+
+def forked(workers: int) -> dict[str, Any]:
+    """Options of a ``DataLoader``: its workers are children of the rank, or their time would not be found. Ranks come
+    from a fork server, and what they start would come from there, too."""
+    return {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "multiprocessing_context": "fork" if workers else None,
+    }
+
+
+@contextmanager
+def by_data_loader(job: Job) -> Iterator[Opened]:
+    """PyTorch's own, with workers that stay."""
+    sampler, workers = Epochs(job.plan), job.cell.workers
+    dataset = Prepared(job.objects, job.kind)
+    loader = DataLoader(dataset, batch_sampler=sampler, **forked(workers))
+    assert not list(loader)  # its workers start, and read nothing yet
+    yield Opened(loader, partial(setattr, sampler, "epoch"), own_processes)
+
+
+@contextmanager
+def by_service(job: Job) -> Iterator[Opened]:
+    """One service for all ranks."""
+    kind, cell = job.kind, job.cell
+    room = kind.count * (kind.cached_nbytes + 1024) * 9 // 8
+    before, after = (None if one is as_it_is else partial(second, one) for one in (kind.before, kind.after))
+    with DataService.start(
+        Numbered(job.objects), cache_bytes=room // 2 if cell.way == HALF else room, workers=cell.workers,
+        before_cache=before, after_cache=after, name=f"{os.getppid()}", progress=False,
+    ) as service:  # fmt: skip
+        while len(service.status()["workers"]) < cell.workers:
+            time.sleep(0.01)
+        loader = service.loader(kind.batch, ranks=(job.rank, cell.world), ahead=16)
+
+        def pids() -> list[int]:
+            if job.rank:
+                return own_processes()  # rank 0 counts those of the service
+            return [*own_processes(), *descendants_of(service.status()["pid"])]
+
+        yield Opened(loader, loader.set_epoch, pids, lambda: os.kill(service.status()["pid"], signal.SIGKILL))
+
+
+def write_chunks(folder: Path, kind: Kind) -> None:
+    """The samples in litdata's format."""
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(folder), chunk_bytes=max(CHUNK_NBYTES, 2 * len(kind.make(0))))
+    for number in range(kind.count):
+        writer[number] = {"number": number, "data": kind.make(number)}
+    writer.done()
+    writer.merge()
+
+
+@contextmanager
+def by_litdata(job: Job) -> Iterator[Opened]:
+    """litdata, which keeps the files that it has read on the local disk, and decodes in each epoch. Its workers start
+    in the first epoch."""
+    import litdata
+    from litdata.streaming import downloader, resolver
+
+    class FromStorage(downloader.Downloader):  # type: ignore[misc]
+        def download_file(self, remote_filepath: str, local_filepath: str) -> None:
+            data = job.objects[job.names.index(Path(remote_filepath).name)]
+            partial_path = Path(f"{local_filepath}.{os.getpid()}")
+            partial_path.write_bytes(data)
+            partial_path.replace(local_filepath)
+
+    class Decoded(litdata.StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> tuple[int, Any]:
+            found = super().__getitem__(index)
+            return found["number"], job.kind.after(job.kind.before(bytearray(found["data"])))
+
+    downloader.register_downloader("storage://", FromStorage, overwrite=True)
+    if job.cell.world > 1:
+        store = f"file://{job.folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=job.rank, world_size=job.cell.world)
+    cache = job.folder / f"rank-{job.rank}"
+    cache.mkdir()
+    where = resolver.Dir(path=str(cache), url="storage://objects")
+    workers = job.cell.workers
+    dataset = Decoded(where, shuffle=True, drop_last=False)
+    loader = litdata.StreamingDataLoader(dataset, batch_size=job.kind.batch, **forked(workers))
+    yield Opened(loader, lambda epoch: None, own_processes)
+    if job.cell.world > 1:
+        dist.destroy_process_group()
+    shutil.rmtree(cache)
+
+
+class RayEpochs:
+    """The samples of a rank in the order of the plan, read and prepared by Ray Data anew in each epoch."""
+
+    def __init__(self, job: Job) -> None:
+        self.plan, self.batch, self.epoch = job.plan, job.kind.batch, 0
+        self.prepare = partial(prepared_row, Prepared(job.objects, job.kind))
+
+    def __len__(self) -> int:
+        return self.plan.steps()
+
+    def __iter__(self) -> Iterator[Any]:
+        import ray
+
+        numbers = np.concatenate([*self.plan.batches(self.epoch)]).tolist()
+        rows = ray.data.from_items([{"number": number} for number in numbers]).map(self.prepare)
+        for batch in rows.iter_torch_batches(batch_size=self.batch, prefetch_batches=4):
+            yield batch["number"], batch["content"]
+
+
+def prepared_row(dataset: Prepared, row: dict[str, Any]) -> dict[str, Any]:
+    number, content = dataset[row["number"]]
+    return {"number": number, "content": content.numpy()}
+
+
+@contextmanager
+def by_ray(job: Job) -> Iterator[Opened]:
+    """Ray Data on a local Ray, which rank 0 starts."""
+    import ray
+
+    where = job.folder / "address"
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if job.rank == 0:
+        found = ray.init(num_cpus=job.cell.workers, include_dashboard=False, **options)
+        partial_path = job.folder / "address-partial"
+        partial_path.write_text(found.address_info["gcs_address"])
+        partial_path.replace(where)
+    else:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not where.exists():
+            assert time.monotonic() < deadline, "rank 0 has not started Ray"
+            time.sleep(0.05)
+        ray.init(address=where.read_text(), **options)
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    loader = RayEpochs(job)
+    yield Opened(loader, partial(setattr, loader, "epoch"), own_processes)
+    ray.shutdown()

@@ -1,0 +1,178 @@
+"""The process that workers are forked from: it has imported torch, and the user's script, once for all of them.
+
+It does nothing else, and has one thread of Python, so that a fork of it is whole. It prepares itself as
+``multiprocessing`` prepares its children: it imports the script that has started the service. If that ends it, or
+starts threads of Python, the server starts one that does not prepare itself; then each worker imports the script, and
+tells what goes wrong. Threads of libraries are no reason. Those for computing are told not to start, and others cope
+with forks, such as that of the memory allocator of pyarrow (``jemalloc_bg_thd``), which pandas and scikit-learn import.
+
+A worker is the grandchild of the nursery. The process between them ends, and the worker becomes a child of the server,
+which has asked the kernel for orphans: it can wait for the worker, and the worker ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import NoReturn, Protocol
+
+import torch
+
+from fastensor.data.connection import Connection, ConnectionLost
+from fastensor.provision.embedded.protocol import FORKED, NUMBER, Say
+from fastensor.provision.embedded.spec import prepare
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Libraries that are imported from now on start no threads. There are as many workers as processors."""
+
+
+class Main(Protocol):
+    """What runs in a worker.
+
+    Args:
+        connection: to the server.
+        place: which of the workers it is.
+    """
+
+    def __call__(self, connection: Connection, *, place: int) -> NoReturn: ...
+
+
+class NurseryProcess:
+    """A nursery, as the server sees it.
+
+    Args:
+        main: what runs in each worker.
+        spec_fd: what is served.
+        prepares: whether it imports the user's script before it forks.
+    """
+
+    def __init__(self, main: Main, spec_fd: int, *, prepares: bool) -> None:
+        self.prepares = prepares
+        self.has_forked = False
+        """Whether it has made a worker."""
+        self.awaited: set[int] = set()
+        """The places of workers that it was asked for, and that have not come yet."""
+        ours, theirs = socket.socketpair()
+        server_pid = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            _run(Connection(theirs), server_pid, main, spec_fd, prepares=prepares)
+        theirs.close()
+        self.connection = Connection(ours)
+
+    def ask(self, place: int) -> None:
+        """Ask for a worker. That a nursery has ended is found when it is listened to."""
+        self.awaited.add(place)
+        with suppress(ConnectionLost):
+            self.connection.send(Say.FORK, NUMBER.pack(place))
+
+    def end(self) -> int:
+        """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
+        self.connection.close()
+        return killed(self.pid)
+
+
+def killed(pid: int) -> int:
+    """Kill a child, unless it has ended. Returns the status with which it has ended, or minus a signal."""
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all processes that descend from this one, and lose theirs."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> NoReturn:
+    """Be a nursery, in a forked child of the server. Keeps nothing else of it open."""
+    status = 1
+    try:
+        _die_with(server_pid)
+        _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
+        torch.set_num_threads(1)
+        for name in _ONE_THREAD:
+            os.environ.setdefault(name, "1")
+        if prepares:
+            _prepare(spec_fd)
+        gc.freeze()  # so that workers share its memory
+        while True:
+            while (message := connection.receive()) is None:
+                connection.wait()
+            assert message.kind == Say.FORK
+            (place,) = NUMBER.unpack(message.body)
+            pid, endpoint = _fork(partial(main, place=place), server_pid, spec_fd)
+            with endpoint:
+                connection.send(Say.FORKED, FORKED.pack(pid, place), fd=endpoint.fileno())
+    except ConnectionLost:
+        status = 0  # the server has ended
+    except BaseException:  # noqa: BLE001  # it is printed, and the server starts another one
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _prepare(spec_fd: int) -> None:
+    """Import the user's script. Ends the process if that has started threads: a fork would not have them."""
+    with suppress(Exception, SystemExit):  # each worker tries again, and the trainer is told
+        prepare(spec_fd)
+    if threading.active_count() > 1:
+        os._exit(1)
+
+
+def _fork(main: Callable[[Connection], NoReturn], server_pid: int, spec_fd: int) -> tuple[int, socket.socket]:
+    """Make a worker. Returns its process id, and the server's end of the connection to it."""
+    ours, theirs = socket.socketpair()
+    said, say = os.pipe()
+    adopted, adopt = os.pipe()  # is closed by the nursery when the server is the parent
+    between = os.fork()
+    if not between:
+        pid = os.fork()
+        if pid:
+            os.write(say, NUMBER.pack(pid))
+            os._exit(0)
+        try:
+            os.close(adopt)
+            os.read(adopted, 1)
+            _die_with(server_pid)
+            _close_all_but({theirs.fileno(), spec_fd, 0, 1, 2})
+            main(Connection(theirs))
+        finally:
+            os._exit(1)
+    os.waitpid(between, 0)
+    for fd in (adopt, adopted, say):
+        os.close(fd)
+    theirs.close()
+    try:
+        (pid,) = NUMBER.unpack(os.read(said, NUMBER.size))
+    finally:
+        os.close(said)
+    return pid, ours
+
+
+def _die_with(server_pid: int) -> None:
+    """Have the kernel kill this process when its parent, the server, ends, even if the user's code hangs."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server_pid:
+        os._exit(0)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with suppress(OSError):  # it was that of the listing itself
+                os.close(int(name))
