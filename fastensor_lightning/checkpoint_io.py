@@ -32,14 +32,12 @@ from fastensor.select.transfer import check_choice
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
 
+CHECKPOINT_IO_CLASSES = load_classes("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+"""The class that every checkpoint plugin inherits from, of each installed package."""
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
 else:
-    CheckpointIO = type(
-        "CheckpointIO",
-        load_classes("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins"),
-        {},
-    )
+    CheckpointIO = type("CheckpointIO", CHECKPOINT_IO_CLASSES, {})
 
 SaveListener = Callable[[fastensor.SaveReport, int | None], None]
 """Gets the report of a save, and the global step that it is of, if it is a Trainer's."""
@@ -48,6 +46,10 @@ LoadListener = Callable[[fastensor.LoadReport], None]
 _logger = logging.getLogger(__name__)
 _STORAGE_OPTIONS = ("backend", "durable", "asynchronous")
 _PATIENCE_SECONDS = 600.0
+_MONITOR_IS_MISSING = (
+    "A Trainer gets what watches this plugin by an entry point of the installed package: install Fastensor again (a "
+    "checkout by pip install --editable), or pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer"
+)
 _FOR_REQUEUE = re.compile(r"hpc_ckpt_\d+\.ckpt")
 """What a Trainer calls the checkpoint that it saves in the last seconds before it lets SLURM restart the job."""
 
@@ -487,8 +489,7 @@ class FastensorCheckpointIO(CheckpointIO):
             self._runs_are_seen = True  # once is enough
             warnings.warn(
                 "a checkpoint is saved synchronously: a run has ended, and without a CheckpointMonitor the "
-                "plugin cannot see whether another has begun; pass "
-                "callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer",
+                f"plugin cannot see whether another has begun. {_MONITOR_IS_MISSING}",
                 stacklevel=4,
             )
         return not self._torn_down
@@ -498,8 +499,8 @@ class FastensorCheckpointIO(CheckpointIO):
             self._warned = True
             warnings.warn(
                 "checkpoints are saved asynchronously, and the Trainer has no CheckpointMonitor: loggers, "
-                "ModelCheckpoint(save_last='link') and its version counter may look for files that are not there yet; "
-                "pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer",
+                "ModelCheckpoint(save_last='link') and its version counter may look for files that are not there yet. "
+                f"{_MONITOR_IS_MISSING}",
                 stacklevel=4,
             )
 
@@ -508,9 +509,8 @@ class FastensorCheckpointIO(CheckpointIO):
         if self._may_be_alone and self._chooses and is_trainers and _has_other_ranks():
             self._may_be_alone = False
             warnings.warn(
-                "every rank learns by itself which backend is the fastest; with DDP, ranks on identical hardware share "
-                "timings if the Trainer has a CheckpointMonitor: pass "
-                "callbacks=[fastensor_lightning.CheckpointMonitor()]",
+                "every rank learns by itself which backend is the fastest: with DDP, ranks on identical hardware share "
+                f"timings, but only if the Trainer has a CheckpointMonitor. {_MONITOR_IS_MISSING}",
                 stacklevel=4,
             )
 
@@ -519,8 +519,8 @@ class FastensorCheckpointIO(CheckpointIO):
             self._saves_together = True  # once is enough
             warnings.warn(
                 "rank 0 saves alone, although the plugin is cooperative: Lightning calls it on rank 0 only, unless the "
-                "Trainer has a CheckpointMonitor; pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the "
-                "Trainer. With Fabric, call fastensor.checkpoint.cooperative.save on all ranks",
+                f"Trainer has a CheckpointMonitor. {_MONITOR_IS_MISSING}. With Fabric, call "
+                "fastensor.checkpoint.cooperative.save on all ranks",
                 stacklevel=4,
             )
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import fastensor
 from fastensor.files.arguments import check_flags
 from fastensor.select.share import Sharing
-from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
+from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes, package_of, say
-from fastensor_lightning.methods import call_after
+from fastensor_lightning.methods import call_after, call_once_after
 from fastensor_lightning.saved_in_run import SavedInRun
 from fastensor_lightning.shared_choice import share_choice
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 else:
     Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
+_logger = logging.getLogger(__name__)
 _MEGABYTE = 1e6
 
 
@@ -96,11 +97,13 @@ class CheckpointMonitor(Callback):
             plugin._subscribe(
                 lambda report, step: self._on_save(trainer, report, step),
                 loaded=lambda report: self._on_load(trainer, report),
-                interrupted=lambda: self._end_interrupted_run(trainer),
+                interrupted=lambda: self._end_interrupted_run(trainer, stage),
             )
         )
         if getattr(trainer.checkpoint_callback, "dirpath", "") is None:  # its own setup decides, which comes later
-            self._undo.append(call_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer)))
+            self._undo.append(
+                call_once_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer))
+            )
         else:
             self._share(plugin, trainer)
         if plugin.cooperative:
@@ -155,9 +158,13 @@ class CheckpointMonitor(Callback):
         if sharing is not None:  # all ranks call save_checkpoint, and leave it together
             self._undo += [sharing.end, call_after(trainer, "save_checkpoint", sharing.sync)]
 
-    def _end_interrupted_run(self, trainer: Trainer) -> None:
-        """An exception has ended a run, and no callback can save any more."""
-        self._say_what_was_saved(trainer)
+    def _end_interrupted_run(self, trainer: Trainer, stage: str) -> None:
+        """An exception has ended a run, and no callback can save any more. That exception is the one to be seen."""
+        try:
+            if stage == "fit":
+                self._say_what_was_saved(trainer)
+        except Exception as error:
+            _logger.error("what the checkpoints have cost is not known: %s", error, exc_info=error)
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -167,10 +174,12 @@ class CheckpointMonitor(Callback):
         self._to_log.clear()
 
     def _say_what_was_saved(self, trainer: Trainer) -> None:
+        saved, self._saved = self._saved, SavedInRun()
+        if not trainer.is_global_zero:
+            return
         waited = 0.0 if self._plugin is None else self._plugin._waited_seconds
-        for line in self._saved.lines(waited, more=self._says_more):
+        for line in saved.lines(waited, more=self._says_more):
             say(trainer, line)
-        self._saved = SavedInRun()
 
     def _on_save(self, trainer: Trainer, report: fastensor.SaveReport, step: int | None) -> None:
         self._to_show = report
@@ -213,7 +222,7 @@ def _explain(trainer: Trainer, done: str, report: fastensor.SaveReport | fastens
 def find_plugin(trainer: Trainer) -> FastensorCheckpointIO | None:
     """The Trainer's plugin, also from inside wrappers such as AsyncCheckpointIO; None if it has another one."""
     plugin: object = trainer.strategy.checkpoint_io
-    while plugin is not None:
+    while isinstance(plugin, CHECKPOINT_IO_CLASSES):
         if isinstance(plugin, FastensorCheckpointIO):
             return plugin
         plugin = getattr(plugin, "checkpoint_io", None)

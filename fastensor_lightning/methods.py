@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 
@@ -30,3 +31,18 @@ def call_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[]
         return result
 
     return replace_method(owner, name, method)
+
+
+def call_once_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[], None]:
+    """Call ``then`` when a method of one object has returned for the first time. Returns a function that gives that up.
+
+    Then the object has its own method again, so that it can be pickled.
+    """
+    until_called = ExitStack()
+
+    def once() -> None:
+        until_called.close()
+        then()
+
+    until_called.callback(call_after(owner, name, once))
+    return until_called.close

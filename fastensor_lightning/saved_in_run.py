@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import fastensor
@@ -34,15 +34,27 @@ class SavedInRun:
         if not self._reports:
             return
         reports = tuple(self._reports)
-        folder = os.path.dirname(reports[-1].path)
-        by_torch = None
-        if not self._has_no_equal:
-            by_torch = torch_save.seconds_known(folder, [one.nbytes for one in reports])
+        sizes = {} if self._has_no_equal else _sizes_by_folder(reports)
+        by_torch = _seconds_by_torch(sizes)
         yield summary(reports, waited_seconds, by_torch)
         if more:
             yield _details(reports)
-            if by_torch is None and not self._has_no_equal:
+            if (folder := next((one for one in sizes if not torch_save.is_measured(one)), None)) is not None:
                 yield f"`fastensor tune {folder}` measures what torch.save would take there"
+
+
+def _sizes_by_folder(reports: Sequence[fastensor.SaveReport]) -> dict[str, list[int]]:
+    sizes: dict[str, list[int]] = {}
+    for one in reports:
+        sizes.setdefault(os.path.dirname(one.path), []).append(one.nbytes)
+    return sizes
+
+
+def _seconds_by_torch(sizes: Mapping[str, Sequence[int]]) -> float | None:
+    """What ``torch.save`` with ``fsync`` would take for files of these sizes by folder; None if one is unknown."""
+    found = [torch_save.seconds_known(folder, in_it) for folder, in_it in sizes.items()]
+    known = [seconds for seconds in found if seconds is not None]
+    return sum(known) if found and len(known) == len(found) else None
 
 
 def summary(reports: Sequence[fastensor.SaveReport], waited_seconds: float, by_torch: float | None) -> str:

@@ -128,6 +128,17 @@ def test_diff_of_objects(tmp_path: Path, writer: Any) -> None:
         fastensor.convert(tmp_path / "a", tmp_path / "x.pt")
 
 
+def test_several_files_have_one_progress(tmp_path: Path) -> None:
+    fastensor.save_sharded({name: torch.ones(300) for name in "abc"}, tmp_path / "model", shard_nbytes=2000)
+    sizes = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
+    seen: list[tuple[int, int]] = []
+    fastensor.convert(tmp_path / "model", tmp_path / "dcp", container="dcp", progress=lambda *now: seen.append(now))
+    assert len(sizes) == 3
+    assert seen == sorted(seen)
+    assert {total for _, total in seen} == {sum(sizes)}
+    assert seen[-1] == (sum(sizes),) * 2
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_convert_to_files(tmp_path: Path, writer: Any) -> None:
     state = state_of_all_kinds()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import fastensor
+
 
 def __getattr__(name: str) -> Any:
     """In a spawned process, which finds nothing but the name of the class."""
@@ -78,9 +80,10 @@ def act_as_rank(rank: int, port: int, world: int = 2) -> None:
 def install_entry_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Register what an installation of this version would, whichever is installed."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    found = folder / f"{project['name']}-{project['version']}.dist-info"
+    name, version = project["name"], fastensor.__version__
+    found = folder / f"{name}-{version}.dist-info"
     found.mkdir()
-    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = []
     for group, names in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in names.items())]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from integration.lightning_models import fit, install_entry_points, loader, make_module, make_trainer
@@ -18,8 +20,9 @@ from fastensor.select import torch_save
 from fastensor.select.files import file_for
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 from fastensor_lightning.automatic_monitor import AutomaticMonitor
+from fastensor_lightning.checkpoint_monitor import find_plugin
 from fastensor_lightning.frameworks import package_of
-from fastensor_lightning.saved_in_run import summary
+from fastensor_lightning.saved_in_run import SavedInRun, summary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::UserWarning:pytorch_lightning"),
@@ -135,6 +138,58 @@ def test_a_run_that_an_exception_ends_says_what_it_has_saved(
     assert not plugin._listeners
 
 
+def test_what_fails_at_the_end_hides_no_exception_of_the_training(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+            raise ValueError("of the training")
+
+    def fail(*_: object) -> None:
+        raise OSError("the dictionary cannot be read")
+
+    monkeypatch.setattr("fastensor.select.torch_save.seconds_known", fail)
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    trainer = make_trainer(pl, tmp_path, plugin, callbacks=[Stop()], enable_checkpointing=False)
+    with pytest.raises(ValueError, match="of the training"):
+        trainer.fit(make_module(pl), loader())
+    assert "the dictionary cannot be read" in caplog.text
+    assert automatic(trainer)._undo == []
+
+
+def test_a_test_that_an_exception_ends_says_nothing(
+    pl: Any, tmp_path: Path, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "x.ckpt")
+            raise ValueError("of the test")
+
+    plugin = FastensorCheckpointIO(asynchronous=True)
+    trainer = make_trainer(pl, tmp_path, plugin, callbacks=[Stop()], enable_checkpointing=False)
+    with pytest.raises(ValueError, match="of the test"):
+        trainer.test(make_module(pl), loader())
+    assert (tmp_path / "x.ckpt").exists()
+    assert said() == []
+
+
+def test_a_checkpoint_callback_can_be_pickled_during_a_run(pl: Any, tmp_path: Path) -> None:
+    pickled: list[bytes] = []
+
+    class Pickle(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            pickled.append(pickle.dumps(trainer.checkpoint_callback))
+
+    fit(pl, tmp_path, FastensorCheckpointIO(), callbacks=[Pickle(), pl.callbacks.ModelCheckpoint()])
+    assert pickled
+
+
+def test_objects_that_have_every_attribute_hold_no_plugin() -> None:
+    trainer: Any = mock.MagicMock()
+    assert find_plugin(trainer) is None
+
+
 def test_only_rank_0_speaks_and_by_the_rules_of_lightnings_log(
     pl: Any, tmp_path: Path, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +220,44 @@ def test_saves_are_compared_with_torch_where_that_was_measured(
     assert with_it.endswith("; torch.save with fsync would have taken 4 s, as fastensor tune has measured")
     assert "2 checkpoints saved, not durably" in without_it
     assert "torch.save" not in without_it, "it is no fair comparison"
+
+
+def test_saves_in_several_folders_are_compared_folder_by_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: dict[str, float] = {"a": 1.0, "b": 10.0}
+
+    def known(folder: str, sizes: Iterable[int]) -> float | None:
+        each = measured.get(os.path.basename(folder))
+        return each and each * len([*sizes])
+
+    monkeypatch.setattr(torch_save, "seconds_known", known)
+    monkeypatch.setattr(torch_save, "is_measured", lambda folder: os.path.basename(folder) in measured)
+    saved = SavedInRun()
+    for name in ("a", "b", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "x.ckpt").touch()
+        saved.add(report(tmp_path / name))
+    line, _ = saved.lines(0.0, more=True)
+    assert "torch.save with fsync would have taken 21 s" in line
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "x.ckpt").touch()
+    saved.add(report(tmp_path / "c"))
+    line, _, hint = saved.lines(0.0, more=True)
+    assert "torch.save" not in line
+    assert hint == f"`fastensor tune {tmp_path / 'c'}` measures what torch.save would take there"
+
+
+def test_who_has_measured_is_not_asked_to_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTENSOR_DICTIONARIES", str(tmp_path / "dictionaries"))
+    (tmp_path / "x.ckpt").touch()
+    saved = SavedInRun()
+    saved.add(report(tmp_path))
+    *_, hint = saved.lines(0.0, more=True)
+    assert "fastensor tune" in hint
+    file_for(tmp_path, of="torch.save").update(torch_save.learned(1 << 30, [2.0]))
+    line, details = saved.lines(0.0, more=True)
+    assert "fastensor tune" not in line + details, "1 MiB is far below what was measured"
 
 
 def report(folder: Path, seconds: float = 0.5, stall: float = 0.5, durable: bool = True) -> fastensor.SaveReport:

@@ -28,6 +28,7 @@ from fastensor import (
     UnknownKeyError,
 )
 from fastensor.checkpoint.sharded import split
+from fastensor.cli.output import UNCHECKED
 from fastensor.testing.calls import intercepted
 from fastensor.testing.faults import failing_call
 
@@ -176,7 +177,7 @@ def test_progress(tmp_path: Path) -> None:
         fastensor.load_sharded(tmp_path, into=state_of(2), weights_only="no")
 
 
-CHANGES = [(2, 2), (3, 2), (2, 1), (1, 2), (1, 1)]
+CHANGES = [(3, 3), (3, 2), (3, 1), (1, 3), (1, 1)]
 changes = pytest.mark.parametrize(("before", "after"), CHANGES)
 
 
@@ -341,6 +342,58 @@ def test_all_damage_of_a_model_is_listed(tmp_path: Path) -> None:
         "model-00001-of-00003.safetensors: tensor 'layer.0'",
         "model-00003-of-00003.safetensors: tensor 'layer.2'",
     ]
+
+
+def test_a_file_that_cannot_be_read_hides_no_damage_of_others(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    first, second, third = sorted(tmp_path.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(b"no checkpoint")
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(FileNotFoundError) as missing:
+        fastensor.verify(tmp_path, progress=lambda *now: seen.append(now))
+    (note,) = missing.value.__notes__
+    assert note.startswith("another file of the model could not be verified: ")
+    assert second.name in note
+    assert seen == sorted(seen)
+    assert seen[-1] == (second.stat().st_size + third.stat().st_size,) * 2
+    with third.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(DamagedCheckpointError) as damaged:
+        fastensor.verify(tmp_path)
+    assert [one.part for one in damaged.value.report.damage] == [f"{third.name}: tensor 'layer.2'"]
+    assert [name in note for name, note in zip((first.name, second.name), damaged.value.__notes__, strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_a_callback_ends_the_verification_of_a_model(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"no checkpoint")
+    calls: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        calls.append(done)
+        raise OSError("of the callback")
+
+    with pytest.raises(OSError, match="of the callback"):
+        fastensor.verify(tmp_path, progress=stop)
+    assert len(calls) == 1
+
+
+def test_a_model_in_legacy_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight_map = {}
+    for name, one in state_of(1, 2).items():
+        weight_map[name] = f"pytorch_model-{name}.bin"
+        torch.save({name: one}, tmp_path / weight_map[name], _use_new_zipfile_serialization=False)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    report = fastensor.verify(tmp_path)
+    assert (report.container, report.compared, report.uncompared, report.complete) == ("huggingface", 0, 2, False)
+    assert command_line(capsys, "verify", tmp_path)[0] == UNCHECKED
+    status, out, _ = command_line(capsys, "verify", "--allow-unchecked", tmp_path)
+    assert (status, out.count("no checksums")) == (0, 2)
 
 
 def test_a_model_without_a_tensor_of_its_index_is_not_verified(

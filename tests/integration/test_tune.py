@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastensor import Context
 from fastensor.cli import main
-from fastensor.cli.checkup.measurement import BackendState, Chosen, Rounds, Speed, advise
+from fastensor.cli.checkup import measurement
+from fastensor.cli.checkup.measurement import BackendState, Chosen, Rounds, Speed, advise, time_torch_save
 from fastensor.cli.tune import learned
 from fastensor.select import current, torch_save
 from fastensor.select.dictionary import Dictionary
@@ -53,6 +55,34 @@ def test_what_was_not_measured_is_not_invented(tmp_path: Path) -> None:
     assert torch_save.seconds_known(str(tmp_path), [MIB, 9 * MIB]) is None, "too far from what was measured"
     assert torch_save.seconds_known(str(tmp_path), [MIB, 1000]) is None
     assert current.current_selector(tmp_path).statistics().seconds == 0, "no selector knows it"
+
+
+def test_the_very_size_that_was_measured_is_known() -> None:
+    nbytes = 3 * MIB  # in the middle of a bucket
+    dictionary = Dictionary()
+    for size, seconds in ((nbytes, 0.5), (64 * MIB, 900.0)):
+        for change in torch_save.learned(size, [seconds]):
+            dictionary.apply(change)
+        assert torch_save.estimate(dictionary, nbytes) == pytest.approx(0.5, rel=1e-4), "it is kept in four digits"
+    assert torch_save.estimate(dictionary, 2 * MIB) is None
+
+
+def test_small_files_take_the_same_time(tmp_path: Path) -> None:
+    file_for(tmp_path, of="torch.save").update(torch_save.learned(1000, [0.5]))
+    assert torch_save.seconds_known(str(tmp_path), [10, 4096]) == 1.0
+
+
+def test_no_round_of_torch_save_replaces_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    def watched(values: torch.Tensor, path: Path) -> None:
+        found.append([one.name for one in path.parent.iterdir()])
+        write(values, path)
+
+    write = measurement._torch_save
+    monkeypatch.setattr(measurement, "_torch_save", watched)
+    assert len(time_torch_save(str(tmp_path), 64 << 10)) == measurement.ROUNDS
+    assert found == [[]] * measurement.ROUNDS
 
 
 def test_where_torch_save_fails_the_rest_is_learned(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -23,7 +22,7 @@ from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.checkpoint.sharded import check_holds, files_at, weights_at
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
@@ -83,18 +82,22 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     Args:
         path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or
             ``*.index.json`` of a model in several files, or its folder; or the directory of a checkpoint of
-            ``torch.distributed.checkpoint``.
+            ``torch.distributed.checkpoint``. Of a model's folder only the weights of that one model are read. Give the
+            other files one by one, such as optimizers, random states and further models in a state of Accelerate.
         backend: as for :func:`fastensor.load`.
         progress: called after every few MiB with the bytes done and the bytes to do.
 
     Returns:
         How much was compared. If ``complete`` is False, parts of the file carry no checksum: of these, only the
-        structure is known to be intact, and of a legacy file not even that. A file that is intact is not safe for
+        structure is known to be intact, and of a legacy file not even that, nor that it holds the tensors that the
+        index of its model expects in it. A file that is intact is not safe for
         that reason: ``code`` lists what it names beyond what ``weights_only=True`` allows.
 
     Raises:
         FileNotFoundError: there is no such file, or one of the files of a model is missing.
-        DamagedCheckpointError: parts do not match; the error's ``report.damage`` lists all of them.
+        DamagedCheckpointError: parts do not match; the error's ``report.damage`` lists all of them. All files of a
+            model are read before any error is raised. Notes of the error (``__notes__``) say which other files could
+            not be verified, and why. Damage is raised first, then what is wrong with the first file.
         CorruptCheckpointError: the structure of a file is damaged, it is not a checkpoint, or it lacks a tensor that
             the index of its model expects in it.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
@@ -119,7 +122,7 @@ def verify_part(path: Location, expected: set[str] | None, backend: BackendChoic
 
     Args:
         path: one of those that :func:`fastensor.checkpoint.sharded.files_at` gives.
-        expected: the names of tensors that the file must hold, if not None.
+        expected: the names of tensors that the file must hold, if not None. Legacy files do not say what they hold.
         backend, progress: as there.
     """
     if metadata_names(path):
@@ -128,7 +131,7 @@ def verify_part(path: Location, expected: set[str] | None, backend: BackendChoic
         return verify_directory(cast(str, path), backend, progress)
     with opened(path) as file:
         report = verify_opened(file, backend, progress)
-        if expected is not None:
+        if expected is not None and report.container != "legacy":
             check_holds(file.where, read_catalog(file, verify=False).tensors, expected)
         return report
 
@@ -139,19 +142,49 @@ def _verify_each(
     """One report of the files of a model."""
     started = time.perf_counter()
     joined = VerifyReport(where, "huggingface", 0, 0, 0, 0, 0.0)
-    sizes = {path: os.stat(cast(Path, path)).st_size for path in files}
-    total = sum(sizes.values())
-    for path, expected in files.items():
+    failures: list[Exception] = []
+    for path, expected, tell in with_progress(files, progress):
         try:
-            report = verify_part(path, expected, backend, partial(tell_part, progress, joined.nbytes, total))
+            report = verify_part(path, expected, backend, tell)
         except DamagedCheckpointError as error:
             report = error.report
+        except (CorruptCheckpointError, UnsupportedContentError, OSError) as error:
+            failures.append(error)
+            continue
         joined = _with_file(joined, report, cast(Path, path).name)
-        progress(joined.nbytes, total)
     joined = replace(joined, seconds=time.perf_counter() - started)
     if joined.damage:
-        raise DamagedCheckpointError(joined)
-    return joined
+        failures.insert(0, DamagedCheckpointError(joined))
+    if not failures:
+        return joined
+    first, *others = failures
+    for other in others:
+        first.add_note(f"another file of the model could not be verified: {other}")
+    raise first
+
+
+def with_progress(
+    files: Mapping[Location, set[str] | None], progress: Progress
+) -> Iterator[tuple[Location, set[str] | None, Progress]]:
+    """The files of a checkpoint, as :func:`fastensor.checkpoint.sharded.files_at` gives them, and for each one the
+    progress that it is to call, which counts as a part of that of all files."""
+    if None in files.values():  # it stands for itself, and may be remote
+        yield from ((path, expected, progress) for path, expected in files.items())
+        return
+    sizes = [_nbytes_of(cast(Path, path)) for path in files]
+    done, total = 0, sum(sizes)
+    for (path, expected), nbytes in zip(files.items(), sizes, strict=True):
+        yield path, expected, partial(tell_part, progress, done, total)
+        done += nbytes
+        progress(done, total)
+
+
+def _nbytes_of(path: Path) -> int:
+    """The size of a file; 0 if it cannot be had: whoever opens the file says why."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _with_file(joined: VerifyReport, report: VerifyReport, name: str) -> VerifyReport:

@@ -165,11 +165,11 @@ class StepHooks:
             self._begin_pass()
         if (unexamined := self._unexamined) is not None:
             if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
-                record = KeptTensor.of(tensor, unexamined.resident)
+                whole = KeptTensor.of(tensor, unexamined.resident)
                 unexamined.count += 1
                 unexamined.nbytes += nbytes
                 unexamined.seconds += time.perf_counter() - started
-                return record
+                return whole
             self.end_unexamined()
             self._is_rest = True
         self._note_pass()

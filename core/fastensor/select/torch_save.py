@@ -12,7 +12,7 @@ from typing import Final
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary
 from fastensor.select.files import file_for
-from fastensor.select.sizes import size_of
+from fastensor.select.sizes import LEAST_BUCKET, bucket_of, size_of
 
 NAME: Final = "torch.save"
 _CONTEXT = Context("write")
@@ -41,25 +41,40 @@ def seconds_known(path: str, sizes: Iterable[int]) -> float | None:
     return sum(known) if found and len(known) == len(found) else None
 
 
+def is_measured(path: str) -> bool:
+    """Whether any size was measured where ``path``, a file or folder, is."""
+    return bool(_points(file_for(path, of=NAME).load()))
+
+
 def estimate(dictionary: Dictionary, nbytes: int) -> float | None:
     """The time of one file, in seconds: between the sizes that were measured, in proportion.
 
-    None if the size is less than the least that was measured, or more than 8 times the largest.
+    None if the size is in a bucket of smaller sizes than the least that was measured, or more than 8 times as large as
+    the largest in the last bucket that was measured. All sizes up to 4 KiB take the same time.
 
     >>> dictionary = Dictionary()
     >>> for change in [*learned(1 << 20, [1.0, 1.0]), *learned(4 << 20, [4.0, 4.0, 9.0])]:
     ...     dictionary.apply(change)
-    >>> [estimate(dictionary, size << 10) for size in (512, 1024, 2048, 8192, 65536)]
-    [None, 1.0, 2.0, 8.0, None]
+    >>> [estimate(dictionary, size << 10) for size in (512, 768, 1024, 2048, 8192, 65536)]
+    [None, 0.75, 1.0, 2.0, 8.0, None]
     """
-    entries = sorted(dictionary.within(_CONTEXT).items())
-    points = [(size_of(bucket), entry.timings[NAME].seconds) for bucket, entry in entries if NAME in entry.timings]
-    if not points or not points[0][0] <= nbytes <= _FARTHEST * points[-1][0]:
+    points = _points(dictionary)
+    counted = max(nbytes, size_of(LEAST_BUCKET))
+    if not points or bucket_of(counted) < bucket_of(points[0][0]) or counted > _FARTHEST * points[-1][0]:
         return None
-    return _between(points, nbytes)
+    return _between(points, counted)
+
+
+def _points(dictionary: Dictionary) -> list[tuple[int, float]]:
+    """The largest size of each bucket that was measured, and the seconds for it; the least first."""
+    entries = sorted(dictionary.within(_CONTEXT).items())
+    return [(size_of(bucket), entry.timings[NAME].seconds) for bucket, entry in entries if NAME in entry.timings]
 
 
 def _between(points: Sequence[tuple[int, float]], nbytes: int) -> float:
+    first, seconds = points[0]
+    if nbytes <= first:  # in the same bucket, whose timings are scaled to its largest size
+        return seconds * nbytes / first
     for (smaller, least), (larger, most) in pairwise(points):
         if nbytes <= larger:
             return least + (most - least) * (nbytes - smaller) / (larger - smaller)

@@ -31,7 +31,7 @@ from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import check_holds, files_behind, write_sharded
-from fastensor.checkpoint.verify import verify_part
+from fastensor.checkpoint.verify import verify_part, with_progress
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.source import FileBytes, Plan
 
@@ -249,8 +249,8 @@ def to_directory(
     if metadata_names(source):
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
     files = files_behind(source)
-    for file, names in files.items() if settings.verify else ():
-        verified = verify_part(file, names, settings.backend, progress)
+    for file, names, tell in with_progress(files, progress) if settings.verify else ():
+        verified = verify_part(file, names, settings.backend, tell)
         if not verified.complete:
             warn_unverified(verified.path, stacklevel=stacklevel)
     state = dict_in(_loaded(files), settings.root, name_of(source))

@@ -194,11 +194,13 @@ def time_torch_save(folder: str, nbytes: int) -> list[float]:
     values = _values(nbytes)
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as inside:
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
+            path = Path(inside, f"{number}.ckpt")
             wait_for_space()
             started = time.perf_counter()
-            _torch_save(values, Path(inside, "x.ckpt"))
+            _torch_save(values, path)
             seconds.append(time.perf_counter() - started)
+            path.unlink()  # not by the next round's rename, which would wait until the space is freed
     return seconds
 
 
