@@ -7,11 +7,11 @@ import secrets
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from urllib.request import urlopen
 
@@ -34,7 +34,7 @@ from fastensor.provision.ray import names
 from fastensor.provision.ray.client import RayEngine, joined
 from fastensor.provision.sources import Source
 from fastensor.testing import ProvisionTests
-from fastensor.testing.provision import StartEngine
+from fastensor.testing.provision import CountedSource, StartEngine
 
 N = 60
 NUMBERS = count()
@@ -62,31 +62,35 @@ def start(ray: Any, folder: Path) -> Iterator[Callable[..., DataService]]:
         service.stop()
 
 
+@contextmanager
+def engines_of(servers: int, names: Callable[[], str]) -> Iterator[StartEngine]:
+    """Starts services, and leaves them in the end.
+
+    Args:
+        servers: of each service. They take seconds to start, because they import torch.
+        names: what the next service is called. If it runs, it is used.
+    """
+    engines: list[Engine] = []
+
+    def start(
+        source: Source,
+        *,
+        cache_nbytes: int,
+        before_cache: Callable[[Any], Any] | None = None,
+        after_cache: Callable[[Any], Any] | None = None,
+    ) -> Engine:
+        facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=servers)
+        contents = Contents(source, before_cache, after_cache)
+        engines.append(joined(facts, contents, names(), address="", keeper="none"))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
 class OnRay(ProvisionTests):
     """Engines on a Ray that is shared by all tests."""
-
-    servers: int
-    """Of each service. They take seconds to start, because they import torch."""
-
-    @pytest.fixture
-    def start(self, ray: Any) -> Iterator[StartEngine]:
-        engines: list[Engine] = []
-
-        def start(
-            source: Source,
-            *,
-            cache_nbytes: int,
-            before_cache: Callable[[Any], Any] | None = None,
-            after_cache: Callable[[Any], Any] | None = None,
-        ) -> Engine:
-            facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=self.servers)
-            name = f"conformance-{os.getpid()}-{next(NUMBERS)}"
-            engines.append(joined(facts, Contents(source, before_cache, after_cache), name, address="", keeper="none"))
-            return engines[-1]
-
-        yield start
-        for engine in engines:
-            engine.close()
 
     def kill(self, engine: Engine) -> None:
         """All actors, for good: Ray replaces a server by itself."""
@@ -98,20 +102,33 @@ class OnRay(ProvisionTests):
 
 
 class TestRay(OnRay):
-    """Some of the tests with one server, because each takes seconds to start. All are below."""
+    """The tests that one service can be used for, whatever it was used for before. All are below."""
 
-    servers = 1
-    test_a_loader_that_takes_nothing_holds_no_other_up = None
-    test_functions_of_a_loader_run_elsewhere = None
+    test_samples_are_read_once = None
+    test_a_bad_sample_is_told_in_its_place = None
     test_random_numbers_depend_on_sample_and_epoch = None
     test_the_cache_can_be_filled_before = None
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def source(cls, tmp_path_factory: pytest.TempPathFactory) -> CountedSource:
+        return CountedSource(tmp_path_factory.mktemp("source"))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def start(cls, ray: Any) -> Iterator[StartEngine]:
+        with engines_of(1, lambda: "shared") as start:
+            yield start
 
 
 @pytest.mark.torture
 class TestServersOfRay(OnRay):
     """Several servers, which need samples of each other."""
 
-    servers = 3
+    @pytest.fixture
+    def start(self, ray: Any) -> Iterator[StartEngine]:
+        with engines_of(3, lambda: f"conformance-{next(NUMBERS)}") as start:
+            yield start
 
 
 def ids(batches: Any) -> list[int]:
@@ -129,14 +146,14 @@ def test_two_servers_read_each_sample_once_and_replace_each_other(
         found = []
         for number, pair in enumerate(zip(*loaders, strict=True)):
             if epoch and number == 3:
-                seconds[-1] += time.monotonic()
+                seconds[-1] += monotonic()
             for batch in pair:
                 found += zip(*(batch[name].tolist() for name in ("id", "before", "after")), strict=True)
             if epoch and number == 2:
                 pid = service.status()["servers"][epoch - 1]["pid"]
                 os.kill(pid, signal.SIGKILL)
                 assert has_ended(pid)
-                seconds.append(-time.monotonic())
+                seconds.append(-monotonic())
         values.append(sorted(found))
         if not epoch:
             assert set(reads_in(folder).values()) == {1}
@@ -171,6 +188,8 @@ def test_batches_are_writable_views_of_the_object_store(start: Callable[..., Dat
     assert "plasma" in found[-1] or "/dev/shm" in " ".join(found)
     arrays = next(iter(service.loader(4, collate_fn=list)))
     assert all(isinstance(one["bytes"], np.ndarray) and one["bytes"].flags.writeable for one in arrays)
+    with pytest.raises(ProvisionError, match="ZeroDivisionError"):
+        next(iter(service.loader(4, collate_fn=lambda samples: len(samples) / 0)))
 
 
 @pytest.mark.torture
