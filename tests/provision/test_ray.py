@@ -280,7 +280,8 @@ except Exception as error:
 
 
 def test_a_cluster_that_anybody_could_join_is_refused() -> None:
-    said = run("-c", STRANGER, cold=True, RAY_AUTH_MODE="disabled").stdout
+    with Program("-c", STRANGER, provision=True, RAY_AUTH_MODE="disabled") as stranger:
+        said, _ = stranger.communicate()
     assert said.startswith("ProvisionError anybody who reaches 192.0.2.1 can join this cluster of Ray")
     assert "RAY_AUTH_MODE=token" in said
 
