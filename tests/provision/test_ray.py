@@ -331,6 +331,7 @@ def temporary() -> Iterator[str]:
         yield path
 
 
+@pytest.mark.torture
 def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: Path, temporary: str) -> None:
     """Rank 0, which has started it or not, ends first. Rank 1 is killed."""
     before = set(os.listdir("/dev/shm"))
