@@ -12,8 +12,8 @@ from packaging.version import Version
 
 if Version(accelerate.__version__) < Version("1.10"):  # as the extra `accelerate` says
     raise ImportError(
-        f"fastensor_accelerate needs Accelerate 1.10 or later, found {accelerate.__version__}: "
-        "pip install -U accelerate"
+        "fastensor_accelerate needs Accelerate 1.10 or later (pip install -U accelerate), found "
+        f"{accelerate.__version__}"
     )
 
 from fastensor_accelerate.activation_offload import ActivationOffloadHook, attach, detach
