@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("ray", reason="the engine on Ray needs it: pip install 'fastensor[ray]'")
+pytest.importorskip("ray", reason="the engine on Ray needs it: the extra ray brings it")
 
 from programs import Program, run
 from provision.conftest import has_ended, wait_until
