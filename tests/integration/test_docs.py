@@ -270,6 +270,19 @@ def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch, most: int) 
     assert len(tried) == len(set(tried))
 
 
+def test_a_batch_that_is_too_large_trains_with_offloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process whose address space is limited. All of its activations would take twice the room."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
+    import larger_batch
+
+    task = larger_batch.Task("plain", 2048, False, 256 << 20, 48, 128, "cpu", str(tmp_path))
+    assert larger_batch.in_its_own_process(task) is None
+    trained = larger_batch.in_its_own_process(dataclasses.replace(task, offloads=True))
+    assert trained is not None
+    assert trained[1].offloaded_bytes > 0
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("by", ["plain", "lightning", "accelerate"])
 def test_larger_batches_train_alike_in_the_same_memory(tmp_path: Path, by: str) -> None:

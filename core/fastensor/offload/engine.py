@@ -16,6 +16,7 @@ import torch
 from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
+from fastensor.offload.host_memory import map_large_tensors
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
@@ -78,6 +79,8 @@ class OffloadEngine:
         """The open swapper: made for the first tensor that is offloaded, and again after an interrupt."""
         with self._lock:
             if self._swapper is None:
+                if self.config.return_freed_memory:
+                    map_large_tensors()
                 self._swapper = Swapper(self.config, self._counters, self.trace)
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
                     self._swapper.close()

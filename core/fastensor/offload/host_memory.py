@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import resource
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,8 @@ import torch
 from fastensor.offload.copying import PAGE_NBYTES
 
 _HUGE_PAGES_FROM = 4 << 20
+_MAPPED_FROM = 1 << 20
+_M_MMAP_THRESHOLD = -3
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 """A fork during a direct read into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
@@ -39,6 +42,20 @@ def _malloc_trim() -> Callable[[int], int] | None:
     if trim is None:
         _logger.warning("this C library has no malloc_trim: memory of offloaded tensors may stay with the process")
     return trim
+
+
+def map_large_tensors() -> None:
+    """Have the C library map each large tensor by itself from now on, in this process, if its address space is limited
+    (``ulimit -d``, ``ulimit -v``).
+
+    Such a limit counts the holes that freed tensors leave in the heap, whose pages :func:`return_freed_memory` returns;
+    and tensors of the same size do not fit into the holes, for their alignment. Other processes are better off with
+    the heap, whose pages are there already.
+    """
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and any(limit != resource.RLIM_INFINITY for limit in limits):
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
 
 
 class _MallInfo2(ctypes.Structure):
