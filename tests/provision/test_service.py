@@ -6,6 +6,8 @@ import gc
 import io
 import os
 import re
+import resource
+import signal
 import socket
 import sys
 import threading
@@ -27,7 +29,9 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
+from fastensor.data.connection import ConnectionLost
 from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.embedded.protocol import Say
 from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
 from fastensor.provision.metrics import CONTENT_TYPE
@@ -396,6 +400,54 @@ def test_metrics_are_served_on_loopback(start: Start) -> None:
     assert "metrics" not in start(name="other").status()
 
 
+def test_metrics_stay_where_they_are_when_the_server_is_started_again(start: Start) -> None:
+    service = start(metrics_port=0, workers=1)
+    before = service.status()
+    os.kill(before["pid"], signal.SIGKILL)
+    assert service.status()["metrics"] == before["metrics"]
+    assert service.status()["pid"] != before["pid"]
+
+
+def test_a_descriptor_that_nobody_wants_is_closed(shared: DataService) -> None:
+    def files() -> int:
+        return len(os.listdir(f"/proc/{shared.status()['pid']}/fd"))
+
+    before = files()
+    client = processes.reach(shared.address.removeprefix("local:"))
+    with open("/dev/null") as null:
+        client.send(Say.ASK, fd=null.fileno())
+    with pytest.raises(ConnectionLost):
+        while client.wait(20):
+            client.receive()
+    client.close()
+    wait_until(lambda: files() == before)
+
+
+def test_who_connects_when_no_descriptor_is_free_waits_and_holds_nothing_up(start: Start) -> None:
+    service = start(workers=1)
+    loader = service.loader(8)
+    assert len(ids(loader)) == N
+    pid = service.status()["pid"]
+    most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1, most[1]))
+    waiting = [processes.reach(service.address.removeprefix("local:")) for _ in range(8)]
+    spent = seconds_of(pid)
+    while waiting[-1].wait(0.5):  # the first ones may take numbers that were free
+        waiting.pop()
+    assert seconds_of(pid) - spent < 0.2
+    assert len(ids(loader)) == N
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, most)
+    for one in waiting:
+        assert one.wait(20)
+        one.close()
+
+
+def seconds_of(pid: int) -> float:
+    """What a process has taken of the processors."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_whoever_asks_for_metrics_holds_nothing_up(shared: DataService) -> None:
     """Those that send nothing, too much, or nonsense; and those that read nothing."""
     service = shared
@@ -442,6 +494,19 @@ def test_a_bar_shows_how_the_cache_fills(start: Start) -> None:
     assert "60 of 60 samples" in console.file.getvalue()
     show(observer, console, lambda: True)
     observer.close()
+
+
+@pytest.mark.parametrize("samples", [0, N])
+def test_a_bar_ends_without_samples_and_with_some_that_cannot_be_read(start: Start, folder: Path, samples: int) -> None:
+    (folder / "fail-3").touch()
+    service = start(Numbers(samples, folder), workers=1)
+    service.preload()
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    with closing(DataService.connect(service._engine._address)._engine) as observer:
+        looks = iter(range(100))
+        show(observer, console, lambda: next(looks) == 99)
+    assert next(looks) < 99
+    assert service.status()["is_filled"]
 
 
 def test_no_bar_where_there_is_no_terminal(start: Start, capfd: pytest.CaptureFixture[str]) -> None:

@@ -155,6 +155,17 @@ def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
     assert len(workers_of(service, 2)) == 2
 
 
+def test_a_nursery_that_has_nothing_to_do_may_be_killed_often(service: DataService) -> None:
+    workers = workers_of(service, 2)
+    for _ in range(4):
+        before = service.status()["nursery"]
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: service.status()["nursery"] != before)  # noqa: B023
+    os.kill(workers[0], signal.SIGKILL)
+    wait_until(lambda: workers[0] not in workers_of(service, 2))
+    assert sorted(ids(service.loader(4))) == list(range(N))
+
+
 SCRIPT = """
 import os, socket, threading
 from pathlib import Path

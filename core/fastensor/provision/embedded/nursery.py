@@ -23,15 +23,16 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.provision.embedded.protocol import FORKED, NUMBER, Say
+from fastensor.provision.embedded.protocol import FORKED, NUMBER, Say, as_bytes
 from fastensor.provision.embedded.spec import prepare
 
 _PR_SET_PDEATHSIG = 1
@@ -76,11 +77,13 @@ class NurseryProcess:
         theirs.close()
         self.connection = Connection(ours)
 
-    def ask(self, place: int) -> None:
-        """Ask for a worker. That a nursery has ended is found when it is listened to."""
-        self.awaited.add(place)
-        with suppress(ConnectionLost):
-            self.connection.send(Say.FORK, NUMBER.pack(place))
+    def ask(self, places: Collection[int]) -> None:
+        """Ask for workers, in one message: the kernel takes few while the nursery prepares itself. That a nursery has
+        ended is found when it is listened to."""
+        self.awaited.update(places)
+        if places:
+            with suppress(ConnectionLost):
+                self.connection.send(Say.FORK, as_bytes(np.array([*places])))
 
     def end(self) -> int:
         """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
@@ -116,10 +119,10 @@ def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, p
             while (message := connection.receive()) is None:
                 connection.wait()
             assert message.kind == Say.FORK
-            (place,) = NUMBER.unpack(message.body)
-            pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
-            with endpoint:
-                connection.send(Say.FORKED, FORKED.pack(pid, place), fd=endpoint.fileno())
+            for place in np.frombuffer(message.body, np.int64).tolist():
+                pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
+                with endpoint:
+                    connection.send(Say.FORKED, FORKED.pack(pid, place), fd=endpoint.fileno())
     except ConnectionLost:
         status = 0  # the server has ended
     except BaseException:  # noqa: BLE001  # it is printed, and the server starts another one
