@@ -50,7 +50,7 @@ class Turns:
 
     def _pass_on(self) -> None:
         """Leave the lock taken if somebody waits: it is theirs now."""
-        ready = [entry for entry in self._waiting if not entry[1].done()]  # others were cancelled, and remove themselves
+        ready = [entry for entry in self._waiting if not entry[1].done()]  # those that were cancelled remove themselves
         self._is_taken = bool(ready)
         if ready:
             entry = min(ready, key=lambda one: one[0]())
