@@ -91,8 +91,8 @@ class Server:
         self._token: str | None = None
         self._selector = selectors.DefaultSelector()
         self._full: list[tuple[socket.socket, Callable[[], None]]] = []
-        """Sockets that have clients waiting for whom no descriptor is free, and what accepts these. They are not listened
-        to until the next round."""
+        """Sockets that have clients waiting for whom no descriptor is free, and what accepts these. They are not
+        listened to until the next round."""
         self._listen(listener, partial(self._accept, is_local=True))
 
     def run(self) -> None:
