@@ -156,7 +156,7 @@ def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
 
 
 def test_a_nursery_that_has_nothing_to_do_may_be_killed_often(service: DataService) -> None:
-    workers = workers_of(service, 2)
+    workers, server = workers_of(service, 2), service.status()["pid"]
     for _ in range(4):
         before = service.status()["nursery"]
         os.kill(before, signal.SIGKILL)
@@ -164,6 +164,7 @@ def test_a_nursery_that_has_nothing_to_do_may_be_killed_often(service: DataServi
     os.kill(workers[0], signal.SIGKILL)
     wait_until(lambda: workers[0] not in workers_of(service, 2))
     assert sorted(ids(service.loader(4))) == list(range(N))
+    assert service.status()["pid"] == server
 
 
 SCRIPT = """
