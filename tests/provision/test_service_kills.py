@@ -6,11 +6,12 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from provision.conftest import has_ended, wait_until, workers_of
 from provision.datasets import Killing, Numbers, logged, reads_in
 
 from fastensor.data import EpochPlan, processes
+from fastensor.data.connection import Connection
 from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.embedded.nursery import NurseryProcess
 
 N = 60
 
@@ -165,6 +168,20 @@ def test_a_nursery_that_has_nothing_to_do_may_be_killed_often(service: DataServi
     wait_until(lambda: workers[0] not in workers_of(service, 2))
     assert sorted(ids(service.loader(4))) == list(range(N))
     assert service.status()["pid"] == server
+
+
+def never(connection: Connection, *, place: int) -> NoReturn:
+    os._exit(1)
+
+
+def test_many_workers_are_asked_for_before_the_nursery_listens() -> None:
+    with tempfile.TemporaryFile() as spec:
+        nursery = NurseryProcess(never, spec.fileno(), prepares=False)
+        os.kill(nursery.pid, signal.SIGSTOP)
+        nursery.ask(range(2000))
+        assert nursery.connection.unsent_nbytes == 0
+        assert nursery.awaited == set(range(2000))
+        nursery.end()
 
 
 SCRIPT = """
