@@ -32,9 +32,13 @@ from torch.utils.data import DataLoader
 from fastensor.data import EpochPlan, processes
 from fastensor.data.connection import ConnectionLost
 from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import Say
+from fastensor.provision.embedded.spec import packed
+from fastensor.provision.engine import Facts
 from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.making import Contents
 from fastensor.provision.metrics import CONTENT_TYPE
 from fastensor.provision.service import NAME_VARIABLE
 
@@ -479,6 +483,23 @@ def test_a_port_for_metrics_that_is_taken_is_an_error(start: Start) -> None:
             start(metrics_port=port)
     with pytest.raises(ProvisionError, match="expected host:port"):
         start(metrics_port=1 << 16)
+
+
+def test_a_service_that_is_refused_listens_nowhere(warm_services: list[Program]) -> None:
+    name = f"refused-{os.getpid()}"
+    assert processes.start(name, "fastensor.provision.embedded.server")
+    with closing(processes.reach(name)) as client, socket.create_server(("127.0.0.1", 0)) as taken:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            listen, metrics = wire.address_of(free), wire.address_of(taken)
+        spec = packed(Facts(0, "none", 0, 1, listen=listen, metrics=metrics), None, Contents([], None, None))
+        client.send(Say.SPEC, b"\n", fd=spec)
+        os.close(spec)
+        kinds = []
+        while Say.REFUSED not in kinds:
+            client.wait(20)
+            kinds += [message.kind for message in iter(client.receive, None)]
+        assert kinds == [Say.HELLO, Say.REFUSED]
+        wire.listening(listen, None).close()
 
 
 def test_statistics_are_a_table(shared: DataService) -> None:
