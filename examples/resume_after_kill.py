@@ -177,10 +177,11 @@ def show(seconds: dict[str, list[float]]) -> None:
 
 
 def quieten_lightning() -> None:
-    """Let Lightning's log say nothing but what Fastensor says there."""
+    """Let Lightning's log say nothing but what Fastensor says there, without the hint to tune a folder that goes."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         log = logging.getLogger(f"{package}.utilities.rank_zero")
-        log.addFilter(lambda record: record.getMessage().startswith("fastensor"))
+        log.addFilter(lambda record: record.getMessage().startswith("fastensor: "))
+        log.addFilter(lambda record: "`fastensor tune " not in record.getMessage())
     logging.getLogger("lightning.fabric.utilities.registry").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 if find_spec("accelerate") is None:
     raise ImportError(
-        "fastensor_accelerate needs Accelerate, which is not installed: pip install 'fastensor[accelerate]'"
+        "fastensor_accelerate needs Accelerate, which is not installed: install Fastensor with its extra accelerate"
     )
 
 import accelerate
@@ -12,7 +12,7 @@ from packaging.version import Version
 
 if Version(accelerate.__version__) < Version("1.10"):  # as the extra `accelerate` says
     raise ImportError(
-        "fastensor_accelerate needs Accelerate 1.10 or later: pip install -U 'fastensor[accelerate]'; found "
+        "fastensor_accelerate needs Accelerate 1.10 or later (pip install -U accelerate), found "
         f"{accelerate.__version__}"
     )
 

@@ -21,7 +21,7 @@ def load_classes(name: str, *modules: str) -> tuple[type[Any], ...]:
     installed = [module for module in modules if find_spec(module.partition(".")[0]) is not None]
     if not installed:
         raise ImportError(
-            "fastensor_lightning needs Lightning, which is not installed: pip install 'fastensor[lightning]'"
+            "fastensor_lightning needs Lightning, which is not installed: install Fastensor with its extra lightning"
         )
     return tuple(getattr(importlib.import_module(module), name) for module in installed)
 

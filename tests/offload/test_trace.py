@@ -238,7 +238,7 @@ def test_memory_of_a_step_is_drawn(make: Any, tmp_path: Path, monkeypatch: pytes
     step = offload_memory.memory_of_step(tmp_path / "trace.json", "host")
     assert len(step.seconds) == len(step.nbytes) > 0
     assert 0 <= step.seconds[0] <= step.backward <= step.seconds[-1]
-    offload_memory.plot({"with": step}, tmp_path / "memory.png")
+    offload_memory.plot({"with offload": step}, tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 

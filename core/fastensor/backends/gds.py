@@ -183,7 +183,7 @@ class _Kvikio:
     def _load(self) -> str:
         try:
             if find_spec("kvikio") is None:
-                return "kvikio is not installed (pip install 'fastensor[cuda12]', or [cuda13])"
+                return "kvikio is not installed: Fastensor's extra cuda12 or cuda13 brings it"
             ctypes.CDLL(DRIVER)
             self._module = import_module("kvikio")
             _set_up()

@@ -92,7 +92,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Makes images of PNG, JPEG and other files by Pillow (``pip install 'fastensor[images]'``)."""
+    """Makes images of PNG, JPEG and other files by Pillow (the extra ``images``)."""
 
     mode: str | None = "RGB"
     """Pillow's name of the colours that the images get; None leaves the file's own."""
@@ -120,7 +120,7 @@ def image_tensor(value: BytesLike) -> torch.Tensor:
 
 
 def msgpack(value: BytesLike) -> Any:
-    """What ``msgpack.packb`` has packed (``pip install 'fastensor[msgpack]'``).
+    """What ``msgpack.packb`` has packed (the extra ``msgpack``).
 
     Raises:
         ValueError: the value is not a message of msgpack.
@@ -155,5 +155,5 @@ def _imported(module: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{module} is missing, which decodes these values (pip install 'fastensor[{extra}]')"
+            f"{module} is missing, which decodes these values: install Fastensor with its extra {extra}"
         ) from error

@@ -64,7 +64,7 @@ class LmdbIndex:
                 path: there, or it is an error.
             progress: is called while the index is built, with the pages that were read so far and those in all.
             pin: keep the snapshot as it is while others write to the file, until :meth:`close`: writers do not reuse
-                its pages, so the file grows. Needs py-lmdb (``fastensor[lmdb]``). A pickled copy, and a forked child,
+                its pages, so the file grows. Needs py-lmdb (the extra ``lmdb``). A pickled copy, and a forked child,
                 rely on the index that has pinned the snapshot.
 
         Raises:

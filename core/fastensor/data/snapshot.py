@@ -164,7 +164,7 @@ class Pin:
         try:
             import lmdb
         except ImportError as error:
-            raise FastensorError("pinning a snapshot needs py-lmdb: pip install fastensor[lmdb]") from error
+            raise FastensorError("pinning a snapshot needs py-lmdb: install Fastensor with its extra lmdb") from error
         try:
             self._environment: Any = lmdb.open(readonly=True, create=False, readahead=False, **_environment_of(path))
             self._transaction = self._begin()

@@ -252,4 +252,4 @@ def _ray() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ProvisionError("engine='ray' needs Ray: pip install 'fastensor[ray]'") from error
+        raise ProvisionError("engine='ray' needs Ray: install Fastensor with its extra ray") from error

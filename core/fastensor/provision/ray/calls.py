@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,10 @@ from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, Facts
 from fastensor.provision.feeding import Place
-from fastensor.provision.making import Contents
 from fastensor.provision.ray import names
+
+if TYPE_CHECKING:
+    from fastensor.provision.making import Contents
 
 
 @dataclass(frozen=True, slots=True)

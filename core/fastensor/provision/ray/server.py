@@ -8,6 +8,9 @@ Each server runs the user's code in one thread, one piece after the other. Whose
 the epoch. All else happens in the event loop of the actor, which goes on meanwhile.
 
 Nothing but the cache is lost with a server. Ray starts it again, and calls again what had been called.
+
+Whoever calls an actor of Ray imports its class, and the manager calls servers. So this module imports torch only when a
+server begins.
 """
 
 from __future__ import annotations
@@ -21,11 +24,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
-import torch
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError
 
@@ -36,7 +38,6 @@ from fastensor.errors import ProvisionError
 from fastensor.provision.credits import FIRST, turn
 from fastensor.provision.engine import Cost, Facts, Start
 from fastensor.provision.feeding import Batch, batch_at
-from fastensor.provision.making import Contents, Found, found_samples, made_batch, read_samples
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
 from fastensor.provision.ray.calls import Ask, Made, Part, client_of, contents_of
@@ -45,6 +46,9 @@ from fastensor.provision.ray.memory import owned
 from fastensor.provision.ray.turns import Key, Turns
 from fastensor.provision.tasks import Share, Task, Tasks, owners
 from fastensor.provision.work import Done
+
+if TYPE_CHECKING:
+    from fastensor.provision.making import Contents, Found
 
 T = TypeVar("T")
 
@@ -94,6 +98,8 @@ class Server:
     """
 
     def __init__(self, name: str, number: int, facts: Facts) -> None:
+        import torch
+
         torch.set_num_threads(1)
         self._name, self._number = name, number
         self._facts = facts
@@ -288,6 +294,8 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._user, function)
 
     def _find(self, positions: Integers, offsets: Integers, lengths: Integers) -> tuple[Found, Part]:
+        from fastensor.provision.making import found_samples, read_samples
+
         def read(missing: Integers) -> list[memoryview]:
             return read_samples(self._loaded(), missing, seed=self._facts.seed)
 
@@ -296,6 +304,8 @@ class Server:
         return found, _packed(found.samples, Cost(len(positions), len(positions) - len(found.read), nbytes))
 
     def _batch(self, ask: Ask, batch: Batch, samples: list[memoryview]) -> Any:
+        from fastensor.provision.making import made_batch
+
         encoded = made_batch(
             samples,
             batch.positions,
