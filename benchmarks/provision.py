@@ -77,11 +77,21 @@ def cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
 
 
 def work(job: Job, barrier: Any, results: Any) -> None:
-    """In a fresh process, one rank: take batches, and send what was measured of the start, and of each epoch."""
+    """In a fresh process, one rank: take batches, and send what was measured of the start, and of each epoch. If it
+    fails, nobody waits for it."""
+    try:
+        measured(job, barrier, results)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+def measured(job: Job, barrier: Any, results: Any) -> None:
     torch.set_num_threads(1)
     began, own = time.perf_counter(), sum(cpu_seconds([os.getpid()]).values())
     with open_way(job) as opened:
-        results.send((time.perf_counter() - began, sum(cpu_seconds(opened.pids()).values()) - own))
+        seconds, spent = time.perf_counter() - began, sum(cpu_seconds(opened.pids()).values()) - own
+        results.send((seconds, spent, opened.service()))
         for epoch in range(job.epochs):
             opened.set_epoch(epoch)
             barrier.wait(PATIENCE_SECONDS)
@@ -143,17 +153,25 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
-        starts = [pipe.recv() for pipe in pipes]
-        samples = []
-        for epoch in range(epochs):
+        try:
+            starts = [pipe.recv() for pipe in pipes]
+            services = {service for _, _, service in starts}
+            assert len(services) == 1, f"expected one service of all ranks, found processes {services}"
+            samples = []
+            for epoch in range(epochs):
+                barrier.wait(PATIENCE_SECONDS)
+                sent = storage.sent_nbytes
+                barrier.wait(PATIENCE_SECONDS)
+                sent = storage.sent_nbytes - sent
+                samples.append(summarised(cell, kind, epoch, sent, [pipe.recv() for pipe in pipes]))
             barrier.wait(PATIENCE_SECONDS)
-            sent = storage.sent_nbytes
-            barrier.wait(PATIENCE_SECONDS)
-            sent = storage.sent_nbytes - sent
-            samples.append(summarised(cell, kind, epoch, sent, [pipe.recv() for pipe in pipes]))
-        barrier.wait(PATIENCE_SECONDS)
-        for process in processes:
-            process.join()
+        except BaseException:
+            for process in processes:
+                process.terminate()
+            raise
+        finally:
+            for process in processes:
+                process.join()
     return Started(cell, max(one[0] for one in starts), sum(one[1] for one in starts)), samples
 
 

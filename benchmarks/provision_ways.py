@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastensor.data import EpochPlan
 from fastensor.provision import DataService
+from fastensor.provision.service import NAME_VARIABLE
 
 OURS, HALF, KILLED, STOCK = "service", "service, half", "service, killed", "DataLoader"
 LITDATA, RAY = "litdata", "Ray Data"
@@ -148,6 +149,8 @@ class Opened:
     set_epoch: Callable[[int], None]
     pids: Callable[[], list[int]]
     """The processes whose time counts for this rank."""
+    service: Callable[[], int | None] = lambda: None
+    """The process that all ranks have in common, if there is one."""
     kill: Callable[[], None] = lambda: None
 
 
@@ -163,11 +166,15 @@ def open_way(job: Job) -> AbstractContextManager[Opened]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """A process, and all that it has started and not lost."""
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
+    """A process, and all that its threads have started and not lost.
+
+    One that has ended since is missing. The process that has waited for it has its time, of its whole life: what it
+    took before an epoch counts for the epoch in which it has ended.
+    """
+    children = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended just now
+            children += [int(child) for child in path.read_text().split()]
     return [pid, *(found for child in children for found in descendants_of(child))]
 
 
@@ -245,13 +252,14 @@ def by_data_loader(job: Job) -> Iterator[Opened]:
 
 @contextmanager
 def by_service(job: Job) -> Iterator[Opened]:
-    """One service for all ranks."""
+    """One service for all ranks: without a launcher, the folder of the run is what they have in common."""
+    os.environ[NAME_VARIABLE] = str(job.folder)
     kind, cell = job.kind, job.cell
     room = kind.count * (kind.cached_nbytes + 1024) * 9 // 8
     before, after = (None if one is as_it_is else partial(second, one) for one in (kind.before, kind.after))
     with DataService.start(
         Numbered(job.objects), cache_bytes=room // 2 if cell.way == HALF else room, workers=cell.workers,
-        before_cache=before, after_cache=after, name=f"{os.getppid()}", progress=False,
+        before_cache=before, after_cache=after, progress=False,
     ) as service:  # fmt: skip
         while len(service.status()["workers"]) < cell.workers:
             time.sleep(0.01)
@@ -260,9 +268,13 @@ def by_service(job: Job) -> Iterator[Opened]:
         def pids() -> list[int]:
             if job.rank:
                 return own_processes()  # rank 0 counts those of the service
-            return [*own_processes(), *descendants_of(service.status()["pid"])]
+            return [*own_processes(), *descendants_of(server())]
 
-        yield Opened(loader, loader.set_epoch, pids, lambda: os.kill(service.status()["pid"], signal.SIGKILL))
+        def server() -> int:
+            pid: int = service.status()["pid"]
+            return pid
+
+        yield Opened(loader, loader.set_epoch, pids, server, lambda: os.kill(server(), signal.SIGKILL))
 
 
 def write_chunks(folder: Path, kind: Kind) -> None:

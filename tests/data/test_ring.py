@@ -220,3 +220,16 @@ def test_a_descriptor_for_which_there_is_no_room_is_an_error(ends: tuple[Connect
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     os.close(writing)
+
+
+def test_a_descriptor_that_cannot_be_copied_ends_the_connection(ends: tuple[Connection, Connection]) -> None:
+    lowest, limits = os.dup(ends[0].fileno()), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(ConnectionLost, match="a descriptor could not be sent: .*Too many open files"):
+            ends[0].send(1, b"with it", fd=ends[0].fileno())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(ConnectionLost):
+        ends[1].receive()

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def mark_after(sample: dict[str, Any]) -> dict[str, Any]:
     """After the cache: add a random number, and change the sample in place."""
     sample["bytes"] += 1
     return {**sample, "after": draw()}
+
+
+LOG: Callable[[int], object] = print
+"""Replaced by a script."""
+
+
+def logged(sample: dict[str, Any]) -> dict[str, Any]:
+    """Before the cache: write the number to the log of the script."""
+    LOG(sample["id"])
+    return sample
 
 
 def ids_only(samples: list[dict[str, Any]]) -> dict[str, Any]:

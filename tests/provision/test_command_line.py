@@ -6,13 +6,16 @@ import gc
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from programs import command_line, run
-from provision.conftest import has_ended
+from provision.conftest import has_ended, wait_until
 
+from fastensor.data import processes
 from fastensor.provision import DataService
 
 SAMPLES = """
@@ -21,6 +24,7 @@ class Samples:
     def __len__(self): return 40
     def __getitem__(self, position): return {"id": position}
 
+print("imported")
 def samples(): return Samples()
 def doubled(sample): return {"id": 2 * sample["id"]}
 """
@@ -64,6 +68,27 @@ def test_a_service_is_started_looked_at_and_ended(
     status, _, err = command_line(capsys, "provision", "down", address)
     assert status == 1
     assert "no program of this machine keeps the data service" in err
+
+
+def test_a_service_that_nobody_uses_is_started_again(up: Callable[..., str]) -> None:
+    address = up("--cache", "1MiB", "--name", f"{os.getpid()}-idle")
+    with DataService.connect(address) as service:
+        pid = service.status()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    name = address.removeprefix("local:")
+    assert has_ended(pid)
+
+    def is_there() -> bool:
+        with suppress(OSError):
+            processes.reach(name).close()
+            return True
+        return False
+
+    wait_until(is_there)
+    with DataService.connect(address) as service:
+        assert service.status()["pid"] != pid
+        assert len(service) == 40
+    run("-m", "fastensor", "provision", "down", address)
 
 
 def test_what_cannot_be_served_is_refused_at_once(

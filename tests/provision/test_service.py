@@ -6,6 +6,9 @@ import gc
 import io
 import os
 import re
+import resource
+import select
+import signal
 import socket
 import sys
 import threading
@@ -27,9 +30,15 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
+from fastensor.data.connection import ConnectionLost
 from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.embedded import wire
+from fastensor.provision.embedded.protocol import Say
+from fastensor.provision.embedded.spec import packed
+from fastensor.provision.engine import Facts
 from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.making import Contents
 from fastensor.provision.metrics import CONTENT_TYPE
 from fastensor.provision.service import NAME_VARIABLE
 
@@ -396,6 +405,63 @@ def test_metrics_are_served_on_loopback(start: Start) -> None:
     assert "metrics" not in start(name="other").status()
 
 
+def test_metrics_stay_where_they_are_when_the_server_is_started_again(start: Start) -> None:
+    service = start(metrics_port=0, workers=1)
+    before = service.status()
+    os.kill(before["pid"], signal.SIGKILL)
+    assert service.status()["metrics"] == before["metrics"]
+    assert service.status()["pid"] != before["pid"]
+
+
+def test_a_descriptor_that_nobody_wants_is_closed(shared: DataService) -> None:
+    def files() -> int:
+        return len(os.listdir(f"/proc/{shared.status()['pid']}/fd"))
+
+    before = files()
+    client = processes.reach(shared.address.removeprefix("local:"))
+    with open("/dev/null") as null:
+        client.send(Say.ASK, fd=null.fileno())
+    with suppress(ConnectionLost):
+        while client.wait(20):
+            client.receive()
+        pytest.fail("the server goes on listening")
+    client.close()
+    wait_until(lambda: files() == before)
+
+
+def test_who_connects_when_no_descriptor_is_free_waits(start: Start) -> None:
+    service = start(workers=1, listen="localhost:0", token="t")
+    loader = service.loader(8)
+    assert len(ids(loader)) == N
+    wait_until(lambda: service.status()["loaders"][0]["ahead"] == 8)
+    wait_until(lambda: not any(one["tasks"] for one in service.status()["workers"]))
+    pid = service.status()["pid"]
+    most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    numbers = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (numbers, most[1]))
+    host, _, port = service.address.removeprefix("tcp://").rpartition(":")
+    waiting = [socket.create_connection((host.strip("[]"), int(port)), 20) for _ in range(numbers + 1)]
+    spent = seconds_of(pid)
+    assert not select.select([waiting[-1]], [], [], 0.5)[0]
+    assert seconds_of(pid) - spent < 0.25
+    waiting.pop(0).close()
+    local = [processes.reach(service._engine._name) for _ in range(4)]  # there is no descriptor to send what is served
+    with suppress(ConnectionLost):
+        local[-1].wait(0.2)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, most)
+    assert waiting[-1].recv(1)
+    for one in (*waiting, *local):
+        one.close()
+    assert len(ids(loader)) == N
+    assert service.status()["pid"] == pid
+
+
+def seconds_of(pid: int) -> float:
+    """What a process has taken of the processors."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_whoever_asks_for_metrics_holds_nothing_up(shared: DataService) -> None:
     """Those that send nothing, too much, or nonsense; and those that read nothing."""
     service = shared
@@ -417,6 +483,23 @@ def test_a_port_for_metrics_that_is_taken_is_an_error(start: Start) -> None:
             start(metrics_port=port)
     with pytest.raises(ProvisionError, match="expected host:port"):
         start(metrics_port=1 << 16)
+
+
+def test_a_service_that_is_refused_listens_nowhere(warm_services: list[Program]) -> None:
+    name = f"refused-{os.getpid()}"
+    assert processes.start(name, "fastensor.provision.embedded.server")
+    with closing(processes.reach(name)) as client, socket.create_server(("127.0.0.1", 0)) as taken:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            listen, metrics = wire.address_of(free), wire.address_of(taken)
+        spec = packed(Facts(0, "none", 0, 1, listen=listen, metrics=metrics), None, Contents([], None, None))
+        client.send(Say.SPEC, b"\n", fd=spec)
+        os.close(spec)
+        kinds = []
+        while Say.REFUSED not in kinds:
+            client.wait(20)
+            kinds += [message.kind for message in iter(client.receive, None)]
+        assert kinds == [Say.HELLO, Say.REFUSED]
+        wire.listening(listen, None).close()
 
 
 def test_statistics_are_a_table(shared: DataService) -> None:
@@ -442,6 +525,19 @@ def test_a_bar_shows_how_the_cache_fills(start: Start) -> None:
     assert "60 of 60 samples" in console.file.getvalue()
     show(observer, console, lambda: True)
     observer.close()
+
+
+@pytest.mark.parametrize("samples", [0, N])
+def test_a_bar_ends_without_samples_and_with_some_that_cannot_be_read(start: Start, folder: Path, samples: int) -> None:
+    (folder / "fail-3").touch()
+    service = start(Numbers(samples, folder), workers=1)
+    service.preload()
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    with closing(DataService.connect(service._engine._address)._engine) as observer:
+        looks = iter(range(100))
+        show(observer, console, lambda: next(looks) == 99)
+    assert next(looks) < 99
+    assert service.status()["is_filled"]
 
 
 def test_no_bar_where_there_is_no_terminal(start: Start, capfd: pytest.CaptureFixture[str]) -> None:

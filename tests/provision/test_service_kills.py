@@ -6,20 +6,23 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from programs import Program
 from provision.conftest import has_ended, wait_until, workers_of
-from provision.datasets import Killing, Numbers, reads_in
+from provision.datasets import Killing, Numbers, logged, reads_in
 
 from fastensor.data import EpochPlan, processes
+from fastensor.data.connection import Connection
 from fastensor.provision import DataService, ProvisionError
+from fastensor.provision.embedded.nursery import NurseryProcess
 
 N = 60
 
@@ -155,13 +158,45 @@ def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
     assert len(workers_of(service, 2)) == 2
 
 
+def test_a_nursery_that_has_nothing_to_do_may_be_killed_often(service: DataService) -> None:
+    workers, server = workers_of(service, 2), service.status()["pid"]
+    for _ in range(4):
+        before = service.status()["nursery"]
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: service.status()["nursery"] != before)  # noqa: B023
+    os.kill(workers[0], signal.SIGKILL)
+    wait_until(lambda: workers[0] not in workers_of(service, 2))
+    assert sorted(ids(service.loader(4))) == list(range(N))
+    assert service.status()["pid"] == server
+
+
+def never(connection: Connection, *, place: int) -> NoReturn:
+    os._exit(1)
+
+
+def test_many_workers_are_asked_for_before_the_nursery_listens() -> None:
+    with tempfile.TemporaryFile() as spec:
+        nursery = NurseryProcess(never, spec.fileno(), prepares=False)
+        os.kill(nursery.pid, signal.SIGSTOP)
+        nursery.ask(range(2000))
+        assert nursery.connection.unsent_nbytes == 0
+        assert nursery.awaited == set(range(2000))
+        nursery.end()
+
+
 SCRIPT = """
-import os, threading
+import os, socket, threading
 from pathlib import Path
 with Path({imports!r}).open("a") as file:
     file.write(__name__ + " ")
 if {wish!r} == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+elif {wish!r} == "opens a file":
+    log = Path({imports!r} + "-log").open("ab", buffering=0)
+elif {wish!r} == "opens a socket":
+    sockets = socket.socketpair()
+elif {wish!r} == "opens what has no state":
+    null = open("/dev/null", "wb")
 elif {wish!r} == "ends":
     os._exit(7)
 elif {wish!r} == "raises":
@@ -174,6 +209,9 @@ elif {wish!r} == "raises":
     [
         ("", 1, 1, ""),
         ("threads", 2, 4, ""),
+        ("opens a file", 2, 4, ""),
+        ("opens a socket", 2, 4, ""),
+        ("opens what has no state", 1, 1, ""),
         ("ends", 4, 100, "3 workers have ended while they made it, the last one with 7"),
         ("raises", 2, 100, "ValueError: a bad script"),
     ],
@@ -187,7 +225,7 @@ def test_the_script_is_imported_once_for_all_workers(
     most: int,
     error: str,
 ) -> None:
-    """Unless it starts threads or ends, which each worker has to find out."""
+    """Unless it starts threads, leaves something open or ends, which each worker has to find out."""
     script, imports = folder / "script.py", folder / "imports"
     script.write_text(SCRIPT.format(imports=str(imports), wish=wish))
     as_if_started = {"sys_path": sys.path, "init_main_from_path": str(script)}
@@ -202,6 +240,28 @@ def test_the_script_is_imported_once_for_all_workers(
     imported = imports.read_text().split()
     assert set(imported) == {"__mp_main__"}
     assert least <= len(imported) <= most
+
+
+LOGGING_SCRIPT = """
+from pathlib import Path
+from provision import datasets
+log = Path({log!r}).open("ab", buffering=0)
+null = open("/dev/null", "wb", buffering=0)
+datasets.LOG = lambda number: (null.write(b"-"), log.write(b"%d " % number))
+"""
+
+
+def test_what_the_script_opens_stays_open_in_workers(
+    folder: Path, warm_services: list[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, log = folder / "script.py", folder / "log"
+    script.write_text(LOGGING_SCRIPT.format(log=str(log)))
+    as_if_started = {"sys_path": sys.path, "init_main_from_path": str(script)}
+    monkeypatch.setattr("multiprocessing.spawn.get_preparation_data", lambda name: as_if_started)
+    with DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=3, before_cache=logged) as service:
+        for batch in service.loader(2):
+            assert (batch["bytes"].numpy() == (batch["id"].numpy() % 251)[:, None]).all()
+    assert sorted(map(int, log.read_text().split())) == list(range(N))
 
 
 CLIENT = """

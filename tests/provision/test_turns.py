@@ -57,6 +57,25 @@ def test_who_gives_up_holds_nobody_up() -> None:
     asyncio.run(main())
 
 
+def test_who_has_just_given_up_is_passed_over() -> None:
+    async def wait_for(turns: Turns) -> str:
+        async with turns.turn(lambda: (0, 0, 0)):
+            return "came"
+
+    async def main() -> None:
+        turns = Turns()
+        async with turns.turn(lambda: (0, 0, 0)):
+            first, second = (asyncio.create_task(wait_for(turns)) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()  # it has not noticed when the turn is passed on
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await second == "came"
+        assert await wait_for(turns) == "came"
+
+    asyncio.run(main())
+
+
 def test_memory_that_is_mapped_writable_is_not_copied() -> None:
     mapped = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
     shown = mapped[64:128]

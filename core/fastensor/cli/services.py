@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -30,6 +30,8 @@ from fastensor.provision import DataService
 
 _TOKEN_VARIABLE = "FASTENSOR_TOKEN"
 _PATIENCE_SECONDS = 10
+_LOOK_SECONDS = 1
+"""A service that nobody uses is started again within this time."""
 _PREFIX = f"fastensor-up-{os.geteuid()}-"
 _END = 1
 """The kind of the message that ends a program which keeps a service."""
@@ -52,8 +54,16 @@ class Wanted:
     listen: str
 
 
-def up(wanted: Wanted) -> int:
-    """Start a service, and keep it."""
+def _say(address: str) -> None:
+    print(address, flush=True)
+
+
+def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
+    """Start a service, and keep it.
+
+    Args:
+        started: is given the address, when the service can be used, looked at and ended.
+    """
     sys.path.insert(0, os.getcwd())  # as python -m does
     with DataService.start(
         _source_of(wanted.source),
@@ -69,40 +79,48 @@ def up(wanted: Wanted) -> int:
         listen=wanted.listen,
         token=_token(),
     ) as service:
-        print(service.address, flush=True)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            _keep(service.address)
+            _keep(service, started)
     return OK
 
 
 def up_detached(wanted: Wanted) -> int:
     """Have another process do :func:`up`, and return when the service has started."""
     program = "from fastensor.cli.services import keep_detached; keep_detached()"
-    with tempfile.TemporaryFile("w+") as errors:
+    said, say = os.pipe()
+    log_fd, log = tempfile.mkstemp(prefix="fastensor-up-", suffix=".log")
+    with open(said) as answer, open(log_fd, "w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, dumps(asdict(wanted))],
+            [sys.executable, "-c", program, str(say), dumps(asdict(wanted))],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+            stdout=output,  # what the user's code prints is no address
+            stderr=output,
             start_new_session=True,
-            text=True,
+            pass_fds=[say],
         )
-        assert process.stdout is not None
-        with process.stdout as out:
-            address = out.readline()
-        if not address:
-            process.wait()
-            errors.seek(0)
-            raise ProvisionError(errors.read().strip())
-    print(address, end="")
+        os.close(say)
+        address = answer.read()
+    if not address:
+        process.wait()
+        text = Path(log).read_text()
+        Path(log).unlink()
+        raise ProvisionError(text.strip())
+    print(address)
+    print(f"What the service says comes into {log}", file=sys.stderr)
     return OK
 
 
 def keep_detached() -> None:
-    """What the other process runs."""
+    """What the other process runs. Its arguments are a descriptor for the address, and what is wanted."""
+
+    def started(address: str) -> None:
+        with open(int(sys.argv[1]), "w") as out:
+            out.write(address)
+
+    os.set_inheritable(int(sys.argv[1]), False)  # or the reader would wait for the service, too
     try:
-        up(Wanted(**loads(sys.argv[1])))
+        up(Wanted(**loads(sys.argv[2])), started)
     except (FastensorError, OSError, ValueError) as error:
         sys.exit(str(error))
 
@@ -166,14 +184,22 @@ def _function_of(text: str | None) -> Any:
 # Programs that keep services
 
 
-def _keep(address: str) -> None:
-    """Tell who connects what the address is, until somebody says that it is to end."""
+def _keep(service: DataService, started: Callable[[str], None]) -> None:
+    """Tell who connects what the address is, until somebody says that it is to end. Meanwhile look after the service,
+    which is started again if it has ended."""
+    address = service.address
     name = _PREFIX + hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
+        listener.settimeout(_LOOK_SECONDS)
+        started(address)
         while True:
-            connection = Connection(listener.accept()[0])
+            try:
+                connection = Connection(listener.accept()[0])
+            except TimeoutError:
+                service.status()
+                continue
             with suppress(ConnectionLost):
                 if connection.peer[1] == os.geteuid() and _is_told_to_end(connection, address):
                     return

@@ -100,14 +100,20 @@ class Connection:
             fd: a descriptor to send along. The caller keeps ownership, and may close it.
 
         Raises:
-            ConnectionLost: the other process has ended.
+            ConnectionLost: the other process has ended; or no descriptor is free, and the connection ends.
         """
         views = [memoryview(part).cast("B") for part in parts]
         nbytes = sum(map(len, views))
         head = _HEAD.pack(nbytes, kind)
         if nbytes <= _JOINED_NBYTES:  # a copy is quicker than a system call for each part
             head, views = b"".join([head, *views]), []
-        self._unsent.append((memoryview(head), None if fd is None else os.dup(fd)))
+        try:
+            copy = None if fd is None else os.dup(fd)
+        except OSError as error:
+            with suppress(OSError):  # the other end is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
+            raise ConnectionLost(f"a descriptor could not be sent: {error}") from error
+        self._unsent.append((memoryview(head), copy))
         self._unsent.extend((view, None) for view in views if view)
         self.flush()
 

@@ -72,7 +72,7 @@ def show(observer: Engine, console: Console, is_left: Callable[[], bool]) -> Non
         began, first_nbytes = time.monotonic(), None
         while not is_left():
             status = observer.health()
-            if status["cached_samples"]:
+            if status.get("cached_samples"):  # without a cache, or for no samples, nothing is said of it
                 if first_nbytes is None:
                     began, first_nbytes = time.monotonic(), status["cached_nbytes"]
                 rate = (status["cached_nbytes"] - first_nbytes) / max(time.monotonic() - began, 1e-3)

@@ -69,6 +69,11 @@ class Stock:
         """Samples could not be read ahead."""
         self._unreadable.update(positions.tolist())
 
+    @property
+    def unreadable(self) -> int:
+        """How many samples could not be read ahead, and are not kept since."""
+        return sum(self.cache is None or self.cache.find(position) is None for position in self._unreadable)
+
     def awaits(self, positions: Integers) -> bool:
         """Whether some of the samples will be found soon."""
         wanted = positions.tolist()

@@ -226,17 +226,17 @@ class Tasks:
     def status(self) -> dict[str, Any]:
         """Counts, for people and monitors."""
         cache = self.stock.cache
-        of_cache = (
-            {}
-            if cache is None
-            else {
-                "cached_samples": cache.samples,
-                "cached_nbytes": cache.used_nbytes,
-                "evictions": cache.evictions,
-                "is_filled": self._cache_is_full or cache.evictions > 0 or cache.samples == self._samples,
-            }
-        )
-        return {**asdict(self.stock.counts), **of_cache}
+        counts = asdict(self.stock.counts)
+        if cache is None:
+            return {**counts, "is_filled": True}
+        has_all = cache.samples + self.stock.unreadable == self._samples
+        return {
+            **counts,
+            "cached_samples": cache.samples,
+            "cached_nbytes": cache.used_nbytes,
+            "evictions": cache.evictions,
+            "is_filled": self._cache_is_full or cache.evictions > 0 or has_all,
+        }
 
     def _next_uses(self, task: Task, samples: Integers) -> Integers:
         if not len(samples):

@@ -77,8 +77,9 @@ class EmbeddedEngine:
             self._keep(spec_fd)
         self._token = token
         self._seconds = seconds
-        self._listened = ""
-        """Where the service has listened: where it is started again, it listens there."""
+        self._listened = "\n"
+        """Where the service has listened, for clients and for requests for metrics: where it is started again, it
+        listens there."""
         self.has_started = False
         """Whether this object has started the service."""
         self._lease: Connection | None = None
@@ -175,7 +176,7 @@ class EmbeddedEngine:
                 connection.close()
                 raise
             self._pid, self.facts = hello.pid, hello.facts
-            self._listened = self.facts.listen
+            self._listened = f"{self.facts.listen}\n{self.facts.metrics}"
             return connection
 
     def _reached(self) -> Connection:

@@ -1,10 +1,14 @@
 """The process that workers are forked from: it has imported torch, and the user's script, once for all of them.
 
-It does nothing else, and has one thread of Python, so that a fork of it is whole. It prepares itself as
-``multiprocessing`` prepares its children: it imports the script that has started the service. If that ends it, or
-starts threads of Python, the server starts one that does not prepare itself; then each worker imports the script, and
-tells what goes wrong. Threads of libraries are no reason. Those for computing are told not to start, and others cope
-with forks, such as that of the memory allocator of pyarrow (``jemalloc_bg_thd``), which pandas and scikit-learn import.
+It does nothing else. It prepares itself as ``multiprocessing`` prepares its children: it imports the script that has
+started the service. If that ends it, starts threads of Python, or leaves files, sockets or devices open, which workers
+would share, the server starts one that does not prepare itself; then each worker imports the script, opens its own, and
+tells what goes wrong. A GPU that the script has begun to use is such a device.
+
+Threads of libraries in C are not looked for, and a fork has none of them. Those for computing are told not to start,
+and some cope with forks, such as that of the memory allocator of pyarrow (``jemalloc_bg_thd``), which pandas and
+scikit-learn import. Those of gRPC, or of the SDK of AWS, may not: a script must not start clients of these when it is
+imported.
 
 A worker is the grandchild of the nursery. The process between them ends, and the worker becomes a child of the server,
 which has asked the kernel for orphans: it can wait for the worker, and the worker ends with it.
@@ -19,21 +23,24 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.provision.embedded.protocol import FORKED, NUMBER, Say
+from fastensor.provision.embedded.protocol import FORKED, NUMBER, Say, as_bytes
 from fastensor.provision.embedded.spec import prepare
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Libraries that are imported from now on start no threads. There are as many workers as processors."""
+_MAY_BE_SHARED = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+"""Files that the script may leave open: they have no state."""
 
 
 class Main(Protocol):
@@ -70,11 +77,13 @@ class NurseryProcess:
         theirs.close()
         self.connection = Connection(ours)
 
-    def ask(self, place: int) -> None:
-        """Ask for a worker. That a nursery has ended is found when it is listened to."""
-        self.awaited.add(place)
-        with suppress(ConnectionLost):
-            self.connection.send(Say.FORK, NUMBER.pack(place))
+    def ask(self, places: Collection[int]) -> None:
+        """Ask for workers, in one message: the kernel takes few while the nursery prepares itself. That a nursery has
+        ended is found when it is listened to."""
+        self.awaited.update(places)
+        if places:
+            with suppress(ConnectionLost):
+                self.connection.send(Say.FORK, as_bytes(np.array([*places])))
 
     def end(self) -> int:
         """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
@@ -110,10 +119,10 @@ def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, p
             while (message := connection.receive()) is None:
                 connection.wait()
             assert message.kind == Say.FORK
-            (place,) = NUMBER.unpack(message.body)
-            pid, endpoint = _fork(partial(main, place=place), server_pid, spec_fd)
-            with endpoint:
-                connection.send(Say.FORKED, FORKED.pack(pid, place), fd=endpoint.fileno())
+            for place in np.frombuffer(message.body, np.int64).tolist():
+                pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
+                with endpoint:
+                    connection.send(Say.FORKED, FORKED.pack(pid, place), fd=endpoint.fileno())
     except ConnectionLost:
         status = 0  # the server has ended
     except BaseException:  # noqa: BLE001  # it is printed, and the server starts another one
@@ -123,15 +132,23 @@ def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, p
 
 
 def _prepare(spec_fd: int) -> None:
-    """Import the user's script. Ends the process if that has started threads: a fork would not have them."""
+    """Import the user's script. Ends the process if that has started threads, which a fork would not have, or has left
+    something open, which workers would share: its offset, its locks, and what it is connected to."""
+    before = _open_files()
     with suppress(Exception, SystemExit):  # each worker tries again, and the trainer is told
         prepare(spec_fd)
-    if threading.active_count() > 1:
+    left_open = {fd for fd, name in _open_files().items() if before.get(fd) != name and name not in _MAY_BE_SHARED}
+    if threading.active_count() > 1 or left_open:
         os._exit(1)
 
 
-def _fork(main: Callable[[Connection], NoReturn], server_pid: int, spec_fd: int) -> tuple[int, socket.socket]:
-    """Make a worker. Returns its process id, and the server's end of the connection to it."""
+def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: Connection) -> tuple[int, socket.socket]:
+    """Make a worker. Returns its process id, and the server's end of the connection to it.
+
+    Args:
+        connection: of the nursery to the server. The worker closes it, and what is made here, but nothing that the
+            user's script, or a library, may have open.
+    """
     ours, theirs = socket.socketpair()
     said, say = os.pipe()
     adopted, adopt = os.pipe()  # is closed by the nursery when the server is the parent
@@ -145,7 +162,8 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, spec_fd: int)
             os.close(adopt)
             os.read(adopted, 1)
             _die_with(server_pid)
-            _close_all_but({theirs.fileno(), spec_fd, 0, 1, 2})
+            for fd in (adopted, said, say, ours.fileno(), connection.fileno()):
+                os.close(fd)
             main(Connection(theirs))
         finally:
             os._exit(1)
@@ -172,7 +190,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _close_all_but(kept: set[int]) -> None:
+    for fd in _open_files():
+        if fd not in kept:
+            os.close(fd)
+
+
+def _open_files() -> dict[int, str]:
+    """By descriptor the names of all that this process has open."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            with suppress(OSError):  # it was that of the listing itself
-                os.close(int(name))
+        with suppress(FileNotFoundError):  # it was that of the listing itself
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found

@@ -58,7 +58,8 @@ class Say(IntEnum):
     CHALLENGE = 6
     """Server to client, first, if it has to know the token: see :mod:`fastensor.provision.embedded.wire`."""
     SPEC = 16
-    """Client to server: what is to be served, as a descriptor. Text: where to listen, if it has listened before."""
+    """Client to server: what is to be served, as a descriptor. Text: two lines, where to listen for clients, and for
+    requests for metrics, if it has before."""
     REGISTER = 17
     """Client to server: JSON of the registration, and a pickle of the collate function, see :func:`joined`."""
     START = 18
@@ -81,7 +82,7 @@ class Say(IntEnum):
     STORE = 35
     """Server to worker: ``NUMBER`` of a task, then offsets for the samples that it has read, -1 for none."""
     FORK = 36
-    """Server to nursery: ``NUMBER`` of the place of a worker."""
+    """Server to nursery: places of workers, as int64."""
     DONE = 48
     """Worker to server: ``DONE``, then numbers of samples in the batch that were read, and their bytes; then positions
     of samples that the cache had lost. A batch without a slot comes in memory of its own."""

@@ -15,13 +15,15 @@ Workers are forked from a process that has imported the user's script once for a
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,6 +61,9 @@ _FIRST_CLIENT_SECONDS = 60
 """For how long the server waits for its first client: whoever has started it may have died."""
 _TASKS_PER_WORKER = 2
 """One is done, and one is waiting, so that the worker need not."""
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_FULL_SECONDS = 0.2
+"""How long to wait for room for who has connected, if nothing else comes."""
 _MOST_SCRAPES = 16
 """Requests for metrics at the same time. If there are more, the oldest is dropped."""
 _MOST_STRANGERS = 64
@@ -85,7 +90,10 @@ class Server:
         self._spec_fd: int | None = None
         self._token: str | None = None
         self._selector = selectors.DefaultSelector()
-        self._listen(listener, is_local=True)
+        self._full: list[tuple[socket.socket, Callable[[], None]]] = []
+        """Sockets that have clients waiting for whom no descriptor is free, and what accepts these. They are not
+        listened to until the next round."""
+        self._listen(listener, partial(self._accept, is_local=True))
 
     def run(self) -> None:
         """Serve until the last client has gone."""
@@ -97,27 +105,49 @@ class Server:
             if had_clients:
                 seconds = None
 
-    def _listen(self, listener: socket.socket, *, is_local: bool) -> None:
+    def _listen(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+        """Accept who connects.
+
+        Args:
+            accepted: is given the new sockets, which belong to it.
+        """
+
+        def accept() -> None:
+            try:
+                endpoint, _ = listener.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM:  # who has connected stays there, and would be reported again at once
+                    self._selector.unregister(listener)
+                    self._full.append((listener, accept))
+                return  # or the client has gone
+            accepted(endpoint)
+
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener, is_local=is_local))
+        self._selector.register(listener, selectors.EVENT_READ, accept)
 
     def _await_events(self, seconds: float | None) -> bool:
         """Do what has come. False if nothing has within ``seconds``, and there is no client."""
+        was_full = bool(self._full)
+        if was_full:
+            seconds = _FULL_SECONDS
         events = self._selector.select(seconds)
+        while self._full:
+            listener, accept = self._full.pop()
+            self._selector.register(listener, selectors.EVENT_READ, accept)
         for key, _ in events:
             if key.fd in self._selector.get_map():  # what came before may have ended this one
                 key.data()
-        return bool(events or self._clients)
+        return bool(events or was_full or self._clients)
 
     # Clients
 
-    def _accept(self, listener: socket.socket, *, is_local: bool) -> None:
+    def _accept(self, endpoint: socket.socket, *, is_local: bool) -> None:
         try:
-            endpoint, _ = listener.accept()
+            if not is_local:
+                wire.keep_alive(endpoint)
         except OSError:
+            endpoint.close()
             return  # the client has gone
-        if not is_local:
-            wire.keep_alive(endpoint)
         self._numbers += 1
         client = Client(endpoint, self._numbers, token=None if is_local else self._token, is_local=is_local)
         if is_local and client.connection.peer[1] != os.geteuid():
@@ -154,6 +184,8 @@ class Server:
 
     def _obey(self, client: Client, message: Message) -> None:
         if (message.fd is None) == (message.kind == Say.SPEC):
+            if message.fd is not None:
+                os.close(message.fd)
             raise BadMessage(f"a message of kind {message.kind} came with a descriptor, or without one")
         if not client.is_known:
             client.check_answer(message)
@@ -221,10 +253,8 @@ class Server:
             return
         self._facts, self._token = facts_of(message.fd)
         try:
-            if self._facts.listen:
-                self._listen_elsewhere(text_of(message) or self._facts.listen)
-            if self._facts.metrics:
-                self._listen_for_scrapes()
+            listened, _, listened_for_scrapes = text_of(message).partition("\n")
+            self._listen_elsewhere(listened, listened_for_scrapes)
         except ProvisionError as error:
             os.close(message.fd)
             self._do_for(client, partial(client.refuse, str(error)))
@@ -236,24 +266,31 @@ class Server:
         self._start_nursery(range(self._facts.workers), prepares=True)
         self._welcome(client)
 
-    def _listen_elsewhere(self, address: str) -> None:
-        listener = wire.listening(address, self._token)
-        host, port = listener.getsockname()[:2]
-        self._facts = replace(self._facts, listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        self._listen(listener, is_local=False)
+    def _listen_elsewhere(self, listened: str, listened_for_scrapes: str) -> None:
+        """Listen for clients of other machines, and for requests for metrics, if the facts say so.
 
-    def _listen_for_scrapes(self) -> None:
-        listener = wire.listening(self._facts.metrics, None)
-        host, port = listener.getsockname()
-        self._facts = replace(self._facts, metrics=f"{host}:{port}")
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept_scrape, listener))
+        Args:
+            listened, listened_for_scrapes: where a server that has ended did; empty if none has.
 
-    def _accept_scrape(self, listener: socket.socket) -> None:
-        try:
-            scrape = Scrape(listener.accept()[0], self._metrics)
-        except OSError:
-            return  # the client has gone
+        Raises:
+            ProvisionError: that cannot be. Then this listens nowhere.
+        """
+        with ExitStack() as opened:
+            for_clients = for_scrapes = None
+            if self._facts.listen:
+                for_clients = opened.enter_context(wire.listening(listened or self._facts.listen, self._token))
+                self._facts = replace(self._facts, listen=wire.address_of(for_clients))
+            if self._facts.metrics:
+                for_scrapes = opened.enter_context(wire.listening(listened_for_scrapes or self._facts.metrics, None))
+                self._facts = replace(self._facts, metrics=wire.address_of(for_scrapes))
+            opened.pop_all()
+        if for_clients is not None:
+            self._listen(for_clients, partial(self._accept, is_local=False))
+        if for_scrapes is not None:
+            self._listen(for_scrapes, self._accept_scrape)
+
+    def _accept_scrape(self, endpoint: socket.socket) -> None:
+        scrape = Scrape(endpoint, self._metrics)
         self._scrapes.append(scrape)
         self._selector.register(scrape.endpoint, selectors.EVENT_READ, partial(self._answer, scrape))
         if len(self._scrapes) > _MOST_SCRAPES:
@@ -321,7 +358,7 @@ class Server:
             one.tasks[task.number] = task
             self._tell(one, Say.TASK, *work_as_bytes(self._tasks.work_of(task)))
 
-    def _start_nursery(self, places: Iterable[int], *, prepares: bool) -> None:
+    def _start_nursery(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
         assert self._spec_fd is not None
         main = partial(
@@ -329,8 +366,7 @@ class Server:
         )
         self._nursery = NurseryProcess(main, self._spec_fd, prepares=prepares)
         self._selector.register(self._nursery.connection, selectors.EVENT_READ, self._hear_nursery)
-        for place in places:
-            self._nursery.ask(place)
+        self._nursery.ask(places)
 
     def _hear_nursery(self) -> None:
         try:
@@ -347,14 +383,15 @@ class Server:
         """The nursery has ended: start another one. It does not prepare itself if that may have ended this one.
 
         Raises:
-            RuntimeError: this one has not prepared itself, and has made no worker either.
+            RuntimeError: this one has not prepared itself, was asked for workers, and has made none either.
         """
         gone = self._nursery
         self._selector.unregister(gone.connection)
         status = gone.end()
-        if not gone.prepares and not gone.has_forked:
+        has_failed = bool(gone.awaited) and not gone.has_forked
+        if has_failed and not gone.prepares:
             raise RuntimeError(f"the process that makes workers has ended with {status} before it has made one")
-        if gone.has_forked:
+        if not has_failed:
             _log.warning(
                 "The process that makes workers of the data service has ended with %d, and is replaced", status
             )
@@ -364,7 +401,7 @@ class Server:
                 "%d), or starts threads: each worker imports it",
                 status,
             )
-        self._start_nursery(gone.awaited, prepares=gone.has_forked)
+        self._start_nursery(gone.awaited, prepares=gone.prepares and not has_failed)
 
     def _start_worker(self, one: WorkerProcess) -> None:
         self._workers.append(one)
@@ -453,7 +490,7 @@ class Server:
                 self._tasks.postpone(task)
             elif not self._tasks.killed(task):
                 self._fail(task, f"{task.attempts} workers have ended while they made it, the last one with {status}")
-        self._nursery.ask(one.place)
+        self._nursery.ask([one.place])
 
 
 def _memory(nbytes: int) -> memoryview:

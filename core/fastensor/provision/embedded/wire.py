@@ -48,6 +48,12 @@ def parsed_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def address_of(listener: socket.socket) -> str:
+    """``host:port`` where a socket listens."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def keep_alive(endpoint: socket.socket) -> None:
     """Have a connection send at once, and end within minutes if the other machine is lost."""
     for option, value in (

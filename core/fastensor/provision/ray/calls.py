@@ -43,6 +43,8 @@ class Ask:
     """For how long the trainer has waited for the batch that it has taken last; None if that was said before."""
     collate_fn: bytes
     """A pickle; empty: as a ``DataLoader`` does it."""
+    servers: int
+    """Of the service, as the client knows it: which of them keeps a sample depends on it."""
 
 
 def client_of(loader: str) -> str:
@@ -91,15 +93,22 @@ def pickled(value: Any, what: str) -> bytes:
     return found
 
 
-def publish(name: str, facts: Facts, contents: bytes) -> None:
-    """Keep what a service serves, and where this process finds modules.
+def publish(name: str, facts: Facts, contents: bytes) -> Facts:
+    """Keep what a service serves, and where this process finds modules, unless another process has done so.
 
     Args:
         contents: the pickled :class:`~fastensor.provision.making.Contents`.
+
+    Returns:
+        the facts that count: those of whoever was first.
+
+    Raises:
+        ProvisionError: the service has ended meanwhile.
     """
     paths = [path or os.getcwd() for path in sys.path]
-    names.keep(name, "facts", pickle.dumps(facts))
     names.keep(name, "contents", pickle.dumps((paths, contents)))
+    names.keep(name, "facts", pickle.dumps(facts))
+    return facts_of(name)
 
 
 def facts_of(name: str) -> Facts:

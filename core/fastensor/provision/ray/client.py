@@ -287,7 +287,16 @@ class RayFeed:
         while flow.has_credit and (not flow.ahead or self._has_room()):
             place = flow.issue()
             assert flow.plan is not None
-            ask = Ask(self._name, flow.plan, place, flow.taken, flow.needed, self._waited, self._collate_fn)
+            ask = Ask(
+                self._name,
+                flow.plan,
+                place,
+                flow.taken,
+                flow.needed,
+                self._waited,
+                self._collate_fn,
+                self._engine.facts.workers,
+            )
             self._waited = None
             self._asked[self._engine.server_for(place.index).batch.remote(ask)] = place
 
@@ -391,8 +400,15 @@ def end(address: str, *, seconds: float) -> None:
 
 
 def start(name: str, spec: Spec) -> Any:
-    """Start the actors of a service, unless another process has. Returns the manager."""
-    publish(name, spec.facts, spec.contents)
+    """Start the actors of a service, unless another process has. Returns the manager.
+
+    Raises:
+        EngineLost: it ends just now.
+    """
+    try:
+        facts = publish(name, spec.facts, spec.contents)
+    except ProvisionError as error:
+        raise EngineLost(str(error)) from error
     options = {
         "namespace": names.NAMESPACE,
         "lifetime": "detached",
@@ -402,13 +418,13 @@ def start(name: str, spec: Spec) -> Any:
         "max_concurrency": _MOST_CALLS,
     }
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
-    for number in range(spec.facts.workers):  # in turn, so that each machine keeps some of the samples
+    for number in range(facts.workers):  # in turn, so that each machine keeps some of the samples
         of_server = {
             "name": names.name_of_server(name, number),
             "max_task_retries": _MOST_RETRIES,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
             "memory": 1,  # what needs nothing at all, Ray puts anywhere
         }
-        ray.remote(Server).options(**options, **of_server).remote(name, number)
+        ray.remote(Server).options(**options, **of_server).remote(name, number, facts)
     of_manager = {"name": name, "max_task_retries": -1}
-    return ray.remote(Manager).options(**options, **of_manager).remote(name, spec.facts.workers)
+    return ray.remote(Manager).options(**options, **of_manager).remote(name, facts.workers)

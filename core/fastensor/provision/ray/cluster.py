@@ -92,7 +92,7 @@ def join(address: str) -> Membership:
             _current = None
         if _current is None:
             _current = _joined(address)
-        elif _is_cluster(address) and address != _current.address:
+        elif _is_cluster(address) and not _is_at(address, _current.address):
             raise ProvisionError(
                 f"this process uses the cluster of Ray at {_current.address}, and cannot use another one at {address}"
             )
@@ -108,7 +108,7 @@ def _is_cluster(address: str) -> bool:
 def _joined(address: str) -> Membership:
     if ray.is_initialized():
         found = str(ray.get_runtime_context().gcs_address)
-        if _is_cluster(address) and address != found:
+        if _is_cluster(address) and not _is_at(address, found):
             raise ProvisionError(
                 f"this process is in the cluster of Ray at {found}, and cannot join another one at {address}"
             )
@@ -183,12 +183,27 @@ def _open_to(host: str) -> ProvisionError:
     )
 
 
+def _is_at(address: str, found: str) -> bool:
+    """Whether an address, which may have the name of a host, is the one that Ray has found."""
+    (host, _, port), (found_host, _, found_port) = address.rpartition(":"), found.rpartition(":")
+    return address == found or (port == found_port and not _numbers_of(host).isdisjoint(_numbers_of(found_host)))
+
+
 def _is_loopback(host: str) -> bool:
+    return all(ipaddress.ip_address(number).is_loopback for number in _numbers_of(host))
+
+
+def _numbers_of(host: str) -> set[str]:
+    """The addresses of a host.
+
+    Raises:
+        ProvisionError: there is none of this name.
+    """
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ProvisionError(f"there is no host {host!r}: {error}") from error
-    return all(ipaddress.ip_address(one[4][0]).is_loopback for one in found)
+    return {str(one[4][0]) for one in found}
 
 
 def _local(name: str) -> tuple[str, Connection]:

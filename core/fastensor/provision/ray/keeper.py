@@ -69,9 +69,12 @@ def _serve(listener: socket.socket, address: bytes) -> None:
 
     selector.register(listener, selectors.EVENT_READ, accept)
     seconds: float | None = _FIRST_CLIENT_SECONDS
+    had_clients = False  # a process of another user may knock first
     while events := selector.select(seconds):
         for key, _ in events:
             key.data()
-        if not clients:
+        had_clients = had_clients or bool(clients)
+        if had_clients and not clients:
             return
-        seconds = None
+        if had_clients:
+            seconds = None

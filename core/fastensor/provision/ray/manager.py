@@ -119,19 +119,15 @@ class Manager:
         if not self._clients:
             self._end()
 
-    def _end(self, *, for_good: bool = True) -> None:
-        """End the servers, then this actor: its name is free only when they have gone.
-
-        Args:
-            for_good: whether what is served is forgotten: nobody needs it any more.
-        """
+    def _end(self) -> None:
+        """End the servers, forget what is served, then end this actor: its name is free only when all have gone. A
+        client that goes on starts the service again, and says again what is served."""
         if self._is_ending:
             return
         self._is_ending = True
         for server in self._servers:
             ray.kill(server, no_restart=True)
-        if for_good:
-            names.drop(self._name)
+        names.drop(self._name)
         itself = names.manager_of(self._name)
         asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
 
@@ -175,7 +171,7 @@ class Manager:
             return await asyncio.wait_for(_answer(self._servers[number].status.remote()), seconds)
         except ActorDiedError as error:
             _log.warning("Server %d of the data service has ended for good: %s", number, error)
-            self._end(for_good=False)
+            self._end()
             return None
 
 

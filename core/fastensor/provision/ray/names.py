@@ -36,8 +36,9 @@ def server_of(name: str, number: int) -> Any:
 
 
 def keep(name: str, kind: Kind, value: bytes) -> None:
-    """Have Ray's global control store keep something of a service, in the memory of the head node."""
-    internal_kv._internal_kv_put(f"{name}/{kind}", value, overwrite=True, namespace=NAMESPACE)
+    """Have Ray's global control store keep something of a service, in the memory of the head node, unless it keeps that
+    already."""
+    internal_kv._internal_kv_put(f"{name}/{kind}", value, overwrite=False, namespace=NAMESPACE)
 
 
 def kept(name: str, kind: Kind) -> bytes | None:

@@ -34,12 +34,13 @@ from ray.exceptions import ActorDiedError
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import aligned
+from fastensor.errors import ProvisionError
 from fastensor.provision.credits import FIRST, turn
 from fastensor.provision.engine import Cost, Facts, Start
 from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
-from fastensor.provision.ray.calls import Ask, Made, Part, client_of, contents_of, facts_of
+from fastensor.provision.ray.calls import Ask, Made, Part, client_of, contents_of
 from fastensor.provision.ray.exporting import Exported
 from fastensor.provision.ray.memory import owned
 from fastensor.provision.ray.turns import Key, Turns
@@ -70,28 +71,46 @@ class Loader:
     """The batches that this server has made for it."""
 
 
+class Latest:
+    """The names that were added last, as many as may still be of use."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._names: dict[str, None] = {}
+
+    def add(self, name: str) -> None:
+        """Add a name, and forget the oldest one if there are too many."""
+        self._names[name] = None
+        if len(self._names) > self._most:
+            del self._names[next(iter(self._names))]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+
 class Server:
     """See the module. All methods are called by Ray, in the event loop of the actor.
 
     Args:
         name: of the service.
         number: of the server.
+        facts: of the service.
     """
 
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, name: str, number: int, facts: Facts) -> None:
         import torch
 
         torch.set_num_threads(1)
         self._name, self._number = name, number
-        self._facts: Facts = facts_of(name)
+        self._facts = facts
         nbytes = self._facts.cache_nbytes // self._facts.workers
         self._tasks = Tasks(replace(self._facts, cache_nbytes=nbytes), share=Share(number, self._facts.workers))
         self._slabs = memoryview(mmap.mmap(-1, max(nbytes, 1)))
         self._contents: Contents | None = None
         self._loaders: dict[str, Loader] = {}
-        self._left: set[str] = set()
+        self._left = Latest()
         """Names of loaders that were closed: what was asked for them before may come later."""
-        self._gone: set[str] = set()
+        self._gone = Latest()
         """Names of the clients that have gone."""
         self._peers: dict[int, Any] = {}
         self._turns = Turns()
@@ -156,7 +175,13 @@ class Server:
 
     def _heard(self, ask: Ask) -> Batch | None:
         """Learn from what was asked how far a loader is. Returns its batch; None if the loader does not need it any
-        more."""
+        more.
+
+        Raises:
+            ProvisionError: the service has another number of servers than whoever asks expects.
+        """
+        if ask.servers != self._facts.workers:
+            raise ProvisionError(f"expected one of {ask.servers} servers, found one of {self._facts.workers}")
         loader = self._loaders.get(ask.loader)
         if ask.loader in self._left or client_of(ask.loader) in self._gone:
             return None
@@ -312,13 +337,24 @@ def _packed(samples: list[memoryview], cost: Cost) -> Part:
 
 
 def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list[memoryview]:
-    """The samples of a batch, of the parts that servers have found in the same order."""
+    """The samples of a batch, of the parts that servers have found in the same order.
+
+    Raises:
+        ProvisionError: a server has found other samples than it keeps.
+    """
+    of_samples = owners(positions, servers)
+    expected = np.bincount(of_samples, minlength=servers).tolist()
+    for number, part in parts.items():
+        if len(part.lengths) != expected[number]:
+            raise ProvisionError(
+                f"server {number} keeps {expected[number]} samples of the batch, and has sent {len(part.lengths)}"
+            )
     rest = {
         number: iter([memory[begin : begin + nbytes] for begin, nbytes in zip(part.begins, part.lengths, strict=True)])
         for number, part in parts.items()
         for memory in (owned(part.memory),)
     }
-    return [next(rest[number]) for number in owners(positions, servers).tolist()]
+    return [next(rest[number]) for number in of_samples.tolist()]
 
 
 @lru_cache(maxsize=256)

@@ -50,8 +50,9 @@ class Turns:
 
     def _pass_on(self) -> None:
         """Leave the lock taken if somebody waits: it is theirs now."""
-        self._is_taken = bool(self._waiting)
-        if self._waiting:
-            entry = min(self._waiting, key=lambda one: one[0]())
+        ready = [entry for entry in self._waiting if not entry[1].done()]  # those that were cancelled remove themselves
+        self._is_taken = bool(ready)
+        if ready:
+            entry = min(ready, key=lambda one: one[0]())
             self._waiting.remove(entry)
             entry[1].set_result(None)
