@@ -227,7 +227,7 @@ def test_a_descriptor_that_cannot_be_copied_ends_the_connection(ends: tuple[Conn
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
-        with pytest.raises(ConnectionLost, match="a descriptor could not be sent: .*Too many open files"):
+        with pytest.raises(ConnectionLost, match=r"a descriptor could not be sent: .*Too many open files"):
             ends[0].send(1, b"with it", fd=ends[0].fileno())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
