@@ -109,5 +109,5 @@ def test_pickles_if_they_are_asked_for() -> None:
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "msgpack", None)
-    with pytest.raises(ImportError, match=r"msgpack is missing.*pip install 'fastensor\[msgpack\]'"):
+    with pytest.raises(ImportError, match=r"msgpack is missing.*its extra msgpack"):
         decoders.msgpack(b"")
