@@ -12,7 +12,8 @@ from fastensor.data.plan import Positions
 
 Order: TypeAlias = Literal["sequential", "strided", "full", "block"]
 State: TypeAlias = Literal["cold", "warm", "limited", "epoch"]
-"""Of a file. A twentieth of an epoch, or less, is read of a ``cold`` one; a whole ``epoch`` of one that was cold."""
+"""What is in memory of a file, and how much is read: of a ``cold`` file a twentieth of an epoch, or less; in an
+``epoch`` all of a file that was cold."""
 ORDERS: tuple[Order, ...] = ("sequential", "strided", "full", "block")
 """Batches in the order of the keys; Caffe's sharding, rank r reads records r, r + N, r + 2 N …; all records shuffled;
 blocks of 256 KiB shuffled, and mixed among 64."""

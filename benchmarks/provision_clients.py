@@ -51,7 +51,7 @@ class Measured:
     """How batches come: shared memory, or TCP."""
     clients: int
     batches: int
-    """That all clients together have taken."""
+    """How many batches all clients together have taken."""
     seconds: float
     server_cpu_seconds: float
     worker_cpu_seconds: float

@@ -17,7 +17,7 @@ class Started:
 
     cell: Cell
     seconds: float
-    """Of the slowest rank."""
+    """How long the slowest rank took."""
     cpu_seconds: float
 
 

@@ -38,7 +38,7 @@ PEERS = {LITDATA: "litdata", RAY: "ray"}
 IMAGE_SIZE = 224
 VOLUME, CROP = 96, 64
 CHUNK_NBYTES = 8 << 20
-"""Of litdata's files."""
+"""The size of each file that litdata writes."""
 PATIENCE_SECONDS = 300
 
 
@@ -127,7 +127,7 @@ class Job:
     objects: RemoteObjects
     """What the storage has: for litdata its files, for the others a sample each."""
     names: tuple[str, ...]
-    """Of these objects."""
+    """The names of the objects."""
     folder: Path
     """An empty folder of this run."""
     rank: int

@@ -12,6 +12,11 @@ from fastensor.provision.ray.memory import owned
 from fastensor.provision.ray.turns import Turns
 
 
+async def wait_for(turns: Turns) -> str:
+    async with turns.turn(lambda: (0, 0, 0)):
+        return "came"
+
+
 def test_the_smallest_key_at_that_moment_is_next() -> None:
     keys = {"a": 3, "b": 2, "c": 1}
     came: list[str] = []
@@ -34,10 +39,6 @@ def test_the_smallest_key_at_that_moment_is_next() -> None:
 
 
 def test_who_gives_up_holds_nobody_up() -> None:
-    async def wait_for(turns: Turns) -> str:
-        async with turns.turn(lambda: (0, 0, 0)):
-            return "came"
-
     async def main() -> None:
         turns = Turns()
         async with turns.turn(lambda: (0, 0, 0)):
@@ -58,10 +59,6 @@ def test_who_gives_up_holds_nobody_up() -> None:
 
 
 def test_who_has_just_given_up_is_passed_over() -> None:
-    async def wait_for(turns: Turns) -> str:
-        async with turns.turn(lambda: (0, 0, 0)):
-            return "came"
-
     async def main() -> None:
         turns = Turns()
         async with turns.turn(lambda: (0, 0, 0)):

@@ -13,7 +13,7 @@ from fastensor.data.engines.buffered import advise
 from fastensor.files.budgets import available_memory
 
 _MOST_OF_MEMORY = 0.5
-"""Of the memory that is available, so that the pages of other files stay."""
+"""A file may take this part of the memory that is available, so that the pages of other files stay."""
 _PIECE_NBYTES = 64 << 20
 """A piece is asked for when the end of the one before has come. Memory is looked at again after each: other programs
 may want it."""

@@ -150,7 +150,7 @@ class StepHooks:
         self._is_rest = False
         """Whether the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
-        """Of the forward pass so far."""
+        """Bytes of all tensors that the forward pass has saved so far."""
         self._known: dict[tuple[int, int], list[_KnownRange]] = {}
         """By storage and version."""
         self._count = 0

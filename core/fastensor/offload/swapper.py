@@ -73,7 +73,7 @@ class Swapper:
         self._saved = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, wherever the bytes are."""
         self._away = ByteBudget(sys.maxsize)
-        """Those of them that take no memory on their device."""
+        """Ranges that graphs hold, and that take no memory on their device."""
         self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
