@@ -151,8 +151,8 @@ class OffloadStatistics:
     """Time that training threads have spent in the hooks, waiting included."""
     peak_saved_bytes: int
     """The most bytes of saved tensors that graphs held at a time, wherever they were: what would have been in memory
-    without offloading. Counts what could be offloaded: tensors of at least ``min_bytes``, no parameters. A pass that was
-    not examined counts with all that is set aside for it, parameters included."""
+    without offloading. Counts what could be offloaded: tensors of at least ``min_bytes``, no parameters. A pass that
+    was not examined counts with all that is set aside for it, parameters included."""
     peak_memory_bytes: int
     """The most bytes of these that were in memory at a time, on the device that they were saved on."""
     peak_pending_bytes: int
