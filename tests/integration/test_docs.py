@@ -35,7 +35,7 @@ DOCUMENTS = [
 ]
 PRINTED = {
     "docs/offload.md": r".*a day of training.*",
-    "docs/data.md": r"1000 torch.Size\(\[8, 8\]\) tensor\(7.\)\n0\.40\n",
+    "docs/data.md": r"1000 torch\.Size\(\[8, 8\]\) tensor\(7\.\)\n0\.40\n",
     "docs/provision.md": r"2000 True\n10 True\nTrue\nTrue 1000\n",
 }
 """What the Python of a document prints."""
@@ -110,6 +110,10 @@ def test_python_runs_in_order_and_then_commands_show_what_they_do(tmp_path: Path
 def test_enough_python_is_found() -> None:
     assert len(blocks_of("README.md", "python")) == 3
     assert len(DOCUMENTS_WITH_PYTHON) >= 14
+    for document, least in {"docs/offload.md": 2, "docs/data.md": 5, "docs/provision.md": 3}.items():
+        assert len(blocks_of(document, "python")) >= least
+    commands = [command for document in DOCUMENTS_WITH_PYTHON for command in commands_of(document)]
+    assert len([command for command in commands if command.words[0] == "fastensor" and command.output]) >= 8
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -414,7 +418,7 @@ def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> No
 @pytest.mark.torture
 def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision.py")
-    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "1", "--peers"]
+    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "2", "--peers"]
     link = ["--compute-ms", "2", "--delay-ms", "1"]
     folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
     out = run(benchmark, *tiny, *link, *folders, cwd=tmp_path)

@@ -582,3 +582,19 @@ def test_workers_run_on_processors_next_to_gpus(start: Start, monkeypatch: pytes
     for program in programs:
         program.wait()
         program.communicate()
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_bar_is_shown_if_it_is_wanted(
+    start: Callable[..., DataService], monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    shown: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("fastensor.provision.service.show_in_thread", lambda *given: shown.append(given))
+    start(progress=progress)
+    assert len(shown) == progress
+
+
+def test_ray_has_sockets_and_metrics_of_its_own(tmp_path: Path) -> None:
+    for option in ({"listen": "0.0.0.0:1"}, {"token": "secret"}, {"metrics_port": 0}):
+        with pytest.raises(ValueError, match="the sockets, the token and the metrics of its cluster"):
+            DataService.start(Numbers(8, tmp_path), engine="ray", cache_bytes=0, **option)  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ class Planner:
         """What the next pass may save without a look at each tensor; None if it is to be examined.
 
         A pass is not examined if the latest one that was is planned for good, and nothing leaves in passes of its form
-        or others, and if there is room for the largest of them.
+        or of others that are planned for good, all on one device, and if there is room for the largest of them.
         """
         if not self.keeps:
             return None

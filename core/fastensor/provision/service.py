@@ -95,9 +95,10 @@ class DataService:
             token: a secret that such processes have to know; needed unless the host is this machine itself. A cluster
                 of Ray has its own.
             metrics_port: serve metrics for Prometheus over HTTP on this port of the loopback interface, at
-                ``/metrics``. 0 takes a port that is free. :meth:`status` says where. Ray exports its own.
+                ``/metrics``. 0 takes a port that is free. :meth:`status` says where. Not with Ray, which exports its
+                own.
             progress: whether the process that starts the service shows a progress bar while the cache fills, if its
-                error output is a terminal.
+                error output is a terminal. Not with Ray.
 
         Raises:
             ProvisionError: the source cannot be pickled, or the service cannot be started; or anybody could join the
@@ -106,8 +107,11 @@ class DataService:
         """
         if engine not in ("embedded", "ray"):
             raise ValueError(f"engine is 'embedded' or 'ray', found {engine!r}")
-        if engine == "ray" and (listen or token is not None):
-            raise ValueError("engine='ray' uses the sockets and the token of its cluster, found listen= or token=")
+        if engine == "ray" and (listen or token is not None or metrics_port is not None):
+            raise ValueError(
+                "engine='ray' uses the sockets, the token and the metrics of its cluster, found listen=, token= or "
+                "metrics_port="
+            )
         if engine == "embedded" and address:
             raise ValueError(f"only engine='ray' has the address of a cluster, found {address!r}")
         if engine == "embedded" and is_of_ray_data(source):
