@@ -128,7 +128,16 @@ def test_an_overloaded_service_is_shared_and_its_queue_is_bounded() -> None:
     steps = [client.steps for client in clients]
     assert sum(steps) == pytest.approx(2000, rel=0.02)
     assert max(steps) - min(steps) <= 20
-    assert max(client.most_ahead for client in clients) <= 8 // 4 + FIRST
+    assert max(client.most_ahead for client in clients) <= FIRST
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50), st.integers(0)), min_size=1))
+def test_who_lacks_batches_comes_first_and_among_them_who_has_least(clients: list[tuple[int, int, int]]) -> None:
+    ahead, needed, _ = min(clients, key=lambda one: turn(*one))
+    lacking = [one for one in clients if one[0] < one[1]]
+    if lacking:
+        assert ahead < needed
+        assert ahead == min(one[0] for one in lacking)
 
 
 def test_a_slow_client_does_not_hold_up_others_of_an_overloaded_service() -> None:
