@@ -23,6 +23,8 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+import traceback
 import types
 import weakref
 from collections import deque
@@ -48,6 +50,9 @@ REFUSED = {
     "open-file-behind-others": "a forked process shares its position; open the checkpoint again in each",
 }
 """The error that the child gets instead, by case."""
+AUTOGRAD = ("offload",)
+"""The cases that a child is not forked from while a thread is in the middle of torch's own code. Torch does not make
+its locks anew in the child, whose ``backward`` can wait for them without end."""
 MOMENTS = ("idle", "busy", "locked")
 FORKS_WHILE_BUSY = 3
 HANG_SECONDS = 20.0
@@ -379,10 +384,10 @@ def _plugin(folder: Path) -> Uses:
 
 @case("offload")
 def _offload(folder: Path) -> Uses:
-    weight = torch.ones(64, 64, requires_grad=True)
     with ActivationOffload(OffloadConfig(schedule="all", directories=(str(folder),), min_bytes=1)) as offload:
 
         def use() -> None:
+            weight = torch.ones(64, 64, requires_grad=True)
             with offload.step():
                 (weight.sin() * weight).sum().backward()
             assert weight.grad is not None
@@ -420,8 +425,11 @@ def run(name: str, moment: str, folder: Path) -> str:
         uses = CASES[name](folder)
         use = next(uses)
         during = {"idle": contextlib.nullcontext, "busy": lambda: busy(use), "locked": lambda: all_locked(use)}[moment]
-        with during():
-            found = {in_child(use) for _ in range(FORKS_WHILE_BUSY if moment == "busy" else 1)}
+        with during() as thread:
+            found = {
+                in_child(use, thread if name in AUTOGRAD else None)
+                for _ in range(FORKS_WHILE_BUSY if moment == "busy" else 1)
+            }
         use()
         next(uses, None)
         return " / ".join(sorted(found))
@@ -429,8 +437,11 @@ def run(name: str, moment: str, folder: Path) -> str:
         return f"in the parent: {type(error).__name__}: {error}"
 
 
-def in_child(use: Use) -> str:
+def in_child(use: Use, in_ours: threading.Thread | None = None) -> str:
+    """What comes of a use in a forked child. The fork waits until the thread is in code of ours."""
     with tempfile.TemporaryFile() as said:
+        while in_ours is not None and in_ours.is_alive() and not is_in_ours(in_ours):
+            time.sleep(0)
         child = os.fork()
         if not child:
             torch.set_num_threads(1)  # OpenMP's threads do not live here; a DataLoader's workers do the same
@@ -452,8 +463,15 @@ def outcome_of(use: Use) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def is_in_ours(thread: threading.Thread) -> bool:
+    """Whether a thread executes code of ours, or what that has called. It does not leave that while the caller holds the
+    GIL."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return any(one.f_globals.get("__name__", "").partition(".")[0] in _OURS for one, _ in traceback.walk_stack(frame))
+
+
 @contextmanager
-def busy(use: Use) -> Iterator[None]:
+def busy(use: Use) -> Iterator[threading.Thread]:
     """Another thread is at it in the block."""
     begun, enough = threading.Event(), threading.Event()
     failures: list[BaseException] = []
@@ -466,8 +484,8 @@ def busy(use: Use) -> Iterator[None]:
         except BaseException as failure:  # noqa: BLE001  # raised below
             failures.append(failure)
 
-    with in_thread(work, begun, enough):
-        yield
+    with in_thread(work, begun, enough) as thread:
+        yield thread
     if failures:
         raise failures[0]
 
@@ -491,12 +509,12 @@ def all_locked(use: Use) -> Iterator[None]:
 
 
 @contextmanager
-def in_thread(work: Callable[[], None], begun: threading.Event, enough: threading.Event) -> Iterator[None]:
+def in_thread(work: Callable[[], None], begun: threading.Event, enough: threading.Event) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=work)
     thread.start()
     begun.wait()
     try:
-        yield
+        yield thread
     finally:
         enough.set()
         thread.join()
