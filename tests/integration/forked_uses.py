@@ -464,7 +464,7 @@ def outcome_of(use: Use) -> str:
 
 
 def is_in_ours(thread: threading.Thread) -> bool:
-    """Whether a thread executes code of ours, or what that has called. It stays there while the caller holds the GIL."""
+    """Whether a thread runs code of ours, or what that has called. It stays there while the caller has the GIL."""
     frame = sys._current_frames().get(thread.ident or 0)
     return any(one.f_globals.get("__name__", "").partition(".")[0] in _OURS for one, _ in traceback.walk_stack(frame))
 
