@@ -16,7 +16,7 @@ import torch
 from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.host_memory import map_large_tensors
+from fastensor.offload.host_memory import fault_seconds_per_byte, map_large_tensors
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
@@ -148,13 +148,16 @@ class OffloadEngine:
                 return None
             waited = sum(self._counters.seconds[what] for what in ("wait_to_write", "wait_to_read"))
             each = max(self._hook_seconds - waited, 0.0) / max(self._counters.counts["offloaded"], 1)
+            has_returned_memory = self._counters.counts["returns_of_memory"] > 0
+        # Memory that a tensor leaves is taken again once for the two ways, by all threads that compute.
+        faults = fault_seconds_per_byte() / torch.get_num_threads() if has_returned_memory else 0.0
         return TransferRates(
             measured.write_bandwidth,
             measured.read_bandwidth,
             self.config.staging_bytes,
             self.config.prefetch_bytes,
             each,
-            measured.cpu_seconds_per_byte * _share_of_processors(),
+            measured.cpu_seconds_per_byte * _share_of_processors() + faults / 2,
         )
 
     def estimate(self, config: OffloadConfig) -> OffloadEstimate:

@@ -73,6 +73,11 @@ class ForwardPass:
         if tensor.needed_at is None:
             tensor.needed_at = clock
 
+    def add_moved(self, saved: SavedBytes) -> None:
+        """Note a saved tensor that leaves memory."""
+        self.add(saved)
+        self._record.moved_nbytes += saved.nbytes / self._record.tensors[-1].ratio
+
     def add(self, saved: SavedBytes | None) -> None:
         """Note a saved tensor. None stands for a tensor that stays in memory, so that positions are the same in each
         pass."""

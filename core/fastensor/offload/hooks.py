@@ -313,7 +313,7 @@ class StepHooks:
         handle = SavedHandle(saved, swapper)
         record = OffloadedTensor.of(tensor, handle, forward, position)
         swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
-        forward.add(saved)
+        forward.add_moved(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
         return record
 

@@ -94,7 +94,7 @@ class Jobs:
                     opened.callback(shut_down, pools[name])
                 self._pools = pools
                 opened.pop_all()
-        return submit(self._pools[pool], job, *arguments)
+        return submit(self._pools[pool], self._run, job, *arguments)
 
     def submit_read(self, job: Callable[[Reading], T], reading: Reading) -> Future[T]:
         """Have a reader thread run a job that reads a range, and others help it.
@@ -111,6 +111,15 @@ class Jobs:
         return read
 
     # Without the lock. ------------------------------------------------------------------------------------------------
+
+    def _run(self, job: Callable[..., T], *arguments: Any) -> T:
+        """Run a job, and count what it takes of the processors."""
+        cpu = time.thread_time()
+        try:
+            return job(*arguments)
+        finally:
+            with self._lock:
+                self._counters.seconds["cpu"] += time.thread_time() - cpu
 
     def shut_down(self) -> None:
         """Drop jobs that have not begun, and return when none runs any more. Call it after ``closed`` is set, when

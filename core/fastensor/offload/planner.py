@@ -20,7 +20,15 @@ from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import free_heap_bytes
-from fastensor.offload.scheduler import OffloadPlan, ProfiledTensor, StepProfile, TransferRates, plan, predict
+from fastensor.offload.scheduler import (
+    OffloadPlan,
+    ProfiledTensor,
+    StepProfile,
+    TransferRates,
+    plan,
+    predict,
+    undisturbed,
+)
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
@@ -70,6 +78,8 @@ class PassRecord:
     tensors: list[SavedTensor] = field(default_factory=list)
     saved_nbytes: int = 0
     """Bytes of all tensors that autograd has saved, those that are never offloaded included."""
+    moved_nbytes: float = 0.0
+    """Bytes that have left memory, encoded where a codec makes them smaller."""
 
     def nothing(self, clock: float) -> SavedTensor:
         """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""
@@ -329,6 +339,7 @@ class Planner:
         rates = self._rates() or TransferRates(
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
         )
+        profile = undisturbed(profile, record.moved_nbytes, rates)
         return PlannedForm(record, profile, _plan(record, profile, limits, rates), limits, passes)
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:

@@ -77,7 +77,7 @@ class PlanReport:
                 f"{human_size(self.offloaded_bytes)} leave memory, which is predicted to make a step "
                 f"{100 * (self.slowdown - 1):.1f} % longer: {human_seconds(self.prediction.wait_to_write_seconds)} "
                 f"waiting for writes, {human_seconds(self.prediction.wait_to_read_seconds)} for reads, "
-                f"{human_seconds(self.prediction.slowdown_seconds)} for hooks and the CPU time of transfers",
+                f"{human_seconds(self.prediction.slowdown_seconds)} for hooks and what transfers take of the CPU",
                 *_table(leaving),
             ]
         return "\n".join(lines)

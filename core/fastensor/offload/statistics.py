@@ -24,19 +24,17 @@ ENCODED_BY, STORED_BY = "encoded by ", "stored by "
 
 
 class BusyClock:
-    """How long at least one thread was doing something, and what that took of the processors. Used by any thread."""
+    """How long at least one thread was doing something. Used by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running = 0
         self._since = 0.0
         self.seconds = 0.0
-        self.cpu_seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Count the time of the block."""
-        cpu = time.thread_time()
         with self._lock:
             if not self._running:
                 self._since = time.perf_counter()
@@ -46,7 +44,6 @@ class BusyClock:
         finally:
             with self._lock:
                 self._running -= 1
-                self.cpu_seconds += time.thread_time() - cpu
                 if not self._running:
                     self.seconds += time.perf_counter() - self._since
 
@@ -60,7 +57,7 @@ class MeasuredTransfers:
     read_bandwidth: float
     """Bytes per second, while any were being read; that of writes if none were read."""
     cpu_seconds_per_byte: float
-    """What a byte that moved has taken of the processors."""
+    """What a byte that moved has taken of the processors, in the threads that move bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Counters:
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time that training threads have waited."""
+    """Time that training threads have waited, and ``cpu``: what transfers have taken of the processors."""
     writes: BusyClock = field(default_factory=BusyClock)
     """Threads that write to SSDs."""
     reads: BusyClock = field(default_factory=BusyClock)
@@ -88,7 +85,7 @@ class Counters:
         return MeasuredTransfers(
             write_bandwidth,
             read / self.reads.seconds if read and self.reads.seconds else write_bandwidth,
-            (self.writes.cpu_seconds + self.reads.cpu_seconds) / (written + read),
+            self.seconds["cpu"] / (written + read),
         )
 
 
