@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -497,6 +498,21 @@ def test_ratios_of_codecs_are_planned_with(make: Any) -> None:
     assert all(1.3 < ratio < 4 for ratio in ratios[1:]), ratios
     encoded = offload.statistics().encoded["csr"]
     assert encoded.encoded_nbytes < encoded.nbytes
+
+
+@pytest.mark.parametrize("codecs", [(), ("csr",)])
+def test_steps_are_planned_as_they_would_be_without_the_transfers_in_them(make: Any, codecs: tuple[str, ...]) -> None:
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)])
+    offload = make(schedule="all", codecs=codecs)
+    for _ in range(4):
+        train(net, offload, settle=True)
+    engine, planned = offload._engine, offload._engine.planner.latest()
+    written = offload.statistics().written_bytes / 4
+    assert planned.record.moved_nbytes == pytest.approx(written, rel=0.1 if codecs else 1e-9)  # by the latest ratios
+    measured, alone = planned.record.profile(), planned.profile
+    assert alone.forward_seconds < measured.forward_seconds
+    assert alone.backward_seconds < measured.backward_seconds
+    assert 0 < engine._counters.seconds["cpu"] < time.process_time()
 
 
 # --- dry runs

@@ -20,6 +20,7 @@ from fastensor.offload.scheduler import (
     linear,
     plan,
     predict,
+    undisturbed,
 )
 
 MIB = 1 << 20
@@ -43,6 +44,27 @@ def rates(write: float, read: float = math.inf, **more: float) -> TransferRates:
 
 def names(selection: frozenset[int]) -> str:
     return "".join("ABCDEFG"[index] for index in sorted(selection))
+
+
+@given(st.lists(st.integers(1, MIB), min_size=1, max_size=20), st.floats(0, 1), st.floats(0, 1))
+def test_a_step_is_known_without_the_transfers_that_have_slowed_it_down(
+    sizes: list[int], share: float, slower: float
+) -> None:
+    """A prediction for what was moved while the step was measured is the time that was measured."""
+    out = frozenset(range(round(share * len(sizes))))
+    measured, how = step(sizes), rates(1e12, 1e12, slowdown_per_byte=slower / sum(sizes) / 2)
+    moved = sum(sizes[index] for index in out)
+    alone = undisturbed(measured, moved, how)
+    seconds = measured.forward_seconds + measured.backward_seconds
+    assert predict(alone, out, how).step_seconds == pytest.approx(seconds, rel=1e-4)
+    assert alone.nbytes == measured.nbytes
+    times = [one.saved_at for one in alone.tensors] + [alone.forward_seconds]
+    assert times == sorted(times)
+
+
+def test_no_more_than_half_of_a_step_is_put_down_to_transfers() -> None:
+    alone = undisturbed(step([1]), 1, rates(1.0, slowdown_per_byte=100.0))
+    assert (alone.forward_seconds, alone.backward_seconds) == (1.0, 0.5)
 
 
 # --- the paper's walk-through (section 3.3, Figure 6): seven tensors, A to G, and a device of 8 MB
