@@ -26,7 +26,7 @@ from fastensor.data.coalescing import Extents
 from fastensor.data.engines.choice import EngineName, Strategy
 from fastensor.data.reading import ValueReader
 from fastensor.data.staggering import Staggering
-from fastensor.data.sweeping import Sweep
+from fastensor.data.sweeping import Sweep, swept_nbytes
 from fastensor.errors import (
     BackendUnavailableError,
     CorruptDatasetError,
@@ -393,3 +393,70 @@ def test_a_sweep_ends_with_its_dataset(cold: Path, values: list[bytes], sweeps: 
     del dataset
     gc.collect()
     assert sweep._stopped
+
+
+def test_files_are_swept_while_they_fit_into_memory_together(
+    cold: Path, values: list[bytes], sweeps: list[Sweep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = cold.with_name("other")
+    (shutil.copytree if cold.is_dir() else shutil.copy)(cold, other)
+    first: LmdbDataset[bytes] = LmdbDataset(cold)
+    second: LmdbDataset[bytes] = LmdbDataset(other)
+    fd = second.index.fileno()
+    nbytes = os.fstat(fd).st_size
+    os.fsync(fd)
+    for dataset in (first, second):  # the copy has brought both into the page cache
+        posix.evict(dataset.index.fileno(), nbytes)
+    for module in ("reading", "sweeping"):
+        monkeypatch.setattr(f"fastensor.data.{module}.available_memory", lambda: 2 * nbytes)
+    read_shuffled(first, values, slice(30))
+    (sweep,) = sweeps
+    sweep._thread.join()
+    read_shuffled(second, values, slice(30))
+    assert len(sweeps) == 1
+
+    del first, sweep
+    sweeps.clear()
+    gc.collect()  # its pages need not stay any more
+    posix.evict(fd, nbytes)
+    read_shuffled(second, values, slice(30))
+    assert len(sweeps) == 1
+
+
+def test_a_file_that_is_swept_twice_takes_memory_once(cold: Path) -> None:
+    with LmdbIndex.open(cold) as index, (cold.parent / "empty").open("wb") as other:
+        nbytes = os.fstat(index.fileno()).st_size
+        before = swept_nbytes(besides=other.fileno())
+        begun = [Sweep(index.fileno(), nbytes) for _ in range(2)]
+        assert swept_nbytes(besides=other.fileno()) == before + nbytes
+        assert swept_nbytes(besides=index.fileno()) == before
+        for sweep in begun:
+            sweep._thread.join()
+
+
+def test_a_process_that_is_forked_during_a_sweep_has_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def ask(fd: int, begin: int, nbytes: int) -> None:
+        has_begun.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr("fastensor.data.sweeping.advise", ask)
+    with (tmp_path / "data").open("w+b") as file:
+        os.truncate(file.fileno(), 1 << 20)
+        sweep = Sweep(file.fileno(), 1 << 20)
+        assert has_begun.wait(20)
+        assert len(descriptors_of(file.name)) == 2
+        child = os.fork()
+        if not child:
+            os._exit(len(descriptors_of(file.name)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1  # the one that was there before
+        may_go_on.set()
+        sweep._thread.join()
+        assert len(descriptors_of(file.name)) == 1
+
+
+def descriptors_of(path: str) -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == path]

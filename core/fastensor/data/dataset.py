@@ -52,9 +52,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
             - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if values are large and
               the file larger than memory, or else ``"willneed"``. If values are small, and the file fits into half of
-              the memory that is available, a thread reads it into the page cache from its begin to its end, once a
-              process has read 512 of the values and one in 16; not for a selection of less than a quarter of them, nor
-              with ``staggering`` or ``reader="node"``
+              the memory that is available, together with others that the process has treated so, a thread reads it into
+              the page cache from its begin to its end, once a process has read 512 of the values and one in 16; not for
+              a selection of less than a quarter of them, nor with ``staggering`` or ``reader="node"``
             - ``"mapped"``: the file is mapped; if it is truncated meanwhile, the kernel ends the process
             - ``"pread"``: explicit reads
             - ``"willneed"``: explicit reads that the kernel is told about ahead

@@ -19,7 +19,7 @@ from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Opening
 from fastensor.data.plan import Positions
-from fastensor.data.sweeping import Sweep, fits
+from fastensor.data.sweeping import Sweep, fits, swept_nbytes
 from fastensor.files import posix
 from fastensor.files.budgets import available_memory
 
@@ -210,7 +210,8 @@ class ValueReader:
             self._sweep = None
         if self._sweeps and name == "willneed":
             nbytes = os.fstat(self._fd).st_size
-            if fits(nbytes * (1 - posix.resident_fraction(self._fd, nbytes)), available_memory()):
+            missing = nbytes * (1 - posix.resident_fraction(self._fd, nbytes))
+            if fits(missing + swept_nbytes(besides=self._fd), available_memory()):
                 with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
                     self._sweep = Sweep(self._fd, nbytes)
                     weakref.finalize(self, self._sweep.stop).atexit = False
