@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ def test_batches_that_were_announced(
     asked = [order[0], order[1], order[5], order[2], np.array([7]), *order[6:12], *order[28:], order[0]]
     for batch in asked:
         assert dataset.__getitems__(batch) == [values[position] for position in batch]
+
+
+def test_positions_may_change_after_they_were_given(path: Path, values: list[bytes]) -> None:
+    dataset = opened(path, engine="willneed")
+    selected, announced = np.arange(10, 20), np.array([[1, 2], [3, 4]])
+    some = dataset.select(selected)
+    dataset.read_ahead(announced)
+    asked = announced.copy()
+    selected[:] = announced[:] = 0
+    assert [some[position] for position in range(10)] == values[10:20]
+    assert [dataset.__getitems__(batch) for batch in asked] == [values[1:3], values[3:5]]
+
+
+def test_a_mapped_file_takes_no_announcements(path: Path, values: list[bytes]) -> None:
+    """They would be of no use, and take time."""
+    dataset = opened(path, engine="mapped")
+    sampler = ReadAheadSampler(np.arange(COUNT).reshape(30, 10))
+    assert [sample for batch in sampler for sample in dataset.__getitems__(batch)] == values
+    assert [sample for batch in islice(sampler, 1) for sample in dataset.__getitems__(batch)] == values[:10]
+    assert not dataset._opened()._expected
 
 
 def test_reading_ahead_stays_within_its_memory(path: Path) -> None:

@@ -100,6 +100,11 @@ class ValueReader:
         return self._engine.name
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether it is of use to announce batches: the engine that is in use brings them before they are wanted."""
+        return self._engine.reads_ahead
+
+    @property
     def begun_nbytes(self) -> int:
         """Bytes of the values that are being brought, and not taken yet."""
         return self._begun_nbytes
@@ -111,7 +116,7 @@ class ValueReader:
         memory of its values.
         """
         with self._lock:
-            self._expected.extend((positions.tobytes(), positions) for positions in batches if len(positions))
+            self._expected.extend((positions.tobytes(), positions.copy()) for positions in batches if len(positions))
 
     def read(self, positions: Positions) -> Sequence[Value]:
         """The values at positions, in their order. Positions may repeat.
