@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fastensor.data.coalescing import Extents
 from fastensor.data.engines.choice import EngineName, Strategy
 from fastensor.data.reading import ValueReader
 from fastensor.data.staggering import Staggering
-from fastensor.data.sweeping import Sweep
+from fastensor.data.sweeping import Sweep, swept_nbytes
 from fastensor.errors import (
     BackendUnavailableError,
     CorruptDatasetError,
@@ -82,6 +83,26 @@ def test_batches_that_were_announced(
     asked = [order[0], order[1], order[5], order[2], np.array([7]), *order[6:12], *order[28:], order[0]]
     for batch in asked:
         assert dataset.__getitems__(batch) == [values[position] for position in batch]
+
+
+def test_positions_may_change_after_they_were_given(path: Path, values: list[bytes]) -> None:
+    dataset = opened(path, engine="willneed")
+    selected, announced = np.arange(10, 20), np.array([[1, 2], [3, 4]])
+    some = dataset.select(selected)
+    dataset.read_ahead(announced)
+    asked = announced.copy()
+    selected[:] = announced[:] = 0
+    assert [some[position] for position in range(10)] == values[10:20]
+    assert [dataset.__getitems__(batch) for batch in asked] == [values[1:3], values[3:5]]
+
+
+def test_a_mapped_file_takes_no_announcements(path: Path, values: list[bytes]) -> None:
+    """They would be of no use, and take time."""
+    dataset = opened(path, engine="mapped")
+    sampler = ReadAheadSampler(np.arange(COUNT).reshape(30, 10))
+    assert [sample for batch in sampler for sample in dataset.__getitems__(batch)] == values
+    assert [sample for batch in islice(sampler, 1) for sample in dataset.__getitems__(batch)] == values[:10]
+    assert not dataset._opened()._expected
 
 
 def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
@@ -393,3 +414,70 @@ def test_a_sweep_ends_with_its_dataset(cold: Path, values: list[bytes], sweeps: 
     del dataset
     gc.collect()
     assert sweep._stopped
+
+
+def test_files_are_swept_while_they_fit_into_memory_together(
+    cold: Path, values: list[bytes], sweeps: list[Sweep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = cold.with_name("other")
+    (shutil.copytree if cold.is_dir() else shutil.copy)(cold, other)
+    first: LmdbDataset[bytes] = LmdbDataset(cold)
+    second: LmdbDataset[bytes] = LmdbDataset(other)
+    fd = second.index.fileno()
+    nbytes = os.fstat(fd).st_size
+    os.fsync(fd)
+    for dataset in (first, second):  # the copy has brought both into the page cache
+        posix.evict(dataset.index.fileno(), nbytes)
+    for module in ("reading", "sweeping"):
+        monkeypatch.setattr(f"fastensor.data.{module}.available_memory", lambda: 2 * nbytes)
+    read_shuffled(first, values, slice(30))
+    (sweep,) = sweeps
+    sweep._thread.join()
+    read_shuffled(second, values, slice(30))
+    assert len(sweeps) == 1
+
+    del first, sweep
+    sweeps.clear()
+    gc.collect()  # its pages need not stay any more
+    posix.evict(fd, nbytes)
+    read_shuffled(second, values, slice(30))
+    assert len(sweeps) == 1
+
+
+def test_a_file_that_is_swept_twice_takes_memory_once(cold: Path) -> None:
+    with LmdbIndex.open(cold) as index, (cold.parent / "empty").open("wb") as other:
+        nbytes = os.fstat(index.fileno()).st_size
+        before = swept_nbytes(besides=other.fileno())
+        begun = [Sweep(index.fileno(), nbytes) for _ in range(2)]
+        assert swept_nbytes(besides=other.fileno()) == before + nbytes
+        assert swept_nbytes(besides=index.fileno()) == before
+        for sweep in begun:
+            sweep._thread.join()
+
+
+def test_a_process_that_is_forked_during_a_sweep_has_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def ask(fd: int, begin: int, nbytes: int) -> None:
+        has_begun.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr("fastensor.data.sweeping.advise", ask)
+    with (tmp_path / "data").open("w+b") as file:
+        os.truncate(file.fileno(), 1 << 20)
+        sweep = Sweep(file.fileno(), 1 << 20)
+        assert has_begun.wait(20)
+        assert len(descriptors_of(file.name)) == 2
+        child = os.fork()
+        if not child:
+            os._exit(len(descriptors_of(file.name)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1  # the one that was there before
+        may_go_on.set()
+        sweep._thread.join()
+        assert len(descriptors_of(file.name)) == 1
+
+
+def descriptors_of(path: str) -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == path]

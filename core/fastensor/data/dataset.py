@@ -52,9 +52,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
             - ``"auto"``: ``"mapped"`` while the page cache has the file; otherwise ``"direct"`` if values are large and
               the file larger than memory, or else ``"willneed"``. If values are small, and the file fits into half of
-              the memory that is available, a thread reads it into the page cache from its begin to its end, once a
-              process has read 512 of the values and one in 16; not for a selection of less than a quarter of them, nor
-              with ``staggering`` or ``reader="node"``
+              the memory that is available, together with others that the process has treated so, a thread reads it into
+              the page cache from its begin to its end, once a process has read 512 of the values and one in 16; not for
+              a selection of less than a quarter of them, nor with ``staggering`` or ``reader="node"``
             - ``"mapped"``: the file is mapped; if it is truncated meanwhile, the kernel ends the process
             - ``"pread"``: explicit reads
             - ``"willneed"``: explicit reads that the kernel is told about ahead
@@ -140,7 +140,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
     def __getitems__(self, positions: Sequence[int] | Positions) -> list[T]:
         """The samples of a batch, in its order. See :meth:`__getitem__`."""
         reader = self._opened()
-        if isinstance(positions, AnnouncedBatch) and positions.upcoming:
+        if reader.reads_ahead and isinstance(positions, AnnouncedBatch) and positions.upcoming:
             reader.expect([self._in_index(batch) for batch in positions.upcoming])
         with snapshots.naming(self.index.path):
             values = reader.read(self._in_index(_integers(positions)))
@@ -182,7 +182,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             TypeError: positions are no integers. A mask is made into positions by ``numpy.flatnonzero``.
         """
         selected = copy.copy(self)
-        selected._positions = self._in_index(_integers(positions))
+        selected._positions = self._in_index(_integers(positions)).copy()
         return selected
 
     @property
@@ -257,12 +257,13 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return IndexError(f"{self.index.path}: it has {len(self)} samples, found position {position}")
 
     def _in_index(self, positions: Positions) -> Positions:
-        """The positions in the index of samples."""
+        """The positions in the index of samples. May be the array itself."""
         count = len(self)
-        wrong = (positions < -count) | (positions >= count)
-        if wrong.any():
-            raise self._no_sample(positions[wrong][0])
-        positions = np.where(positions < 0, positions + count, positions)
+        if not (positions.view(np.uint64) < count).all():  # one comparison: there, negative numbers are large ones
+            wrong = (positions < -count) | (positions >= count)
+            if wrong.any():
+                raise self._no_sample(positions[wrong][0])
+            positions = np.where(positions < 0, positions + count, positions)
         return positions if self._positions is None else self._positions[positions]
 
 

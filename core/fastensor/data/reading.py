@@ -19,7 +19,7 @@ from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Opening
 from fastensor.data.plan import Positions
-from fastensor.data.sweeping import Sweep, fits
+from fastensor.data.sweeping import Sweep, fits, swept_nbytes
 from fastensor.files import posix
 from fastensor.files.budgets import available_memory
 
@@ -100,6 +100,11 @@ class ValueReader:
         return self._engine.name
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether it is of use to announce batches: the engine that is in use brings them before they are wanted."""
+        return self._engine.reads_ahead
+
+    @property
     def begun_nbytes(self) -> int:
         """Bytes of the values that are being brought, and not taken yet."""
         return self._begun_nbytes
@@ -111,7 +116,7 @@ class ValueReader:
         memory of its values.
         """
         with self._lock:
-            self._expected.extend((positions.tobytes(), positions) for positions in batches if len(positions))
+            self._expected.extend((positions.tobytes(), positions.copy()) for positions in batches if len(positions))
 
     def read(self, positions: Positions) -> Sequence[Value]:
         """The values at positions, in their order. Positions may repeat.
@@ -210,7 +215,8 @@ class ValueReader:
             self._sweep = None
         if self._sweeps and name == "willneed":
             nbytes = os.fstat(self._fd).st_size
-            if fits(nbytes * (1 - posix.resident_fraction(self._fd, nbytes)), available_memory()):
+            missing = nbytes * (1 - posix.resident_fraction(self._fd, nbytes))
+            if fits(missing + swept_nbytes(besides=self._fd), available_memory()):
                 with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
                     self._sweep = Sweep(self._fd, nbytes)
                     weakref.finalize(self, self._sweep.stop).atexit = False

@@ -2,28 +2,35 @@
 
 One after the other, the pages of a file come several times as fast as in a shuffled order. So a file that fits into
 memory is swept once a part of its values was wanted: the others probably will be.
+
+Several processes may sweep a file, such as the workers of a ``DataLoader``. They share the work: the kernel reads no
+page twice, four sweeps at once took no longer than one, and a file that is there already takes 27 ms of CPU time per
+GiB. What other processes sweep is not known here: together with that, the files of this one may not fit.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 from fastensor.data.engines.buffered import advise
+from fastensor.files import posix
 from fastensor.files.budgets import available_memory
 
 _MOST_OF_MEMORY = 0.5
-"""A file may take this part of the memory that is available, so that the pages of other files stay."""
+"""The files that a process sweeps may take this part of the memory that is available, so that the pages of others
+stay."""
 _PIECE_NBYTES = 64 << 20
 """A piece is asked for when the end of the one before has come. Memory is looked at again after each: other programs
 may want it."""
 
 
 def fits(nbytes: float, available: int) -> bool:
-    """Whether the page cache can take so many bytes of a file.
+    """Whether the page cache can take so many bytes.
 
     Args:
-        nbytes: what it does not have yet.
+        nbytes: what it does not have yet of a file, and :func:`swept_nbytes`.
         available: bytes of memory that are available.
 
     >>> fits(100, 200), fits(100, 199)
@@ -32,9 +39,22 @@ def fits(nbytes: float, available: int) -> bool:
     return nbytes <= _MOST_OF_MEMORY * available
 
 
+def swept_nbytes(*, besides: int) -> int:
+    """The size of all files that this process sweeps, or has swept and still reads: their pages are to stay.
+
+    Args:
+        besides: a descriptor of the file that does not count.
+    """
+    sizes = {sweep.file: sweep.nbytes for sweep in _existing()}
+    sizes.pop(_identity(besides), None)
+    return sum(sizes.values())
+
+
 class Sweep:
     """A thread that asks the kernel for one part of a file after the other. It ends by itself, with the file, or when
     the rest of it does not fit any more; or with the process.
+
+    Its file counts as swept as long as this object exists. In a forked child, it does not.
 
     Args:
         fd: open for reading. It is duplicated.
@@ -45,14 +65,16 @@ class Sweep:
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
+        self.file = _identity(fd)
+        self.nbytes = nbytes
         self._fd = os.dup(fd)
-        self._nbytes = nbytes
+        _sweeps[id(self)] = self
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastensor-sweep", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:  # there is no thread. After an interrupt there may be one, which closes the descriptor
-            os.close(self._fd)
+            self.close()
             raise
 
     @property
@@ -64,11 +86,17 @@ class Sweep:
         """Ask for no more, soon. Waits for nothing."""
         self._stopped = True
 
+    def close(self) -> None:
+        """Close the descriptor. Called by the thread at its end, or where there is none."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            posix.close_read_only(fd)
+
     def _run(self) -> None:
         try:
-            for begin in range(0, self._nbytes, _PIECE_NBYTES):
-                left = self._nbytes - begin
-                if self._stopped or not fits(left, available_memory()):
+            for begin in range(0, self.nbytes, _PIECE_NBYTES):
+                left = self.nbytes - begin
+                if self._stopped or not fits(left + swept_nbytes(besides=self._fd), available_memory()):
                     return
                 advise(self._fd, begin, min(_PIECE_NBYTES, left))
                 if begin:
@@ -76,4 +104,27 @@ class Sweep:
         except OSError:  # values are read all the same, and say what is wrong
             pass
         finally:
-            os.close(self._fd)
+            self.close()
+
+
+_sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
+"""Those of this process, by their ids."""
+
+
+def _existing() -> list[Sweep]:
+    return [sweep for one in _sweeps.valuerefs() if (sweep := one()) is not None]
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _close_in_child() -> None:
+    """A forked child has the descriptors, and not the threads that close them."""
+    for sweep in _existing():
+        sweep.close()
+    _sweeps.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
