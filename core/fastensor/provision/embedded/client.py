@@ -39,6 +39,7 @@ from fastensor.provision.embedded.protocol import (
 from fastensor.provision.embedded.watching import watch
 from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, Start
 from fastensor.provision.feeding import NO_SLOT
+from fastensor.provision.pickling import pickling
 
 _LOCAL = "local:"
 _TCP = "tcp://"
@@ -91,17 +92,13 @@ class EmbeddedEngine:
 
     @property
     def address(self) -> str:
-        """Where others reach the service: over TCP, if it listens, or else on this machine."""
+        """Where others reach the service: over _TCP, if it listens, or else on this machine."""
         return f"{_TCP}{self.facts.listen}" if self.facts.listen else self._address
 
     def register(self, registration: Registration) -> EmbeddedFeed:
         function = registration.collate_fn
-        try:
+        with pickling("collate_fn", "Define it at the top of a module"):
             pickled = b"" if function is None else pickle.dumps(function)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ProvisionError(
-                f"collate_fn cannot be sent to the processes that use it: {error}. Define it at the top of a module"
-            ) from error
         if pickled and not self._name and not self._token:
             raise ProvisionError("a service takes functions only over its machine's own sockets, or with a token")
         self._talking()  # or who has left would start it again

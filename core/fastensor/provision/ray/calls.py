@@ -21,6 +21,7 @@ from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, Facts
 from fastensor.provision.feeding import Place
+from fastensor.provision.pickling import pickling
 from fastensor.provision.ray import names
 
 if TYPE_CHECKING:
@@ -84,12 +85,8 @@ def pickled(value: Any, what: str) -> bytes:
     Raises:
         ProvisionError: it cannot be pickled.
     """
-    try:
+    with pickling(what, "It may hold no open files or locks"):
         found: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ProvisionError(
-            f"{what} cannot be sent to the processes that use it: {error}. It may hold no open files or locks"
-        ) from error
     return found
 
 
