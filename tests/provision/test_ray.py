@@ -254,7 +254,7 @@ def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) 
     assert sorted(ids(other.loader(7))) == list(range(N))
     other.stop()
     assert all(has_ended(pid) for pid in pids)
-    assert names.kept(name, "contents") is None
+    assert names.kept(name) is None
     with pytest.raises(ProvisionError, match="stop"):
         service.status()
     with pytest.raises(ProvisionError, match="there is no data service"):
