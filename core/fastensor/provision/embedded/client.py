@@ -41,8 +41,8 @@ from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, S
 from fastensor.provision.feeding import NO_SLOT
 from fastensor.provision.pickling import pickling
 
-_LOCAL = "local:"
-_TCP = "tcp://"
+LOCAL = "local:"
+TCP = "tcp://"
 _ANSWER_SECONDS = 60
 """For how long the server may take to start, and to answer. It has to import torch."""
 _HEALTH_SECONDS = 30
@@ -71,7 +71,7 @@ class EmbeddedEngine:
         token: str | None = None,
         seconds: float = _ANSWER_SECONDS,
     ) -> None:
-        self._name = address.removeprefix(_LOCAL) if address.startswith(_LOCAL) else ""
+        self._name = address.removeprefix(LOCAL) if address.startswith(LOCAL) else ""
         self._address = address
         self._spec_fd: int | None = None
         if spec_fd is not None:
@@ -92,8 +92,8 @@ class EmbeddedEngine:
 
     @property
     def address(self) -> str:
-        """Where others reach the service: over _TCP, if it listens, or else on this machine."""
-        return f"{_TCP}{self.facts.listen}" if self.facts.listen else self._address
+        """Where others reach the service: over TCP, if it listens, or else on this machine."""
+        return f"{TCP}{self.facts.listen}" if self.facts.listen else self._address
 
     def register(self, registration: Registration) -> EmbeddedFeed:
         function = registration.collate_fn
@@ -183,7 +183,7 @@ class EmbeddedEngine:
             raise ProvisionError(f"the data service {error}") from error
 
     def _called(self) -> Connection:
-        endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(_TCP)), _ANSWER_SECONDS)
+        endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(TCP)), _ANSWER_SECONDS)
         wire.keep_alive(endpoint)
         return Connection(endpoint)
 
