@@ -15,6 +15,7 @@ import pytest
 from programs import command_line, run
 from provision.conftest import has_ended, wait_until
 
+from fastensor.cli import services
 from fastensor.data import processes
 from fastensor.provision import DataService
 
@@ -42,6 +43,13 @@ def up(tmp_path: Path) -> Callable[..., str]:
     return up
 
 
+def is_there(address: str) -> bool:
+    with suppress(OSError):
+        processes.reach(address.removeprefix("local:")).close()
+        return True
+    return False
+
+
 def test_a_service_is_started_looked_at_and_ended(
     up: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -64,6 +72,7 @@ def test_a_service_is_started_looked_at_and_ended(
         found = json.loads(out)
         assert (found["samples"], found["loaders"][0]["ranks"]) == (40, [1, 2])
     assert command_line(capsys, "provision", "down", address) == (0, "", "")
+    assert not is_there(address)
     assert has_ended(found["pid"])
     status, _, err = command_line(capsys, "provision", "down", address)
     assert status == 1
@@ -75,20 +84,35 @@ def test_a_service_that_nobody_uses_is_started_again(up: Callable[..., str]) -> 
     with DataService.connect(address) as service:
         pid = service.status()["pid"]
     os.kill(pid, signal.SIGKILL)
-    name = address.removeprefix("local:")
     assert has_ended(pid)
-
-    def is_there() -> bool:
-        with suppress(OSError):
-            processes.reach(name).close()
-            return True
-        return False
-
-    wait_until(is_there)
+    wait_until(lambda: is_there(address))
     with DataService.connect(address) as service:
         assert service.status()["pid"] != pid
         assert len(service) == 40
     run("-m", "fastensor", "provision", "down", address)
+
+
+def test_down_says_that_a_service_goes_on_for_its_clients(
+    up: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = up("--cache", "1MiB", "--name", f"{os.getpid()}-used")
+    with DataService.connect(address) as service:
+        monkeypatch.setattr(services, "_PATIENCE_SECONDS", 1)
+        status, out, err = command_line(capsys, "provision", "down", address)
+        assert (status, out) == (0, "")
+        assert f"{address} goes on for its clients" in err
+        assert len([*service.loader(8)]) == 5
+    wait_until(lambda: not is_there(address))
+
+
+def test_who_connects_and_says_nothing_holds_nobody_up(
+    up: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = up("--cache", "1MiB", "--name", f"{os.getpid()}-silent")
+    silent = [keeper for _ in range(3) for keeper, kept in services._keepers() if kept == address]
+    assert len(silent) == 3
+    assert command_line(capsys, "provision", "down", address) == (0, "", "")
+    assert all(keeper.wait(0) for keeper in silent)
 
 
 def test_what_cannot_be_served_is_refused_at_once(

@@ -254,7 +254,7 @@ def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) 
     assert sorted(ids(other.loader(7))) == list(range(N))
     other.stop()
     assert all(has_ended(pid) for pid in pids)
-    assert names.kept(name, "contents") is None
+    assert names.kept(name) is None
     with pytest.raises(ProvisionError, match="stop"):
         service.status()
     with pytest.raises(ProvisionError, match="there is no data service"):
@@ -406,12 +406,24 @@ def test_a_server_that_hangs_is_replaced(start: Callable[..., DataService]) -> N
 
 @pytest.mark.torture
 def test_ray_exports_what_servers_count(start: Callable[..., DataService], ray: Any) -> None:
-    loader = start().loader(4, seed=1)
+    service = start(cache_bytes=1 << 12)  # for some of the samples
+    loader = service.loader(4, seed=1)
+    assert len(ids(loader)) == N
     assert len(ids(loader)) == N
     (node,) = ray.nodes()
     url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+
+    def exported(name: str) -> list[float]:
+        lines = [
+            line for line in urlopen(url).read().decode().splitlines() if service.address.rpartition("/")[2] in line
+        ]
+        return [float(line.split()[-1]) for line in lines if line.startswith(f"ray_fastensor_provision_{name}{{")]
+
     names = ["batches_total", "read_bytes_total", "cache_samples", "wait_seconds_bucket"]
-    wait_until(lambda: all(f"ray_fastensor_provision_{name}" in urlopen(url).read().decode() for name in names))
+    wait_until(lambda: all(map(exported, names)))
+    wait_until(lambda: exported("batches_total")[0] >= 2 * len(loader))
+    (evictions,) = exported("cache_evictions_total")
+    assert 0 < evictions <= service.status()["evictions"]
 
 
 @pytest.mark.torture

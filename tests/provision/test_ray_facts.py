@@ -63,3 +63,20 @@ def test_the_facts_of_whoever_was_first_count_until_the_service_ends() -> None:
     names.drop("facts")
     assert publish("facts", second, pickled("other contents", "")) == second
     names.drop("facts")
+
+
+@pytest.mark.usefixtures("ray")
+def test_facts_and_contents_are_of_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process publishes its own while this one does."""
+    first, second = Facts(4, "samples", 1 << 20, workers=2), Facts(4, "samples", 1 << 21, workers=3)
+    keep = names.keep
+
+    def keep_beside_another(*what: Any) -> None:
+        keep(*what)
+        monkeypatch.setattr(names, "keep", keep)
+        publish("both", second, pickled("other contents", ""))
+
+    monkeypatch.setattr(names, "keep", keep_beside_another)
+    assert publish("both", first, pickled("its contents", "")) == first
+    assert contents_of("both") == "its contents"  # type: ignore[comparison-overlap]
+    names.drop("both")

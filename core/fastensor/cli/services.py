@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from json import dumps, loads
@@ -27,9 +29,14 @@ from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.errors import FastensorError, ProvisionError
 from fastensor.files.words import human_seconds, human_size
 from fastensor.provision import DataService
+from fastensor.provision.embedded import wire
+from fastensor.provision.embedded.client import LOCAL, TCP
 
 _TOKEN_VARIABLE = "FASTENSOR_TOKEN"
 _PATIENCE_SECONDS = 10
+_LEAVE_SECONDS = 60
+"""Leaving a service on Ray takes seconds."""
+_RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 1
 """A service that nobody uses is started again within this time."""
 _PREFIX = f"fastensor-up-{os.geteuid()}-"
@@ -65,23 +72,26 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
         started: is given the address, when the service can be used, looked at and ended.
     """
     sys.path.insert(0, os.getcwd())  # as python -m does
-    with DataService.start(
-        _source_of(wanted.source),
-        engine=wanted.engine,
-        address=wanted.address,
-        cache_bytes=wanted.cache_nbytes,
-        before_cache=_function_of(wanted.before_cache),
-        after_cache=_function_of(wanted.after_cache),
-        workers=wanted.workers,
-        seed=wanted.seed,
-        fingerprint=wanted.fingerprint,
-        name=wanted.name,
-        listen=wanted.listen,
-        token=_token(),
-    ) as service:
+    with (
+        ExitStack() as left,
+        DataService.start(
+            _source_of(wanted.source),
+            engine=wanted.engine,
+            address=wanted.address,
+            cache_bytes=wanted.cache_nbytes,
+            before_cache=_function_of(wanted.before_cache),
+            after_cache=_function_of(wanted.after_cache),
+            workers=wanted.workers,
+            seed=wanted.seed,
+            fingerprint=wanted.fingerprint,
+            name=wanted.name,
+            listen=wanted.listen,
+            token=_token(),
+        ) as service,
+    ):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            _keep(service, started)
+            left.callback(_keep(service, started).close)  # who has said so waits until the service was left
     return OK
 
 
@@ -143,8 +153,8 @@ def down(address: str | None) -> int:
     for keeper in keepers:
         with suppress(ConnectionLost):  # it ends just now
             keeper.send(_END)
-            if not keeper.wait(_PATIENCE_SECONDS):
-                raise ProvisionError(f"the program that keeps {address} does not end within {_PATIENCE_SECONDS} s")
+            if not keeper.wait(_LEAVE_SECONDS):  # it hangs up when it has left the service
+                raise ProvisionError(f"the program that keeps {address} does not end within {_LEAVE_SECONDS} s")
     if address.startswith("ray:"):
         with suppress(ProvisionError) if keepers else nullcontext():  # it has ended
             import_module("fastensor.provision.ray.client").end(address, seconds=0 if keepers else _PATIENCE_SECONDS)
@@ -153,7 +163,30 @@ def down(address: str | None) -> int:
             f"no program of this machine keeps the data service {address}: one that a training job has started ends "
             f"with that"
         )
+    elif not _has_gone(address):
+        print(f"The data service {address} goes on for its clients, and ends with the last one", file=sys.stderr)
     return OK
+
+
+def _has_gone(address: str) -> bool:
+    """Wait until an embedded service cannot be reached any more. False if it still can after some time."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while _is_there(address):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_RETRY_SECONDS)
+    return True
+
+
+def _is_there(address: str) -> bool:
+    try:
+        if address.startswith(LOCAL):
+            processes.reach(address.removeprefix(LOCAL)).close()
+        else:
+            socket.create_connection(wire.parsed_address(address.removeprefix(TCP)), _PATIENCE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _token() -> str | None:
@@ -184,39 +217,55 @@ def _function_of(text: str | None) -> Any:
 # Programs that keep services
 
 
-def _keep(service: DataService, started: Callable[[str], None]) -> None:
+def _keep(service: DataService, started: Callable[[str], None]) -> Connection:
     """Tell who connects what the address is, until somebody says that it is to end. Meanwhile look after the service,
-    which is started again if it has ended."""
+    which is started again if it has ended.
+
+    Returns:
+        the connection of whoever has said so.
+    """
     address = service.address
     name = _PREFIX + hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(f"\0{name}")
         listener.listen()
-        listener.settimeout(_LOOK_SECONDS)
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
         started(address)
         while True:
-            try:
-                connection = Connection(listener.accept()[0])
-            except TimeoutError:
-                service.status()
-                continue
-            with suppress(ConnectionLost):
-                if connection.peer[1] == os.geteuid() and _is_told_to_end(connection, address):
-                    return
-            connection.close()
+            for key, _ in selector.select(_LOOK_SECONDS):
+                try:
+                    if not isinstance(key.fileobj, Connection):
+                        connection = _greeted(listener, address)
+                        selector.register(connection, selectors.EVENT_READ)
+                    elif (message := key.fileobj.receive()) is not None and message.kind == _END:
+                        return key.fileobj
+                except ConnectionLost:
+                    if isinstance(key.fileobj, Connection):
+                        selector.unregister(key.fileobj)
+            service.status()
 
 
-def _is_told_to_end(connection: Connection, address: str) -> bool:
+def _greeted(listener: socket.socket, address: str) -> Connection:
+    """Who has connected, and was told the address.
+
+    Raises:
+        ConnectionLost: it has gone, or is of another user.
+    """
+    try:
+        connection = Connection(listener.accept()[0])
+    except OSError as error:
+        raise ConnectionLost(str(error)) from error
+    if connection.peer[1] != os.geteuid():
+        raise ConnectionLost("it belongs to somebody else")
     connection.send(0, address.encode())
-    connection.wait(_PATIENCE_SECONDS)
-    message = connection.receive()
-    return message is not None and message.kind == _END
+    return connection
 
 
 def _keepers() -> Iterator[tuple[Connection, str]]:
     """The programs of this user that keep services, and the addresses of these."""
-    for line in Path("/proc/net/unix").read_text().splitlines():
-        *_, name = line.split(" ")
+    names = [line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()]
+    for name in dict.fromkeys(names):  # sockets that a program has accepted have the name, too
         if name.startswith(f"@{_PREFIX}"):
             with suppress(OSError, ConnectionLost):  # it has ended just now
                 keeper = processes.reach(name[1:])

@@ -83,6 +83,7 @@ GAUGES: Mapping[str, str] = {
 }
 """The state of a cache, by the fields of :class:`Cached`."""
 WAITS = "Waits of clients for a batch"
+EVICTIONS = "Samples that had to make room in the cache"
 
 
 def exposed_name(name: str) -> str:
@@ -208,7 +209,7 @@ def exposition(clients: Mapping[str, Served], cached: Cached) -> str:
     for name, help_text in GAUGES.items():
         families.append(Family(exposed_name(f"cache_{name}"), "gauge", help_text, [("", {}, getattr(cached, name))]))
     name = f"{PREFIX}cache_evictions_total"
-    families.append(Family(name, "counter", "Samples that had to make room in the cache", [("", {}, cached.evictions)]))
+    families.append(Family(name, "counter", EVICTIONS, [("", {}, cached.evictions)]))
     return "\n".join(line for family in families for line in family.lines()) + "\n"
 
 

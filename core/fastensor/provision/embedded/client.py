@@ -39,9 +39,10 @@ from fastensor.provision.embedded.protocol import (
 from fastensor.provision.embedded.watching import watch
 from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, Start
 from fastensor.provision.feeding import NO_SLOT
+from fastensor.provision.pickling import pickling
 
-_LOCAL = "local:"
-_TCP = "tcp://"
+LOCAL = "local:"
+TCP = "tcp://"
 _ANSWER_SECONDS = 60
 """For how long the server may take to start, and to answer. It has to import torch."""
 _HEALTH_SECONDS = 30
@@ -70,7 +71,7 @@ class EmbeddedEngine:
         token: str | None = None,
         seconds: float = _ANSWER_SECONDS,
     ) -> None:
-        self._name = address.removeprefix(_LOCAL) if address.startswith(_LOCAL) else ""
+        self._name = address.removeprefix(LOCAL) if address.startswith(LOCAL) else ""
         self._address = address
         self._spec_fd: int | None = None
         if spec_fd is not None:
@@ -92,16 +93,12 @@ class EmbeddedEngine:
     @property
     def address(self) -> str:
         """Where others reach the service: over TCP, if it listens, or else on this machine."""
-        return f"{_TCP}{self.facts.listen}" if self.facts.listen else self._address
+        return f"{TCP}{self.facts.listen}" if self.facts.listen else self._address
 
     def register(self, registration: Registration) -> EmbeddedFeed:
         function = registration.collate_fn
-        try:
+        with pickling("collate_fn", "Define it at the top of a module"):
             pickled = b"" if function is None else pickle.dumps(function)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ProvisionError(
-                f"collate_fn cannot be sent to the processes that use it: {error}. Define it at the top of a module"
-            ) from error
         if pickled and not self._name and not self._token:
             raise ProvisionError("a service takes functions only over its machine's own sockets, or with a token")
         self._talking()  # or who has left would start it again
@@ -186,7 +183,7 @@ class EmbeddedEngine:
             raise ProvisionError(f"the data service {error}") from error
 
     def _called(self) -> Connection:
-        endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(_TCP)), _ANSWER_SECONDS)
+        endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(TCP)), _ANSWER_SECONDS)
         wire.keep_alive(endpoint)
         return Connection(endpoint)
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, fields
 from multiprocessing import process, spawn
 from typing import Any
 
-from fastensor.errors import ProvisionError
 from fastensor.provision.embedded.protocol import NUMBER, json_of
 from fastensor.provision.engine import Facts
 from fastensor.provision.making import Contents
+from fastensor.provision.pickling import pickling
 
 _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
 """What ``multiprocessing`` prepares for its own processes."""
@@ -36,17 +36,12 @@ def packed(facts: Facts, token: str | None, contents: Contents) -> int:
         preparation.pop(name, None)
     head = json.dumps({"facts": asdict(facts), "token": token}).encode()
     fd = os.memfd_create("fastensor-spec", os.MFD_CLOEXEC)
+    advice = "Functions have to be defined at the top of a module, and the source may hold no open files or locks"
     try:
-        with os.fdopen(os.dup(fd), "wb") as file:
+        with os.fdopen(os.dup(fd), "wb") as file, pickling("the source, or a transform,", advice):
             file.write(NUMBER.pack(len(head)) + head)
             pickle.dump(preparation, file)
             pickle.dump([getattr(contents, field.name) for field in fields(Contents)], file, protocol=5)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        os.close(fd)
-        raise ProvisionError(
-            f"the source and its transforms cannot be sent to the processes that use them: {error}. Functions have to "
-            f"be defined at the top of a module, and the source may hold no open files or locks"
-        ) from error
     except BaseException:
         os.close(fd)
         raise

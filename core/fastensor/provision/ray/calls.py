@@ -18,9 +18,9 @@ import numpy.typing as npt
 from ray import cloudpickle
 
 from fastensor.data.plan import EpochPlan
-from fastensor.errors import ProvisionError
-from fastensor.provision.engine import Cost, Facts
+from fastensor.provision.engine import Cost, EngineLost, Facts
 from fastensor.provision.feeding import Place
+from fastensor.provision.pickling import pickling
 from fastensor.provision.ray import names
 
 if TYPE_CHECKING:
@@ -84,13 +84,19 @@ def pickled(value: Any, what: str) -> bytes:
     Raises:
         ProvisionError: it cannot be pickled.
     """
-    try:
+    with pickling(what, "It may hold no open files or locks"):
         found: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise ProvisionError(
-            f"{what} cannot be sent to the processes that use it: {error}. It may hold no open files or locks"
-        ) from error
     return found
+
+
+class _Published(NamedTuple):
+    """What a service serves. All of it is kept under one key, so that it comes from one process."""
+
+    facts: Facts
+    paths: list[str]
+    """Where the process that has published it finds modules."""
+    contents: bytes
+    """The pickled :class:`~fastensor.provision.making.Contents`."""
 
 
 def publish(name: str, facts: Facts, contents: bytes) -> Facts:
@@ -103,31 +109,38 @@ def publish(name: str, facts: Facts, contents: bytes) -> Facts:
         the facts that count: those of whoever was first.
 
     Raises:
-        ProvisionError: the service has ended meanwhile.
+        EngineLost: the service has ended meanwhile.
     """
     paths = [path or os.getcwd() for path in sys.path]
-    names.keep(name, "contents", pickle.dumps((paths, contents)))
-    names.keep(name, "facts", pickle.dumps(facts))
+    names.keep(name, pickle.dumps(_Published(facts, paths, contents)))
     return facts_of(name)
 
 
 def facts_of(name: str) -> Facts:
-    """The facts of a service."""
-    found: Facts = pickle.loads(_published(name, "facts"))
-    return found
+    """The facts of a service.
+
+    Raises:
+        EngineLost: it has ended.
+    """
+    return _published(name).facts
 
 
 def contents_of(name: str) -> Contents:
     """The user's objects, in a process that finds modules from now on where that one finds them which has published
-    the objects."""
-    paths, contents = pickle.loads(_published(name, "contents"))
-    sys.path += [path for path in paths if path not in sys.path]
-    found: Contents = cloudpickle.loads(contents)
+    the objects.
+
+    Raises:
+        EngineLost: the service has ended.
+    """
+    published = _published(name)
+    sys.path += [path for path in published.paths if path not in sys.path]
+    found: Contents = cloudpickle.loads(published.contents)
     return found
 
 
-def _published(name: str, kind: names.Kind) -> bytes:
-    found = names.kept(name, kind)
-    if found is None:
-        raise ProvisionError(f"the data service {name} has ended")
+def _published(name: str) -> _Published:
+    kept = names.kept(name)
+    if kept is None:
+        raise EngineLost(f"the data service {name} has ended")
+    found: _Published = pickle.loads(kept)
     return found

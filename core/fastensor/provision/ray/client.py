@@ -4,7 +4,6 @@ object store."""
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import time
 import weakref
@@ -26,7 +25,7 @@ from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registra
 from fastensor.provision.feeding import Flow, Place, places_from
 from fastensor.provision.making import Contents
 from fastensor.provision.ray import cluster, names
-from fastensor.provision.ray.calls import Ask, Made, pickled, publish
+from fastensor.provision.ray.calls import Ask, Made, facts_of, pickled, publish
 from fastensor.provision.ray.manager import Manager
 from fastensor.provision.ray.memory import owned
 from fastensor.provision.ray.server import Server
@@ -189,15 +188,12 @@ class RayEngine:
         """Use the service.
 
         Raises:
-            EngineLost: it is about to end.
+            EngineLost: it has ended, or is about to.
             RayError, ValueError: it ends just now.
         """
         if not ray.get(self._manager.join.remote(self._client), timeout=self._seconds):
             raise EngineLost("it is about to end")
-        facts = names.kept(self._name, "facts")
-        if facts is None:
-            raise EngineLost("it has ended")
-        self.facts: Facts = pickle.loads(facts)
+        self.facts: Facts = facts_of(self._name)
         self._servers = [names.server_of(self._name, number) for number in range(self.facts.workers)]
         self._stays = self._manager.stay.remote(self._client)
         self._manager.watch.remote(self._client, [self._stays])
@@ -405,10 +401,7 @@ def start(name: str, spec: Spec) -> Any:
     Raises:
         EngineLost: it ends just now.
     """
-    try:
-        facts = publish(name, spec.facts, spec.contents)
-    except ProvisionError as error:
-        raise EngineLost(str(error)) from error
+    facts = publish(name, spec.facts, spec.contents)
     options = {
         "namespace": names.NAMESPACE,
         "lifetime": "detached",

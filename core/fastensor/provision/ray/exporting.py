@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from fastensor.provision.metrics import BOUNDS, COUNTERS, GAUGES, WAITS, Cached, Served, exposed_name
+from fastensor.provision.metrics import BOUNDS, COUNTERS, EVICTIONS, GAUGES, WAITS, Cached, Served, exposed_name
 
 _BOUNDS = [bound for number, bound in enumerate(BOUNDS) if number % 4 == 0]
 
@@ -23,7 +23,10 @@ class Exported:
         self._counters = {name: Counter(exposed_name(name), text, ranked) for name, text in COUNTERS.items()}
         self._waits = Histogram(exposed_name("wait_seconds"), WAITS, _BOUNDS, ranked)
         self._gauges = {name: Gauge(exposed_name(f"cache_{name}"), text, tuple(tags)) for name, text in GAUGES.items()}
-        for metric in (*self._counters.values(), self._waits, *self._gauges.values()):
+        self._evictions = Counter(exposed_name("cache_evictions"), EVICTIONS, tuple(tags))
+        self._evicted = 0
+        """Evictions that were exported."""
+        for metric in (*self._counters.values(), self._waits, *self._gauges.values(), self._evictions):
             metric.set_default_tags(tags)
 
     def add(self, rank: int, made: Served, waited_seconds: float | None, cached: Cached) -> None:
@@ -43,3 +46,6 @@ class Exported:
             self._waits.observe(waited_seconds, of_rank)
         for name, gauge in self._gauges.items():
             gauge.set(getattr(cached, name))
+        if evicted := cached.evictions - self._evicted:
+            self._evictions.inc(evicted)
+            self._evicted = cached.evictions

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.experimental import internal_kv
 
 NAMESPACE = "fastensor"
 """Of named actors, and of what Ray's global control store keeps for them."""
-Kind = Literal["facts", "contents"]
 
 
 def manager_of(name: str) -> Any:
@@ -35,19 +34,18 @@ def server_of(name: str, number: int) -> Any:
     return ray.get_actor(name_of_server(name, number), namespace=NAMESPACE)
 
 
-def keep(name: str, kind: Kind, value: bytes) -> None:
-    """Have Ray's global control store keep something of a service, in the memory of the head node, unless it keeps that
+def keep(name: str, value: bytes) -> None:
+    """Have Ray's global control store keep what a service serves, in the memory of the head node, unless it keeps that
     already."""
-    internal_kv._internal_kv_put(f"{name}/{kind}", value, overwrite=False, namespace=NAMESPACE)
+    internal_kv._internal_kv_put(name, value, overwrite=False, namespace=NAMESPACE)
 
 
-def kept(name: str, kind: Kind) -> bytes | None:
-    """What is kept; None if nothing is."""
-    found: bytes | None = internal_kv._internal_kv_get(f"{name}/{kind}", namespace=NAMESPACE)
+def kept(name: str) -> bytes | None:
+    """What is kept of a service; None if nothing is."""
+    found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
     return found
 
 
 def drop(name: str) -> None:
     """Have nothing kept of a service."""
-    for kind in ("facts", "contents"):
-        internal_kv._internal_kv_del(f"{name}/{kind}", namespace=NAMESPACE)
+    internal_kv._internal_kv_del(name, namespace=NAMESPACE)
