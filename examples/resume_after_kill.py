@@ -3,7 +3,8 @@
 The first run is ended by SIGKILL, as by a node failure. The second run finds the newest checkpoint, goes on from
 there and reaches more than 95 % validation accuracy; the plugin says what its checkpoints have cost. Then plain
 ``torch.load`` reads the result, and the first ten saves of a large state, and loads of it, are timed beside those of
-``torch.save`` and ``torch.load``. Run by ``make demo``.
+``torch.save`` and ``torch.load``. Each load is the first of a process of its own, as when a run resumes. Run by ``make
+demo``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,18 @@ KILL_IN_EPOCH = 10
 REQUIRED_ACCURACY = 0.95
 IMAGE, PATCH, CLASSES = 8, 2, 10
 SAVES, LOADS = 10, 5
+LOAD = """
+import sys, time
+import torch
+from fastensor import load
+
+load = {"fastensor": load, "torch": torch.load}[sys.argv[1]]
+started = time.perf_counter()
+state = load(sys.argv[2])
+print(time.perf_counter() - started)
+"""
+"""Times one load in a fresh process. A later load may get memory that another has left in the process, and saves most
+of its time: the kernel has no pages to clear."""
 
 
 class DigitTransformer(LightningModule):
@@ -127,22 +140,25 @@ def train_until_killed(folder: Path, epochs: int, kill_in_epoch: int) -> Path:
 
 
 def compare(folder: Path, nbytes: int) -> None:
-    """Print tables: saves and loads of random tensors, in turn with torch's, by default, first use included."""
+    """Print tables: saves and loads of random tensors, in turn with torch's, by default, first use included.
+
+    Saves share this process, as those of one training do; each load has its own, as each resume does.
+    """
     state = {f"layer{i}.weight": torch.randn(nbytes // 16 // 4) for i in range(16)}
     ours, theirs = folder / "fastensor.ckpt", folder / "torch.ckpt"
 
-    def torch_save() -> object:
+    def torch_save() -> None:
         temporary = theirs.with_suffix(".tmp")
         torch.save(state, temporary)
         sync(temporary)
         temporary.rename(theirs)
-        return sync(folder)
+        sync(folder)
 
-    saves: dict[str, Callable[[], object]] = {"fastensor": lambda: fastensor.save(state, ours), "torch": torch_save}
-    loads: dict[str, Callable[[], object]] = {
-        "fastensor": lambda: fastensor.load(ours),
-        "torch": lambda: torch.load(theirs),
+    saves = {
+        "fastensor": lambda: seconds_of(lambda: fastensor.save(state, ours)),
+        "torch": lambda: seconds_of(torch_save),
     }
+    loads = {"fastensor": lambda: load_alone("fastensor", ours), "torch": lambda: load_alone("torch", theirs)}
     print(f"\nSaves of {nbytes >> 20} MiB in 16 tensors, file and folder synced: the first {SAVES}, in seconds")
     show(in_turn(saves, SAVES))
     for title, resident in (("from the disk", False), ("from the page cache", True)):
@@ -151,21 +167,31 @@ def compare(folder: Path, nbytes: int) -> None:
             for path in (ours, theirs):
                 set_residency(path, resident=resident)
 
-        print(f"Loads {title}, ours compared with its checksums: the first {LOADS}, in seconds")
+        print(f"Loads {title}, ours compared with its checksums: {LOADS}, each the first of a new process, in seconds")
         show(in_turn(loads, LOADS, prepare))
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def load_alone(tool: str, path: Path) -> float:
+    """The seconds of one load in a process of its own, without its imports."""
+    command = [sys.executable, "-c", LOAD, tool, str(path)]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def in_turn(
-    contenders: dict[str, Callable[[], object]], rounds: int, prepare: Callable[[], object] = lambda: None
+    contenders: dict[str, Callable[[], float]], rounds: int, prepare: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """The seconds that each contender has taken in each round."""
+    """The seconds that each contender says it has taken in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         prepare()
         for name, run in contenders.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(run())
     return seconds
 
 
