@@ -21,7 +21,7 @@ from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.planner import PassRecord, SavedTensor
-from fastensor.offload.schedule import PrefetchSchedule
+from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.scheduler import TransferRates
 
 LAYERS, WIDTH, BATCH = 6, 64, 256

@@ -19,7 +19,7 @@ from fastensor.offload.config import with_default_folder
 from fastensor.offload.extents import Extents
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory, fault_seconds_per_byte
-from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules, complete
+from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules, complete
 from fastensor.offload.slots import ALIGNMENT, SlotFiles
 from fastensor.offload.statistics import drive_days
 

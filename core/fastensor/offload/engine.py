@@ -19,8 +19,8 @@ from fastensor.offload.forward import ForwardPass
 from fastensor.offload.host_memory import fault_seconds_per_byte, map_large_tensors
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
+from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
-from fastensor.offload.schedule import PrefetchSchedule, PrefetchSchedules
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import (
     ENCODED_BY,

@@ -11,14 +11,14 @@ from typing import TypeAlias
 import torch
 
 from fastensor.offload.planner import PassRecord, SavedTensor
+from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.schedule import PrefetchSchedule
 from fastensor.offload.swapper import Swapper
 
 _MOST_AHEAD = 64
 """The most ranges that are read ahead."""
 BeginSchedule: TypeAlias = Callable[[int, Sequence[int]], PrefetchSchedule]
-"""See :meth:`fastensor.offload.schedule.PrefetchSchedules.begin`. Called by several threads."""
+"""See :meth:`fastensor.offload.prefetch_schedule.PrefetchSchedules.begin`. Called by several threads."""
 
 
 class ForwardPass:
