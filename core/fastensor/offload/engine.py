@@ -16,7 +16,7 @@ import torch
 from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.host_memory import fault_seconds_per_byte, map_large_tensors
+from fastensor.offload.host_memory import map_large_tensors, page_fault_seconds
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
 from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules
@@ -29,6 +29,7 @@ from fastensor.offload.statistics import (
     Counters,
     EncodedBytes,
     OffloadStatistics,
+    TransferTotals,
     drive_days,
 )
 from fastensor.offload.swapper import Swapper
@@ -36,6 +37,8 @@ from fastensor.offload.trace import Trace
 
 _FORGET_REFERENCED_EVERY = 64
 """Forward passes after which the engine finds out anew which memory others keep alive."""
+_NEW_SHARE = 0.25
+"""The share of all bytes that have moved since before their rates are found out from the next ones alone."""
 _EXPECTED = (OffloadError, MemoryError, torch.OutOfMemoryError, OSError)
 """Exceptions that leave the records whole."""
 _LEAST_SECONDS = 60.0
@@ -71,6 +74,9 @@ class OffloadEngine:
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._hook_seconds = 0.0
+        self._totals = TransferTotals()
+        """What transfers had taken when their rates were last found out."""
+        self._latest_rates: TransferRates | None = None
         self._begun = time.monotonic()
         self._warned_of_wear = False
         self.closed = False
@@ -142,23 +148,27 @@ class OffloadEngine:
         return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
-        """How fast transfers have been; None before the first one."""
+        """How fast transfers have been of late; None before the first one. The first steps are slower than those that
+        follow."""
         with self._lock:
-            if (measured := self._counters.measured()) is None:
-                return None
-            waited = sum(self._counters.seconds[what] for what in ("wait_to_write", "wait_to_read"))
-            each = max(self._hook_seconds - waited, 0.0) / max(self._counters.counts["offloaded"], 1)
-            has_returned_memory = self._counters.counts["returns_of_memory"] > 0
-        # Memory that a tensor leaves is taken again once for the two ways, by all threads that compute.
-        faults = fault_seconds_per_byte() / torch.get_num_threads() if has_returned_memory else 0.0
-        return TransferRates(
-            measured.write_bandwidth,
-            measured.read_bandwidth,
-            self.config.staging_bytes,
-            self.config.prefetch_bytes,
-            each,
-            measured.cpu_seconds_per_byte * _share_of_processors() + faults / 2,
-        )
+            totals = self._counters.totals(self._hook_seconds)
+            latest = totals.since(self._totals)
+            if not latest.written_bytes or not latest.write_seconds:
+                return self._latest_rates
+            if latest.written_bytes >= _NEW_SHARE * totals.written_bytes:
+                self._totals = totals
+            cpu_seconds = latest.cpu_seconds * _share_of_processors()
+            cpu_seconds += latest.page_faults * page_fault_seconds() / torch.get_num_threads()  # they share the pages
+            write_bandwidth = latest.written_bytes / latest.write_seconds
+            self._latest_rates = TransferRates(
+                write_bandwidth,
+                latest.read_bytes / latest.read_seconds if latest.read_seconds else write_bandwidth,
+                self.config.staging_bytes,
+                self.config.prefetch_bytes,
+                latest.hook_seconds / max(latest.offloaded, 1),
+                cpu_seconds / latest.moved_bytes,
+            )
+            return self._latest_rates
 
     def estimate(self, config: OffloadConfig) -> OffloadEstimate:
         """What training with another configuration is expected to take, on what the latest pass has measured.

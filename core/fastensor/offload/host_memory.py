@@ -25,8 +25,8 @@ from fastensor.offload.copying import PAGE_NBYTES
 _HUGE_PAGES_FROM = 4 << 20
 _MAPPED_FROM = 1 << 20
 _M_MMAP_THRESHOLD = -3
-_FAULTED_NBYTES = 4 << 20
-"""Bytes whose first touch is timed."""
+_FAULTED_PAGES = 1024
+"""Pages whose first touch is timed."""
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 """A fork during a direct read into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
@@ -40,18 +40,17 @@ def return_freed_memory() -> None:
 
 
 @cache
-def fault_seconds_per_byte() -> float:
-    """Seconds that a thread takes for a byte of memory that was returned, when the memory is used again: the system
-    clears each page. Measured once."""
+def page_fault_seconds() -> float:
+    """Seconds that a thread takes for the first touch of a page, which the system clears. Measured once."""
     seconds = []
-    with contextlib.closing(mmap.mmap(-1, _FAULTED_NBYTES)) as memory:
+    with contextlib.closing(mmap.mmap(-1, _FAULTED_PAGES * mmap.PAGESIZE)) as memory:
         array = np.frombuffer(memory, dtype=np.uint8)
         for _ in range(2):  # the second time, the pages are there
             started = time.perf_counter()
             array.fill(1)
             seconds.append(time.perf_counter() - started)
         del array  # or else the memory cannot be unmapped
-    return max(seconds[0] - seconds[1], 0.0) / _FAULTED_NBYTES
+    return max(seconds[0] - seconds[1], 0.0) / _FAULTED_PAGES
 
 
 @cache

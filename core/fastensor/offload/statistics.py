@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import resource
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from fastensor.files.words import human_seconds, human_size
 
@@ -49,15 +50,36 @@ class BusyClock:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredTransfers:
-    """How fast bytes have moved so far."""
+class TransferTotals:
+    """What transfers have taken, up to a moment or between two."""
 
-    write_bandwidth: float
-    """Bytes per second, while any were being written."""
-    read_bandwidth: float
-    """Bytes per second, while any were being read; that of writes if none were read."""
-    cpu_seconds_per_byte: float
-    """What a byte that moved has taken of the processors, in the threads that move bytes."""
+    written_bytes: int = 0
+    read_bytes: int = 0
+    write_seconds: float = 0.0
+    """Time while any were being written."""
+    read_seconds: float = 0.0
+    """Time while any were being read."""
+    cpu_seconds: float = 0.0
+    """What the threads that move bytes have taken of the processors."""
+    hook_seconds: float = 0.0
+    """Time of training threads in hooks, without waiting."""
+    offloaded: int = 0
+    """Ranges that were taken over."""
+    page_faults: int = 0
+    """Pages that the process has touched first: of memory that was returned to the system, among others."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that went or came back."""
+        return self.written_bytes + self.read_bytes
+
+    def since(self, earlier: TransferTotals) -> TransferTotals:
+        """What came after an earlier moment.
+
+        >>> TransferTotals(5, 3, page_faults=7).since(TransferTotals(2, 3, page_faults=1)).page_faults
+        6
+        """
+        return TransferTotals(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +98,22 @@ class Counters:
     def note_peak(self, name: str, nbytes: int) -> None:
         self.counts[name] = max(self.counts[name], nbytes)
 
-    def measured(self) -> MeasuredTransfers | None:
-        """How fast bytes have moved so far; None if none have."""
-        written, read = self.counts["written_bytes"], self.counts["read_bytes"]
-        if not written or not self.writes.seconds:
-            return None
-        write_bandwidth = written / self.writes.seconds
-        return MeasuredTransfers(
-            write_bandwidth,
-            read / self.reads.seconds if read and self.reads.seconds else write_bandwidth,
-            self.seconds["cpu"] / (written + read),
+    def totals(self, hook_seconds: float) -> TransferTotals:
+        """What transfers have taken so far.
+
+        Args:
+            hook_seconds: the time of training threads in hooks, waiting included.
+        """
+        waited = self.seconds["wait_to_write"] + self.seconds["wait_to_read"]
+        return TransferTotals(
+            self.counts["written_bytes"],
+            self.counts["read_bytes"],
+            self.writes.seconds,
+            self.reads.seconds,
+            self.seconds["cpu"],
+            max(hook_seconds - waited, 0.0),
+            self.counts["offloaded"],
+            resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
         )
 
 

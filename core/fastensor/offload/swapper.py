@@ -250,7 +250,6 @@ class Swapper:
             self._freed_nbytes = 0
             with suppress(NoThreadsError):  # at exit
                 self._jobs.submit("write", return_freed_memory)
-                self._counters.counts["returns_of_memory"] += 1
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:
         """Let a range stay, or have it written. Returns a job to wait for if there is no room yet."""
