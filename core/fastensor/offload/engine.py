@@ -162,7 +162,9 @@ class OffloadEngine:
             write_bandwidth = latest.written_bytes / latest.write_seconds
             self._latest_rates = TransferRates(
                 write_bandwidth,
-                latest.read_bytes / latest.read_seconds if latest.read_seconds else write_bandwidth,
+                latest.read_bytes / latest.read_seconds
+                if latest.read_bytes and latest.read_seconds
+                else write_bandwidth,
                 self.config.staging_bytes,
                 self.config.prefetch_bytes,
                 latest.hook_seconds / max(latest.offloaded, 1),
