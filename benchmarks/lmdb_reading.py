@@ -12,6 +12,8 @@ pass of its processes. The ways take turns.
   kernel is told (``posix_fadvise``); with two distances. The better one counts.
 - ``raw files``: a file for each record
 - ``fio``: random direct reads of as many pages as a record has, 64 in flight: what the disk gives at most
+- ``LMDB`` to ``LMM-DIO-COAL-STAG``: optimisations of the paper (``lmdbio.py``), cold, with the largest number of
+  processes. Samples and waits are counted; what the reader process of the node takes (LMM) is not
 - ``litdata``: its own format, and its own order; only where that is comparable, and if it is installed
 
 ``--quick`` takes two sizes, two orders, and 1 and 4 processes. Each run is added to the results when it ends. With
@@ -36,7 +38,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
-from lmdb_contenders import ABLATION, FIO, HELPED, NO_READAHEAD, OURS, STOCK, Files, make_files, ways_of
+from lmdb_contenders import ABLATION, FIO, HELPED, NO_READAHEAD, OURS, PAPER, STOCK, Files, make_files, ways_of
 from lmdb_report import judge, table
 from lmdb_runs import Sample, Whole, memory_limit, run, run_fio, run_whole, say
 from lmdb_scenarios import ORDERS, SIZES, STATES, TINY, Cell, Order, Size, State
@@ -62,6 +64,8 @@ class Settings:
         return [(name, *rest) for name in sizes for rest in ((1, "cold"), (4, "cold"), (1, "warm"))]
 
 
+PAPER_ORDERS: tuple[Order, ...] = ("strided", "full")
+"""In which the optimisations of the paper are measured: Caffe's, and what PyTorch does."""
 Key: TypeAlias = Cell | tuple[str, str, str]
 """What a run is of: a cell; or the operation, the size and the way of a pass over a whole file."""
 Planned: TypeAlias = tuple[Key, Callable[[], Sequence[Sample | Whole]]]
@@ -145,6 +149,8 @@ def planned(settings: Settings, files: Files, name: str) -> Iterator[Planned]:
                 cell = Cell(name, order, world, state, "")
                 yield from runs(settings.rounds if judged else 1, ways_of(order, world, state), cell, run_cell)
     yield from runs(settings.rounds, [*ABLATION, FIO], Cell(name, "full", 1, "cold", ""), run_cell)
+    for order in PAPER_ORDERS:
+        yield from runs(min(settings.rounds, 3), PAPER, Cell(name, order, max(settings.worlds), "cold", ""), run_cell)
     ways, few = [*STOCK, *HELPED, OURS], min(settings.rounds, 3)
     yield from runs(few, ways, Cell(name, "full", 1, "epoch", ""), run_epoch)
     yield from runs(few, ways, Cell(name, "full", 1, "limited", ""), run_limited)
