@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import lmdb
 from lmdb_scenarios import ORDERS, Cell, Order, Size, State, batches_of
+from lmdbio import options
 from torch.utils.data import DataLoader, Dataset
 
 from fastensor.data import LmdbDataset, LmdbIndex, ReadAheadSampler
@@ -142,12 +143,29 @@ ABLATION: dict[str, Loading] = {
     "+ order known ahead, begun ahead (willneed)": partial(ours, engine="willneed"),
     "+ past the page cache (direct)": partial(ours, engine="direct"),
 }
-"""Parts of what ``OURS`` does; a reader process for each node, and turns of readers, are further ones."""
+"""Parts of what ``OURS`` does, in one process."""
+STORE = "LMDB_BENCHMARK_STORE"
+"""``host:port`` of the store for staggering."""
+PAPER = ("LMDB", "DIO", "LMM", "LMM-DIO", "LMM-DIO-COAL", "LMM-DIO-COAL-STAG")
+"""Strategies of ``lmdbio.py``. All have PROV: the index has the places of records. So there is nothing for DM to do."""
+ACTIVE = 2
+"""Processes that read at a time, with STAG."""
+
+
+def by_strategy(files: Files, name: str, size: Size, batches: list[Positions], *, strategy: str) -> Any:
+    """What the paper's optimisations do. The processes of a run find each other by ``FASTENSOR_NODE_READER``, and the
+    store of the turns by ``STORE``."""
+    how = options(strategy, active=ACTIVE, store=os.environ.get(STORE, ""))
+    dataset = LmdbDataset(files.lmdb(name), **how)
+    ahead = min(max(how["read_ahead_nbytes"] // (size.batch * size.nbytes), 1), 1024)
+    return DataLoader(dataset, batch_sampler=ReadAheadSampler(batches, batches_ahead=ahead), collate_fn=list)
 
 
 def loading_of(cell: Cell) -> Loading:
     if cell.way == LITDATA:
         return partial(by_litdata, shuffle=cell.order == "block")
+    if cell.way in PAPER:
+        return partial(by_strategy, strategy=cell.way)
     return (LOADING | ABLATION)[cell.way]
 
 

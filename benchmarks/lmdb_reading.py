@@ -12,9 +12,12 @@ pass of its processes. The ways take turns.
   kernel is told (``posix_fadvise``); with two distances. The better one counts.
 - ``raw files``: a file for each record
 - ``fio``: random direct reads of as many pages as a record has, 64 in flight: what the disk gives at most
+- ``LMDB`` to ``LMM-DIO-COAL-STAG``: optimisations of the paper (``lmdbio.py``), cold, with the largest number of
+  processes. Samples and waits are counted; what the reader process of the node takes (LMM) is not
 - ``litdata``: its own format, and its own order; only where that is comparable, and if it is installed
 
-``--quick`` takes two sizes, two orders, and 1 and 4 processes. Run by ``make bench``.
+``--quick`` takes two sizes, two orders, and 1 and 4 processes. Each run is added to the results when it ends. With
+``--resume``, runs that are among the results are not made again. Run by ``make bench``.
 
 This file is not named ``lmdb.py``, because ``import lmdb`` would find it.
 """
@@ -26,16 +29,19 @@ import json
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
-from lmdb_contenders import ABLATION, HELPED, NO_READAHEAD, OURS, STOCK, Files, make_files, ways_of
+from lmdb_contenders import ABLATION, FIO, HELPED, NO_READAHEAD, OURS, PAPER, STOCK, Files, make_files, ways_of
 from lmdb_report import judge, table
 from lmdb_runs import Sample, Whole, memory_limit, run, run_fio, run_whole, say
-from lmdb_scenarios import ORDERS, SIZES, TINY, Cell, Order, Size, State
+from lmdb_scenarios import ORDERS, SIZES, STATES, TINY, Cell, Order, Size, State
 from measuring import describe_machine
 
 
@@ -58,68 +64,120 @@ class Settings:
         return [(name, *rest) for name in sizes for rest in ((1, "cold"), (4, "cold"), (1, "warm"))]
 
 
-def measure(settings: Settings, folder: Path) -> tuple[list[Sample], list[Whole]]:
-    samples: list[Sample] = []
-    whole: list[Whole] = []
+PAPER_ORDERS: tuple[Order, ...] = ("strided", "full")
+"""In which the optimisations of the paper are measured: Caffe's, and what PyTorch does."""
+Key: TypeAlias = Cell | tuple[str, str, str]
+"""What a run is of: a cell; or the operation, the size and the way of a pass over a whole file."""
+Planned: TypeAlias = tuple[Key, Callable[[], Sequence[Sample | Whole]]]
+"""A run, and what makes it: gives nothing where it is not possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured, kept in a file after each run."""
+
+    path: Path
+    machine: dict[str, str]
+    samples: list[Sample]
+    whole: list[Whole]
+
+    def add(self, found: Sequence[Sample | Whole]) -> None:
+        self.samples.extend(one for one in found if isinstance(one, Sample))
+        self.whole.extend(one for one in found if isinstance(one, Whole))
+        document = {
+            "machine": self.machine, "verdicts": judge(self.samples, self.whole),
+            "samples": [asdict(one) for one in self.samples], "whole": [asdict(one) for one in self.whole],
+        }  # fmt: skip
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(document, indent=1))
+        new.replace(self.path)
+
+    def missing(self, planned: Iterable[Planned]) -> list[Planned]:
+        """The runs that were not made yet."""
+        made: Counter[Key] = Counter(one.cell for one in self.samples)
+        made.update((one.operation, one.size, one.way) for one in self.whole)
+        missing = []
+        for key, make in planned:
+            made[key] -= 1
+            if made[key] < 0:
+                missing.append((key, make))
+        return missing
+
+
+def found_before(path: Path, machine: dict[str, str]) -> Found:
+    """What an earlier process has measured on this machine with the same libraries."""
+    if not path.exists():
+        return Found(path, machine, [], [])
+    document = json.loads(path.read_text())
+    for what in sorted(machine.keys() - {"date", "command"}):
+        if (before := document["machine"].get(what)) != machine[what]:
+            raise SystemExit(f"{path} was not measured here: its {what} is {before}, and not {machine[what]}")
+    samples = [Sample(**{**one, "cell": Cell(**one["cell"])}) for one in document["samples"]]
+    return Found(path, machine, samples, [Whole(**one) for one in document["whole"]])
+
+
+def measure(settings: Settings, folder: Path, found: Found) -> None:
     files = Files(folder)
     for name, size in settings.sizes.items():
+        missing = found.missing(planned(settings, files, name))
+        if not missing:
+            continue
         say(f"{name}: writes files")
         make_files(files, name, size, with_litdata=find_spec("litdata") is not None)
-        for order in settings.orders:
-            for world in settings.worlds:
-                for state in ("cold", "warm"):
-                    samples += measure_cell(settings, files, Cell(name, order, world, state, ""))
-        for number in range(settings.rounds):
-            for way in in_turn(list(ABLATION), number):
-                samples.append(run(Cell(name, "full", 1, "cold", way), size, files, settings.seconds))
-            samples += run_fio(name, size, files, settings.seconds)
-        samples += measure_epoch(settings, files, name)
-        samples += measure_limited(settings, files, name)
-        for number in range(min(settings.rounds, 3)):
-            for operation in ("index", "scan"):
-                for way in in_turn([*STOCK, OURS], number):
-                    if operation == "index" or way != NO_READAHEAD:
-                        whole.append(run_whole(operation, name, way, files))
+        for number, (key, make) in enumerate(missing, 1):
+            what = astuple(key) if isinstance(key, Cell) else key
+            say(f"{number} of {len(missing)}: {', '.join(map(str, what))}")
+            found.add(make())
         for path in (files.lmdb(name), files.raw(name), files.litdata(name)):
             remove(path)
-    return samples, whole
 
 
-def measure_cell(settings: Settings, files: Files, cell: Cell) -> list[Sample]:
-    judged = cell.order == "full" and (cell.size, cell.world, cell.state) in settings.judged
-    rounds = settings.rounds if judged else 1
-    say(f"{cell.size}, {cell.order}, {cell.world} processes, {cell.state}, {rounds} ×")
-    return [
-        run(replace(cell, way=way), settings.sizes[cell.size], files, settings.seconds)
-        for number in range(rounds)
-        for way in in_turn(ways_of(cell.order, cell.world, cell.state), number)
-    ]
+def planned(settings: Settings, files: Files, name: str) -> Iterator[Planned]:
+    """All runs with records of one size, in their order."""
+    size, seconds = settings.sizes[name], settings.seconds
+
+    def runs(rounds: int, ways: Sequence[str], cell: Cell, make: Callable[..., Sequence[Sample]]) -> Iterator[Planned]:
+        for number in range(rounds):
+            for way in in_turn(ways, number):
+                one = replace(cell, way=way)
+                yield one, partial(make, one, size, files, seconds)
+
+    for order in settings.orders:
+        for world in settings.worlds:
+            for state in STATES:
+                judged = order == "full" and (name, world, state) in settings.judged
+                cell = Cell(name, order, world, state, "")
+                yield from runs(settings.rounds if judged else 1, ways_of(order, world, state), cell, run_cell)
+    yield from runs(settings.rounds, [*ABLATION, FIO], Cell(name, "full", 1, "cold", ""), run_cell)
+    for order in PAPER_ORDERS:
+        yield from runs(min(settings.rounds, 3), PAPER, Cell(name, order, max(settings.worlds), "cold", ""), run_cell)
+    ways, few = [*STOCK, *HELPED, OURS], min(settings.rounds, 3)
+    yield from runs(few, ways, Cell(name, "full", 1, "epoch", ""), run_epoch)
+    yield from runs(few, ways, Cell(name, "full", 1, "limited", ""), run_limited)
+    for number in range(few):
+        for operation in ("index", "scan"):
+            for way in in_turn([*STOCK, OURS], number):
+                if operation == "index" or way != NO_READAHEAD:
+                    yield (operation, name, way), partial(run_pass, operation, name, way, files)
 
 
-def measure_epoch(settings: Settings, files: Files, name: str) -> list[Sample]:
+def run_cell(cell: Cell, size: Size, files: Files, seconds: float) -> list[Sample]:
+    return run_fio(cell.size, size, files, seconds) if cell.way == FIO else [run(cell, size, files, seconds)]
+
+
+def run_epoch(cell: Cell, size: Size, files: Files, seconds: float) -> list[Sample]:
     """A whole epoch of a cold file that fits into memory, which is there when it ends, by whatever way."""
-    whole = replace(settings.sizes[name], taken=settings.sizes[name].count)
-    say(f"{name}, a whole epoch")
-    return [
-        run(Cell(name, "full", 1, "epoch", way), whole, files, 20 * settings.seconds)
-        for number in range(min(settings.rounds, 3))
-        for way in in_turn([*STOCK, *HELPED, OURS], number)
-    ]
+    return [run(cell, replace(size, taken=size.count), files, 20 * seconds)]
 
 
-def measure_limited(settings: Settings, files: Files, name: str) -> list[Sample]:
+def run_limited(cell: Cell, size: Size, files: Files, seconds: float) -> list[Sample]:
     """An epoch, or as much of it as time allows, of a file that is eight times larger than what memory may hold."""
-    size = settings.sizes[name]
     with memory_limit(max(size.count * size.nbytes // 8, 64 << 20)) as group:
-        if group is None:
-            return []
-        whole = replace(size, taken=size.count)
-        say(f"{name}, memory limited")
-        return [
-            run(Cell(name, "full", 1, "limited", way), whole, files, settings.seconds, group)
-            for number in range(min(settings.rounds, 3))
-            for way in in_turn([*STOCK, *HELPED, OURS], number)
-        ]
+        return [] if group is None else [run(cell, replace(size, taken=size.count), files, seconds, group)]
+
+
+def run_pass(operation: str, name: str, way: str, files: Files) -> list[Whole]:
+    return [run_whole(operation, name, way, files)]
 
 
 def in_turn(ways: Sequence[str], number: int) -> list[str]:
@@ -145,6 +203,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="the longest run")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/lmdb_reading"), help="without suffix")
+    parser.add_argument("--resume", action="store_true", help="go on with what --output has")
     options = parser.parse_args()
     sizes = TINY if options.tiny else SIZES
     chosen = options.sizes or (["3 KB", "110 KB"] if options.quick else list(sizes))
@@ -163,15 +222,11 @@ def main() -> None:
         machine = describe_machine(Path(folder), "cpu")
         peers = ["lmdb", *(["litdata"] if find_spec("litdata") else [])]
         machine |= {name: version(name) for name in peers}
-        samples, whole = measure(settings, Path(folder))
-    verdicts = judge(samples, whole)
-    text = table(machine, samples, whole, verdicts)
+        results = options.output.with_suffix(".json")
+        found = found_before(results, machine) if options.resume else Found(results, machine, [], [])
+        measure(settings, Path(folder), found)
+    text = table(machine, found.samples, found.whole, judge(found.samples, found.whole))
     options.output.with_suffix(".md").write_text(text)
-    document = {
-        "machine": machine, "verdicts": verdicts,
-        "samples": [asdict(one) for one in samples], "whole": [asdict(one) for one in whole],
-    }  # fmt: skip
-    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1))
     print(text)
 
 

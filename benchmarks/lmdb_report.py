@@ -36,10 +36,8 @@ def judge(samples: list[Sample], whole: list[Whole]) -> list[dict[str, Any]]:
     for operation, least in (("scan", 1.1), ("index", 4)):
         for name in ("3 KB", "110 KB"):
             group = [one for one in whole if (one.operation, one.size) == (operation, name)]
-            if group:
-                times = {
-                    way: statistics.median(one.seconds for one in group if one.way == way) for way in ways_in(group)
-                }
+            times = {way: statistics.median(one.seconds for one in group if one.way == way) for way in ways_in(group)}
+            if OURS in times and len(times) > 1:
                 ratio = min(seconds for way, seconds in times.items() if way != OURS) / times[OURS]
                 verdicts.append(verdict(f"{name}, {operation}: best py-lmdb / time ≥ {least}", ratio, ratio >= least))
     return verdicts

@@ -19,9 +19,10 @@ from typing import Any
 
 import lmdb
 import numpy as np
-from lmdb_contenders import FIO, OURS, READAHEAD, Files, loading_of, paths_of
+from lmdb_contenders import FIO, OURS, READAHEAD, STORE, Files, loading_of, paths_of
 from lmdb_scenarios import Cell, Size, batches_of
 from measuring import drop_caches
+from torch.distributed import TCPStore
 
 from fastensor.data import LmdbDataset, LmdbIndex, ReadAheadSampler
 from fastensor.files import posix
@@ -71,10 +72,12 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
     (fill_page_cache if cell.state == "warm" else evict)(paths_of(files, cell))
     context = multiprocessing.get_context("forkserver")
     start = context.Barrier(cell.world)
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    job = {"FASTENSOR_NODE_READER": f"benchmark-{store.port}", STORE: f"127.0.0.1:{store.port}"}
     pipes, processes = [], []
     for rank in range(cell.world):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (cell, size, files, rank, seconds, group, start, theirs)
+        arguments = (cell, size, files, rank, seconds, group, job, start, theirs)
         processes.append(context.Process(target=work, args=arguments))
         processes[-1].start()
         theirs.close()
@@ -95,9 +98,18 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
 
 
 def work(
-    cell: Cell, size: Size, files: Files, rank: int, seconds: float, group: Path | None, start: Any, results: Any
+    cell: Cell,
+    size: Size,
+    files: Files,
+    rank: int,
+    seconds: float,
+    group: Path | None,
+    job: dict[str, str],
+    start: Any,
+    results: Any,
 ) -> None:
-    """In a fresh process, one rank: read, and send what it took."""
+    """In a fresh process, one rank: read, and send what it took. What a node reader takes is not in it."""
+    os.environ.update(job)
     loading = loading_of(cell)
     batches = batches_of(size, cell.order, rank, cell.world)
     if group is not None:

@@ -408,6 +408,8 @@ def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> No
                     assert f"| {size} | {order} | {world} | cold | {way} |" in out
                 assert f"| {size} | {order} | {world} | warm | fastensor |" in out
         assert f"| {size} | full | 1 | cold | + past the page cache (direct) |" in out
+        for strategy in ("LMDB", "LMM-DIO-COAL", "LMM-DIO-COAL-STAG"):
+            assert f"| {size} | strided | 2 | cold | {strategy} |" in out
         assert f"| index | {size} | fastensor |" in out
         assert f"| scan | {size} | py-lmdb |" in out
     found = json.loads((tmp_path / "out.json").read_text())
