@@ -5,20 +5,31 @@ Samples come from storage that is remote: a process on the loopback interface wi
 volumes of which each use takes a random part. Ranks are processes; each takes its part of every epoch. Computing is
 simulated by sleeping, because a GPU takes no processor from those who read. The ways take turns.
 
-- ``DataLoader``: in each rank, with persistent workers; with several numbers of them, of which the quickest counts
-- ``service``: with as many workers as the machine has processors, and a cache that holds all samples
+- ``service``: with a cache that holds all samples
 - ``service, half``: with a cache for half of them
 - ``service, killed``: its server is killed in the middle of the second epoch
+- ``service, remote``: batches come through a proxy, with the delay and the bandwidth of the storage
+- ``DataLoader``: PyTorch's own, in each rank, with persistent workers
 - ``litdata``: its own format in files of about 8 MB, which each rank keeps on its local disk once it has read them
-- ``Ray Data``: a pipeline in each rank on one local Ray, whose object store has room for a few blocks
+- ``Ray Data``: a pipeline in each rank, on one local Ray
 
-A wait is the time from asking for a batch until it is there. CPU seconds are of all processes together. Starting is
-counted apart: until the processes are there that read, and have imported what they need. Nothing has been read then
-(workers of litdata and Ray start in the first epoch).
+All have the same processors, those of the machine, and the same number of workers, of all ranks together: one for each
+processor, and at least one for each rank. Ray Data, which has no such number, runs as many tasks at once. Workers wait
+for the storage, so more of them may be quicker. A ``DataLoader`` is measured with several times as many, too
+(``--times``), and the quickest counts; the others are not.
+
+A wait is the time from asking for a batch until it is there. CPU seconds are of all processes together, without those
+that stand for what is remote. Starting is counted apart: until the processes are there that read, and have imported
+what they need. Nothing has been read then (workers of litdata and Ray start in the first epoch).
 
 What is decoded once for E epochs cannot save more than a factor of E. So there are at least two epochs for each rank.
 
-``--quick`` takes about five minutes: fewer sizes and ranks, and one round.
+Results are written after each run. A way that fails is named there, and the others go on; the exit status is 1 then.
+
+``--quick`` has few samples, and goes on in rounds until its time is over (``--minutes``). ``service`` and
+``DataLoader`` take part in all rounds, ``service, killed`` in the first one, and the others there with the middle
+number of ranks. Its epochs are short, which is better for the service: it makes batches of the next epoch before that
+begins.
 """
 
 from __future__ import annotations
@@ -27,19 +38,25 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
+import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from itertools import product
+from math import inf
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any
 
 import numpy as np
 import torch
 from measuring import describe_machine
-from provision_report import Sample, Started, judge, table
+from provision_report import Failure, Found, Sample, Started, judge, table
 from provision_ways import (
     HALF,
     KILLED,
@@ -48,6 +65,8 @@ from provision_ways import (
     OURS,
     PATIENCE_SECONDS,
     PEERS,
+    QUICK,
+    REMOTE,
     STOCK,
     TINY,
     Cell,
@@ -58,10 +77,9 @@ from provision_ways import (
     open_way,
     write_chunks,
 )
-from remote_storage import Link, RemoteObjects, Storage
+from remote_storage import Link, Proxy, RemoteObjects, Storage
 
 TICKS = os.sysconf("SC_CLK_TCK")
-QUICK = ("256 KB", "JPEG")
 
 
 def cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
@@ -128,10 +146,14 @@ class Settings:
 
     kinds: Sequence[Kind]
     worlds: Sequence[int]
-    workers: Sequence[int]
-    """Numbers of worker processes with which a ``DataLoader`` is measured."""
+    times: Sequence[int]
+    """A ``DataLoader`` is measured with so many times the workers that the others have."""
     peers: Sequence[str]
+    is_quick: bool
+    """Not all ways take part in all rounds."""
     rounds: int
+    seconds: float
+    """No run begins that would probably end later."""
     epochs: int
     compute_seconds: float
     link: Link
@@ -145,10 +167,14 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
     names = tuple(sorted(path.name for path in storage.folder.iterdir()))
     epochs = max(settings.epochs, 2 * cell.world)
     pipes, processes = [], []
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    with tempfile.TemporaryDirectory(dir=folder) as name, ExitStack() as opened:
+        of_run = Path(name).absolute()
+        first = Job(cell, kind, objects, names, of_run, 0, 0, epochs, settings.compute_seconds)
+        if cell.way == REMOTE:
+            first = replace(first, proxy=opened.enter_context(Proxy(first.service, settings.link)).port)
         for rank in range(cell.world):
             ours, theirs = context.Pipe(duplex=False)
-            job = Job(cell, kind, objects, names, Path(name).absolute(), rank, epochs, settings.compute_seconds)
+            job = replace(first, rank=rank)
             processes.append(context.Process(target=work, args=(job, barrier, theirs)))
             processes[-1].start()
             theirs.close()
@@ -171,7 +197,8 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
             raise
         finally:
             for process in processes:
-                process.join()
+                process.join(PATIENCE_SECONDS)
+                process.kill()
     return Started(cell, max(one[0] for one in starts), sum(one[1] for one in starts)), samples
 
 
@@ -188,32 +215,80 @@ def summarised(cell: Cell, kind: Kind, epoch: int, sent: int, ranks: list[Any]) 
     )  # fmt: skip
 
 
-def measure(settings: Settings, folder: Path) -> tuple[list[Started], list[Sample]]:
-    starts: list[Started] = []
-    samples: list[Sample] = []
-    for kind in settings.kinds:
-        objects, chunks = folder / f"objects-{kind.name}", folder / f"chunks-{kind.name}"
-        objects.mkdir()
-        chunks.mkdir()
-        for number in range(kind.count):
-            (objects / f"{number:06d}").write_bytes(kind.make(number))
-        if LITDATA in settings.peers:
-            write_chunks(chunks, kind)
-        with Storage(objects, settings.link) as storage, Storage(chunks, settings.link) as of_chunks:
-            for world, number in product(settings.worlds, range(settings.rounds)):
-                for cell in in_turn(cells_of(settings, kind.name, world), number):
-                    say(f"{cell}")
-                    of_cell = of_chunks if cell.way == LITDATA else storage
-                    started, epochs = run(cell, kind, folder, of_cell, settings)
-                    starts.append(started)
-                    samples += epochs
-    return starts, samples
+def measure(settings: Settings, folder: Path, found: Found, write: Callable[[], object]) -> None:
+    """Measure all cells, round by round.
+
+    Args:
+        found: what was measured is added to it.
+        write: is called after each run.
+    """
+    end = time.monotonic() + settings.seconds
+    took: dict[tuple[str, str, int], float] = {}
+    with ExitStack() as opened:
+        storages = {kind: storages_of(kind, settings, folder, opened) for kind in settings.kinds}
+        for number, kind, world in product(range(settings.rounds), settings.kinds, settings.worlds):
+            for cell in in_turn(cells_of(settings, kind.name, world, number), number):
+                key = (cell.kind, cell.way, cell.world)
+                if time.monotonic() + took.get(key, 0.0) > end:
+                    say(f"there is no time for {cell} and what would follow")
+                    return
+                say(f"{cell}")
+                began = time.monotonic()
+                try:
+                    started, epochs = run(cell, kind, folder, storages[kind][cell.way == LITDATA], settings)
+                except (OSError, EOFError, BrokenBarrierError) as error:  # a rank has ended, and said why
+                    say(f"{cell} has failed: {error!r}")
+                    found.failures.append(Failure(cell, repr(error)))
+                else:
+                    found.starts.append(started)
+                    found.samples.extend(epochs)
+                took[key] = time.monotonic() - began
+                write()
 
 
-def cells_of(settings: Settings, kind: str, world: int) -> list[Cell]:
-    stock = [Cell(kind, world, STOCK, workers) for workers in settings.workers]
-    processors = len(os.sched_getaffinity(0))
-    return [*stock, *(Cell(kind, world, way, processors) for way in (OURS, HALF, KILLED, *settings.peers))]
+def storages_of(kind: Kind, settings: Settings, folder: Path, opened: ExitStack) -> tuple[Storage, Storage]:
+    """Storages of samples, and of files of litdata."""
+    objects, chunks = folder / f"objects-{kind.name}", folder / f"chunks-{kind.name}"
+    objects.mkdir()
+    chunks.mkdir()
+    for number in range(kind.count):
+        (objects / f"{number:06d}").write_bytes(kind.make(number))
+    if LITDATA in settings.peers:
+        write_chunks(chunks, kind)
+    return (
+        opened.enter_context(Storage(objects, settings.link)),
+        opened.enter_context(Storage(chunks, settings.link)),
+    )
+
+
+def cells_of(settings: Settings, kind: str, world: int, number: int) -> list[Cell]:
+    """What takes part in a round."""
+    workers = workers_for(world, processors())
+    return [
+        *(Cell(kind, world, STOCK, times * workers) for times in settings.times),
+        *(Cell(kind, world, way, workers) for way in ways_of(settings, world, number)),
+    ]
+
+
+def ways_of(settings: Settings, world: int, number: int) -> list[str]:
+    """What takes part in a round beside the ``DataLoader``."""
+    if not settings.is_quick:
+        return [OURS, HALF, KILLED, REMOTE, *settings.peers]
+    is_middle = world == sorted(settings.worlds)[len(settings.worlds) // 2]
+    return [OURS, *[KILLED] * (number == 0), *[REMOTE, *settings.peers] * (number == 0 and is_middle)]
+
+
+def workers_for(world: int, processors: int) -> int:
+    """One for each processor, and the same number, at least one, for each rank.
+
+    >>> [workers_for(4, processors) for processors in (2, 4, 10)]
+    [4, 4, 8]
+    """
+    return max(processors // world, 1) * world
+
+
+def processors() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def in_turn(cells: list[Cell], number: int) -> list[Cell]:
@@ -230,9 +305,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="few samples: shows that it runs")
     parser.add_argument("--kinds", nargs="+", choices=[kind.name for kind in KINDS])
     parser.add_argument("--worlds", nargs="+", type=int, help="numbers of ranks")
-    parser.add_argument("--workers", nargs="+", type=int, help="of a DataLoader, in each rank")
+    parser.add_argument("--times", nargs="+", type=int, help="the workers of the others, for a DataLoader")
     parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS])
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=int, help="at most")
+    parser.add_argument("--minutes", type=float, help="no run begins that would end later (--quick: 7.5)")
     parser.add_argument("--epochs", type=int, default=3, help="at least; at least two for each rank")
     parser.add_argument("--compute-ms", type=float, default=20.0, help="simulated, for each batch")
     parser.add_argument("--delay-ms", type=float, default=10.0, help="of the storage")
@@ -241,40 +317,59 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/provision"), help="without suffix")
     options = parser.parse_args()
     short = options.quick or options.tiny
-    names = options.kinds or (QUICK if options.quick else [kind.name for kind in KINDS])
+    kinds = TINY if options.tiny else QUICK if options.quick else KINDS
     absent = [way for way in missing() if way in options.peers]
     for way in absent:
-        say(f"{way} is left out: it is not installed")
+        say(f"{way} is left out: the package {PEERS[way]} is not installed")
     settings = Settings(
-        TINY if options.tiny else [kind for kind in KINDS if kind.name in names],
-        options.worlds or ((1, 2) if short else (1, 2, 4)),
-        options.workers or ((2,) if short else (1, 2, 4)),
+        [kind for kind in kinds if kind.name in (options.kinds or [kind.name for kind in kinds])],
+        options.worlds or ((1, 2) if options.tiny else (1, 2, 4)),
+        options.times or ((1, 2) if short else (1, 2, 4)),
         [way for way in options.peers if way not in absent],
-        options.rounds or (1 if short else 3),
+        options.quick,
+        options.rounds or (1 if options.tiny else 9 if options.quick else 3),
+        60 * (options.minutes or (7.5 if options.quick else inf)),
         options.epochs,
         options.compute_ms / 1e3,
         Link(options.delay_ms / 1e3, options.megabytes_per_second * 1e6),
     )
+    # without a token, Ray would write one into the user's home, and the other ranks have to have the same
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["fastensor.provision", "PIL.Image", "sklearn.datasets"]
     )
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    found = Found()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        machine = describe_machine(Path(folder), "cpu")
-        starts, samples = measure(settings, Path(folder))
-    machine["storage"] = f"{options.delay_ms:g} ms, {options.megabytes_per_second:g} MB/s for all"
-    machine["computing"] = f"{options.compute_ms:g} ms a batch, simulated"
-    machine["left out, because it is not installed"] = ", ".join(absent) or "nothing"
-    verdicts = judge(samples)
-    text = table(machine, starts, samples, verdicts)
-    options.output.with_suffix(".md").write_text(text)
-    document = {
-        "machine": machine, "verdicts": verdicts, "starts": [asdict(one) for one in starts],
-        "samples": [asdict(one) for one in samples],
-    }  # fmt: skip
-    options.output.with_suffix(".json").write_text(json.dumps(document, indent=1))
-    print(text)
+        machine = described(options, Path(folder), absent)
+        measure(settings, Path(folder), found, lambda: write(options.output, machine, found))
+    print(write(options.output, machine, found))
+    sys.exit(bool(found.failures))
+
+
+def described(options: argparse.Namespace, folder: Path, absent: list[str]) -> dict[str, str]:
+    """What was measured, on what machine."""
+    modules = ["torch", "pillow", *(PEERS[way] for way in options.peers if way not in absent)]
+    machine = describe_machine(folder, "cpu")
+    return {
+        **machine,
+        "python": platform.python_version(),
+        **{module: version(module) for module in modules},
+        "storage": f"{options.delay_ms:g} ms, {options.megabytes_per_second:g} MB/s for all",
+        "computing": f"{options.compute_ms:g} ms a batch, simulated",
+        "left out, because it is not installed": ", ".join(absent) or "nothing",
+    }
+
+
+def write(output: Path, machine: dict[str, str], found: Found) -> str:
+    """Write what was measured so far. Returns the table."""
+    verdicts = judge(found.samples)
+    text = table(machine, found, verdicts)
+    output.with_suffix(".md").write_text(text)
+    document = {"machine": machine, "verdicts": verdicts, **asdict(found)}
+    output.with_suffix(".json").write_text(json.dumps(document, indent=1))
+    return text
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,23 @@ class Sample:
     """Whether each sample was given out once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A run that has not come to its end."""
+
+    cell: Cell
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured so far."""
+
+    starts: list[Started] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
 def of_way(samples: Iterable[Sample], kind: str, world: int, way: str) -> list[Sample]:
     return [one for one in samples if (one.cell.kind, one.cell.world, one.cell.way) == (kind, world, way)]
 
@@ -65,10 +82,11 @@ def median_of(samples: Sequence[Sample], value: Callable[[Sample], float]) -> fl
 
 
 def judge(samples: list[Sample]) -> list[dict[str, Any]]:
-    """What was promised."""
+    """What was promised, of those kinds and numbers of ranks for which everything that it takes has been measured."""
     verdicts = []
     for kind, world in dict.fromkeys((one.cell.kind, one.cell.world) for one in samples):
-        verdicts += judge_group(samples, kind, world)
+        if all(of_way(samples, kind, world, way) for way in (OURS, KILLED, STOCK)):
+            verdicts += judge_group(samples, kind, world)
     exact = all(one.exact for one in samples if one.cell.way.startswith(OURS))
     return [*verdicts, verdict("service: each sample once in each epoch", float(exact), exact)]
 
@@ -107,24 +125,34 @@ def verdict(promise: str, measured: float, holds: bool) -> dict[str, Any]:
     return {"promise": promise, "measured": round(measured, 3), "holds": holds}
 
 
-def table(machine: dict[str, str], starts: list[Started], samples: list[Sample], verdicts: list[dict[str, Any]]) -> str:
+def table(machine: dict[str, str], found: Found, verdicts: list[dict[str, Any]]) -> str:
     """Everything as Markdown. What was missed is bold."""
+    starts, samples = found.starts, found.samples
     lines = ["# Batches from a data service", "", *(f"- {what}: {text}" for what, text in machine.items())]
     lines += ["", "## promises", "", "| promise | measured | holds |", "|---|---:|---|"]
     lines += [f"| {v['promise']} | {v['measured']:.3f} | {'yes' if v['holds'] else '**no**'} |" for v in verdicts]
     lines += [
         "", "## medians", "",
-        "| samples | ranks | way | workers | epoch | samples/s | wait, ms: median | p99 | longest | waiting "
-        "| skew of ranks | CPU ms a sample | MB from storage | runs |",
+        "| samples | ranks | way | workers, of all ranks | epoch | samples/s | wait, ms: median | p99 | longest "
+        "| waiting | skew of ranks | CPU ms a sample | MB from storage | runs |",
         "|---|---:|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for cell, first in dict.fromkeys((one.cell, one.epoch == 0) for one in samples):
         lines.append(row(cell, first, [one for one in samples if one.cell == cell and (one.epoch == 0) == first]))
-    lines += ["", "## starting", "", "| samples | ranks | way | workers | s | CPU s |", "|---|---:|---|---:|---:|---:|"]
+    lines += [
+        "",
+        "## starting",
+        "",
+        "| samples | ranks | way | workers, of all ranks | s | CPU s |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
     for cell in dict.fromkeys(one.cell for one in starts):
         group = [one for one in starts if one.cell == cell]
         seconds, cpu = (statistics.median(getattr(one, name) for one in group) for name in ("seconds", "cpu_seconds"))
         lines.append(f"| {cell.kind} | {cell.world} | {cell.way} | {cell.workers} | {seconds:.2f} | {cpu:.2f} |")
+    if found.failures:
+        lines += ["", "## runs that have failed", ""]
+        lines += [f"- {one.cell.kind}, {one.cell.world}, {one.cell.way}: {one.reason}" for one in found.failures]
     return "\n".join(lines) + "\n"
 
 

@@ -6,13 +6,14 @@ Each way reads the same objects from the same storage, and prepares them by the 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,8 @@ from fastensor.data import EpochPlan
 from fastensor.provision import DataService
 from fastensor.provision.service import NAME_VARIABLE
 
-OURS, HALF, KILLED, STOCK = "service", "service, half", "service, killed", "DataLoader"
+OURS, HALF, KILLED, REMOTE = "service", "service, half", "service, killed", "service, remote"
+STOCK = "DataLoader"
 LITDATA, RAY = "litdata", "Ray Data"
 PEERS = {LITDATA: "litdata", RAY: "ray"}
 """Others, and the modules that they need."""
@@ -39,7 +41,8 @@ IMAGE_SIZE = 224
 VOLUME, CROP = 96, 64
 CHUNK_NBYTES = 8 << 20
 """The size of each file that litdata writes."""
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 120
+"""No epoch takes longer, and no start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ KINDS = [
     bytes_of("32 KB", 32 << 10, 2048, 64), bytes_of("256 KB", 256 << 10, 512, 32), bytes_of("1 MB", 1 << 20, 192, 16),
     bytes_of("4 MB", 4 << 20, 64, 8), bytes_of("16 MB", 16 << 20, 16, 2), JPEG, CROPS,
 ]  # fmt: skip
+QUICK = [bytes_of("32 KB", 32 << 10, 128, 8), bytes_of("1 MB", 1 << 20, 64, 4), replace(JPEG, count=128, batch=8)]
 TINY = [bytes_of("32 KB", 32 << 10, 48, 4), Kind("JPEG", 16, 2, jpeg, decode, as_it_is, 3 * IMAGE_SIZE**2)]
 
 
@@ -116,6 +120,12 @@ class Cell:
     world: int
     way: str
     workers: int
+    """Processes that read and prepare, of all ranks together."""
+
+    @property
+    def workers_of_rank(self) -> int:
+        """If each rank has its own."""
+        return self.workers // self.world
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +140,16 @@ class Job:
     """The names of the objects."""
     folder: Path
     """An empty folder of this run."""
+    proxy: int
+    """The port of a :class:`remote_storage.Proxy`, which finds the service by :attr:`service`."""
     rank: int
     epochs: int
     compute_seconds: float
+
+    @property
+    def service(self) -> Path:
+        """Where the port of the service stands, if it is to be remote."""
+        return self.folder / "service"
 
     @property
     def plan(self) -> EpochPlan:
@@ -161,7 +178,7 @@ def missing() -> list[str]:
 
 def open_way(job: Job) -> AbstractContextManager[Opened]:
     """Start what a rank needs. It is ready when the context has been entered."""
-    ways = {STOCK: by_data_loader, LITDATA: by_litdata, RAY: by_ray}
+    ways = {STOCK: by_data_loader, LITDATA: by_litdata, RAY: by_ray, REMOTE: by_remote_service}
     return ways.get(job.cell.way, by_service)(job)
 
 
@@ -243,9 +260,9 @@ def forked(workers: int) -> dict[str, Any]:
 @contextmanager
 def by_data_loader(job: Job) -> Iterator[Opened]:
     """PyTorch's own, with workers that stay."""
-    sampler, workers = Epochs(job.plan), job.cell.workers
+    sampler = Epochs(job.plan)
     dataset = Prepared(job.objects, job.kind)
-    loader = DataLoader(dataset, batch_sampler=sampler, **forked(workers))
+    loader = DataLoader(dataset, batch_sampler=sampler, **forked(job.cell.workers_of_rank))
     assert not list(loader)  # its workers start, and read nothing yet
     yield Opened(loader, partial(setattr, sampler, "epoch"), own_processes)
 
@@ -254,27 +271,72 @@ def by_data_loader(job: Job) -> Iterator[Opened]:
 def by_service(job: Job) -> Iterator[Opened]:
     """One service for all ranks: without a launcher, the folder of the run is what they have in common."""
     os.environ[NAME_VARIABLE] = str(job.folder)
+    with started(job) as service:
+        yield opened_by(job, service, own_processes if job.rank else partial(with_service, service))
+
+
+@contextmanager
+def by_remote_service(job: Job) -> Iterator[Opened]:
+    """One service, which rank 0 starts; all ranks get their batches through the proxy."""
+    os.environ[NAME_VARIABLE] = str(job.folder)
+    with ExitStack() as opened:
+        pids = own_processes
+        if job.rank == 0:
+            service = opened.enter_context(started(job, listen="127.0.0.1:0"))
+            pids = partial(with_service, service)
+            write_at_once(job.service, service.address.rpartition(":")[2])
+        read_when_there(job.service)
+        remote = opened.enter_context(DataService.connect(f"tcp://127.0.0.1:{job.proxy}"))
+        yield opened_by(job, remote, pids)
+
+
+@contextmanager
+def started(job: Job, listen: str = "") -> Iterator[DataService]:
+    """The service, when its workers are there."""
     kind, cell = job.kind, job.cell
     room = kind.count * (kind.cached_nbytes + 1024) * 9 // 8
     before, after = (None if one is as_it_is else partial(second, one) for one in (kind.before, kind.after))
     with DataService.start(
         Numbered(job.objects), cache_bytes=room // 2 if cell.way == HALF else room, workers=cell.workers,
-        before_cache=before, after_cache=after, progress=False,
+        before_cache=before, after_cache=after, progress=False, listen=listen,
     ) as service:  # fmt: skip
         while len(service.status()["workers"]) < cell.workers:
             time.sleep(0.01)
-        loader = service.loader(kind.batch, ranks=(job.rank, cell.world), ahead=16)
+        yield service
 
-        def pids() -> list[int]:
-            if job.rank:
-                return own_processes()  # rank 0 counts those of the service
-            return [*own_processes(), *descendants_of(server())]
 
-        def server() -> int:
-            pid: int = service.status()["pid"]
-            return pid
+def opened_by(job: Job, service: DataService, pids: Callable[[], list[int]]) -> Opened:
+    loader = service.loader(job.kind.batch, ranks=(job.rank, job.cell.world), ahead=16)
+    server = partial(pid_of, service)
+    return Opened(loader, loader.set_epoch, pids, server, lambda: os.kill(server(), signal.SIGKILL))
 
-        yield Opened(loader, loader.set_epoch, pids, server, lambda: os.kill(server(), signal.SIGKILL))
+
+def pid_of(service: DataService) -> int:
+    """The process of its server."""
+    pid: int = service.status()["pid"]
+    return pid
+
+
+def with_service(service: DataService) -> list[int]:
+    """The processes of a rank that counts those of the service, too."""
+    return [*own_processes(), *descendants_of(pid_of(service))]
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Have a file appear with all of its text."""
+    partial_path = path.with_suffix(".partial")
+    partial_path.write_text(text)
+    partial_path.replace(path)
+
+
+def read_when_there(path: Path) -> str:
+    """The text of a file that another rank writes."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not written {path.name}")
+        time.sleep(0.05)
+    return path.read_text()
 
 
 def write_chunks(folder: Path, kind: Kind) -> None:
@@ -314,9 +376,8 @@ def by_litdata(job: Job) -> Iterator[Opened]:
     cache = job.folder / f"rank-{job.rank}"
     cache.mkdir()
     where = resolver.Dir(path=str(cache), url="storage://objects")
-    workers = job.cell.workers
     dataset = Decoded(where, shuffle=True, drop_last=False)
-    loader = litdata.StreamingDataLoader(dataset, batch_size=job.kind.batch, **forked(workers))
+    loader = litdata.StreamingDataLoader(dataset, batch_size=job.kind.batch, **forked(job.cell.workers_of_rank))
     yield Opened(loader, lambda epoch: None, own_processes)
     if job.cell.world > 1:
         dist.destroy_process_group()
@@ -337,7 +398,8 @@ class RayEpochs:
         import ray
 
         numbers = np.concatenate([*self.plan.batches(self.epoch)]).tolist()
-        rows = ray.data.from_items([{"number": number} for number in numbers]).map(self.prepare)
+        items = [{"number": number} for number in numbers]
+        rows = ray.data.from_items(items, override_num_blocks=len(self)).map(self.prepare)  # or each is a task
         for batch in rows.iter_torch_batches(batch_size=self.batch, prefetch_batches=4):
             yield batch["number"], batch["content"]
 
@@ -352,21 +414,21 @@ def by_ray(job: Job) -> Iterator[Opened]:
     """Ray Data on a local Ray, which rank 0 starts."""
     import ray
 
+    from fastensor.provision.ray.cluster import as_named
+
     where = job.folder / "address"
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if job.rank == 0:
-        found = ray.init(num_cpus=job.cell.workers, include_dashboard=False, **options)
-        partial_path = job.folder / "address-partial"
-        partial_path.write_text(found.address_info["gcs_address"])
-        partial_path.replace(where)
-    else:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not where.exists():
-            assert time.monotonic() < deadline, "rank 0 has not started Ray"
-            time.sleep(0.05)
-        ray.init(address=where.read_text(), **options)
+    with as_named("127.0.0.1"):
+        if job.rank == 0:
+            workers = job.cell.workers
+            more = {"num_workers_soft_limit": workers * job.cell.world}  # or ranks end each other's, which then start
+            found = ray.init("local", num_cpus=workers, include_dashboard=False, _system_config=more, **options)
+            write_at_once(where, found.address_info["gcs_address"])
+        else:
+            ray.init(read_when_there(where), **options)
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     loader = RayEpochs(job)
     yield Opened(loader, partial(setattr, loader, "epoch"), own_processes)
     ray.shutdown()

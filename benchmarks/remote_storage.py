@@ -1,18 +1,24 @@
-"""A stand-in for remote storage: a process on the loopback interface that answers late, and slowly.
+"""Stand-ins for what is remote: processes on the loopback interface that answer late, and slowly.
 
-A request is the number of an object. The answer begins after a delay; all connections together get so many bytes a
-second. ``RemoteObjects`` is a map-style dataset of such objects.
+``Storage``: a request is the number of an object. The answer begins after a delay; all connections together get so many
+bytes a second. ``RemoteObjects`` is a map-style dataset of such objects.
+
+``Proxy`` stands between clients and a service: bytes arrive after a delay, in either direction, and all connections
+together get so many bytes a second.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +26,8 @@ from typing import Any, Self
 
 _REQUEST = struct.Struct("=q")
 _PIECE_NBYTES = 64 << 10
+_MOST_PIECES = 1024
+"""On their way through a connection of a proxy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class Storage:
             threading.Thread(target=self._answer, args=(connection, objects, pace, link), daemon=True).start()
 
     def _answer(self, connection: socket.socket, objects: Sequence[bytes], pace: Pace, link: Link) -> None:
-        with connection:
+        with connection, suppress(ConnectionError):  # a client may be killed
             while len(request := connection.recv(_REQUEST.size, socket.MSG_WAITALL)) == _REQUEST.size:
                 data = memoryview(objects[_REQUEST.unpack(request)[0]])
                 time.sleep(link.delay_seconds)
@@ -94,25 +102,81 @@ class Storage:
                     self._sent.value += len(data)
 
 
+class Proxy:
+    """Passes on what is said between clients and a service, until it is left.
+
+    Args:
+        address: a file that has the port of the service when the first client connects.
+    """
+
+    def __init__(self, address: Path, link: Link) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.port: int = self._listener.getsockname()[1]
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=self._serve, args=(address, link), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._listener.close()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def _serve(self, address: Path, link: Link) -> None:
+        pace = Pace(link.bytes_per_second)
+        while True:
+            client, _ = self._listener.accept()
+            service = socket.create_connection(("127.0.0.1", int(address.read_text())))
+            for source, target in ((client, service), (service, client)):
+                target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MOST_PIECES)
+                threading.Thread(target=_take, args=(source, pieces, pace, link), daemon=True).start()
+                threading.Thread(target=_bring, args=(target, pieces), daemon=True).start()
+
+
+def _take(source: socket.socket, pieces: queue.Queue[tuple[float, bytes]], pace: Pace, link: Link) -> None:
+    """Note when what has come is to arrive. The last piece is empty."""
+    piece = b"all"
+    while piece:
+        try:
+            piece = source.recv(_PIECE_NBYTES)
+        except ConnectionError:
+            piece = b""
+        pace.wait_for(len(piece))
+        pieces.put((time.monotonic() + link.delay_seconds, piece))
+
+
+def _bring(target: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
+    """Pass on what has come when it is time."""
+    with suppress(OSError):  # that end has gone
+        while True:
+            arrives_at, piece = pieces.get()
+            if not piece:
+                target.shutdown(socket.SHUT_WR)
+                return
+            time.sleep(max(arrives_at - time.monotonic(), 0))
+            target.sendall(piece)
+
+
 @dataclass(slots=True)
 class RemoteObjects:
-    """The objects of a storage, as a dataset. Each process has a connection of its own."""
+    """The objects of a storage, as a dataset. Each thread has a connection of its own."""
 
     port: int
     count: int
     fingerprint: str
-    _connection: socket.socket | None = field(default=None, repr=False)
-    _process: int = 0
+    _of_thread: threading.local = field(default_factory=threading.local, repr=False)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: int) -> bytearray:
-        if self._connection is None or self._process != os.getpid():
-            self._connection, self._process = socket.create_connection(("127.0.0.1", self.port)), os.getpid()
-        self._connection.sendall(_REQUEST.pack(number))
-        (nbytes,) = _REQUEST.unpack(self._received(_REQUEST.size))
-        return self._received(nbytes)
+        connection = self._connected()
+        connection.sendall(_REQUEST.pack(number))
+        (nbytes,) = _REQUEST.unpack(_received(connection, _REQUEST.size))
+        return _received(connection, nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"port": self.port, "count": self.count, "fingerprint": self.fingerprint}
@@ -120,12 +184,27 @@ class RemoteObjects:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _received(self, nbytes: int) -> bytearray:
-        assert self._connection is not None
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        while view:
-            if not (count := self._connection.recv_into(view)):
-                raise ConnectionError("the storage has ended")
-            view = view[count:]
-        return data
+    def _connected(self) -> socket.socket:
+        own: _Own | None = getattr(self._of_thread, "own", None)
+        if own is None or own.process != os.getpid():
+            own = self._of_thread.own = _Own(socket.create_connection(("127.0.0.1", self.port)), os.getpid())
+            weakref.finalize(own, own.connection.close)  # when the thread has ended
+        return own.connection
+
+
+@dataclass(eq=False)
+class _Own:
+    """What a thread has."""
+
+    connection: socket.socket
+    process: int
+
+
+def _received(connection: socket.socket, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    while view:
+        if not (count := connection.recv_into(view)):
+            raise ConnectionError("the storage has ended")
+        view = view[count:]
+    return data

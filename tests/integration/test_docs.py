@@ -423,17 +423,16 @@ def test_the_benchmark_of_training_data_measures_every_way(tmp_path: Path) -> No
 @pytest.mark.torture
 def test_the_benchmark_of_the_data_service_measures_every_way(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision.py")
-    tiny = ["--tiny", "--worlds", "2", "--workers", "1", "--rounds", "1", "--epochs", "2", "--peers"]
+    tiny = ["--tiny", "--worlds", "2", "--times", "1", "--rounds", "1", "--epochs", "2", "--peers"]
     link = ["--compute-ms", "2", "--delay-ms", "1"]
     folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
     out = run(benchmark, *tiny, *link, *folders, cwd=tmp_path)
     for kind in ("32 KB", "JPEG"):
-        assert f"| {kind} | 2 | DataLoader | 1 | later |" in out
-        for way in ("service", "service, half", "service, killed"):
+        for way in ("DataLoader", "service", "service, half", "service, killed", "service, remote"):
             assert f"| {kind} | 2 | {way} |" in out
     assert "| service: each sample once in each epoch | 1.000 | yes |" in out
     starts = out.partition("## starting")[2].splitlines()
-    assert len([line for line in starts if line.startswith(("| 32 KB | 2 |", "| JPEG | 2 |"))]) == 8
+    assert len([line for line in starts if line.startswith(("| 32 KB | 2 |", "| JPEG | 2 |"))]) == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
 
