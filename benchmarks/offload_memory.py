@@ -2,8 +2,8 @@
 
 Each way trains an encoder of transformer blocks for a few steps in a process of its own, with a trace
 (``OffloadConfig(trace=...)``) whose samples of memory are drawn: of the last step, from its first saved tensor to the
-last one that is needed. Without offload the same hooks run, and keep every tensor. Both give freed memory back to the
-system at once, so that the picture is of memory that is in use.
+last one that is needed. Without offload the same hooks run, and keep every tensor. In both, the C library maps each
+large tensor by itself, and gives its memory back to the system when it is freed: the picture is of memory in use.
 
     python benchmarks/offload_memory.py --batch 16
 """
@@ -86,7 +86,8 @@ def plot(steps: dict[str, MemoryOfStep], path: Path) -> None:
         colour, peak = pictures.COLOURS[way], max(step.nbytes) / 2**20
         axis.plot(step.seconds, [nbytes / 2**20 for nbytes in step.nbytes], color=colour, label=way)
         axis.axvline(step.backward, color=colour, linestyle=":")
-        axis.annotate(f"{peak:.0f} MiB", (step.seconds[step.nbytes.index(max(step.nbytes))], peak), color=colour)
+        at = (step.seconds[step.nbytes.index(max(step.nbytes))], peak)
+        axis.annotate(f"{peak:.0f} MiB", at, xytext=(12, 3), textcoords="offset points", color=colour)
     axis.set(xlabel="seconds (dotted: the backward pass begins)", ylabel="memory of a step, MiB")
     axis.set_ylim(bottom=0)
     pictures.legend(figure, [axis])
@@ -95,6 +96,7 @@ def plot(steps: dict[str, MemoryOfStep], path: Path) -> None:
 
 def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))  # glibc's; it counts in the processes that train
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=256)

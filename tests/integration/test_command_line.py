@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,6 +228,18 @@ def test_inspect_in_numbers(capsys: Any, tmp_path: Path) -> None:
     assert (found["memory_nbytes"], found["dtypes"]["float16"]["parameters"]) == (4020, 10)
 
 
+def test_inspect_shortens_long_names(capsys: Any, tmp_path: Path) -> None:
+    name = f"callbacks.EarlyStopping{{{'x' * 100}}}"
+    fastensor.save({name: {"best": torch.ones(2), "patience": 3}, "epoch": 1}, tmp_path / "x.ckpt")
+    _, out, _ = command_line(capsys, "inspect", tmp_path / "x.ckpt")
+    assert all(len(line) <= 120 for line in out.splitlines()[1:])
+    assert re.search(r"^callbacks\.EarlyStopping.*…x+}\.best +Tensor", out, re.MULTILINE)
+    assert re.search(r"^callbacks\.EarlyStopping.*…x+}\.patience +3$", out, re.MULTILINE)
+    _, out, _ = command_line(capsys, "inspect", "--all", tmp_path / "x.ckpt")
+    assert f"{name}.best " in out
+    assert f"{name}.patience " in out
+
+
 def test_inspect_by_prefix(capsys: Any, ckpt: Path) -> None:
     _, out, _ = command_line(capsys, "inspect", ckpt, "--depth", "2")
     rows = [line.split() for line in out.splitlines()]
@@ -337,6 +350,15 @@ def test_what_is_left_out_is_listed(capsys: Any, ckpt: Path, tmp_path: Path) -> 
     status, out, _ = command_line(capsys, "convert", ckpt, target, "--root", "state_dict", "--drop")
     assert (status, out.splitlines()[-1]) == (0, "left out: epoch, optimizer")
     assert_same(fastensor.load(target), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("target", "container"), [("y.safetensors", "safetensors"), ("y.safetensor", "torch"), ("y/", "huggingface")]
+)
+def test_the_container_is_named(capsys: Any, tensors: Path, tmp_path: Path, target: str, container: str) -> None:
+    """An ending that is misspelt makes a file of torch."""
+    _, out, _ = command_line(capsys, "convert", tensors, f"{tmp_path}/{target}")
+    assert out.startswith(f"{tmp_path}/{target}: {container}, ")
 
 
 def test_values_and_metadata_are_left_out_only_by_drop(capsys: Any, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from fastensor.checkpoint.sharded import check_holds, files_behind
 from fastensor.checkpoint.ties import copies_of, covered_by
 from fastensor.errors import StateMismatchError, UnsupportedContentError
 from fastensor.files.arguments import check_flags
+from fastensor.files.words import unended
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.torch_pickle import STATE
 
@@ -299,7 +300,7 @@ def _load_in_place(
     try:
         found = model.load_state_dict(state, strict=False)  # copies each tensor to itself, which torch leaves out
     except RuntimeError as error:
-        raise StateMismatchError(f"{where}: {error}; nothing was overwritten") from error
+        raise StateMismatchError(f"{where}: {unended(error)}; nothing was overwritten") from error
     written = [one.name for pairing in pairings for one in pairing.fillings]
     names = _names(found.missing_keys, found.unexpected_keys, written, own)
     if strict:

@@ -10,6 +10,7 @@ import torch
 
 from fastensor.backends.to_device import FILLED_AT_ONCE, is_filled_at_once, storage_on
 from fastensor.errors import PlacementError
+from fastensor.files.words import unended
 
 _HOST = torch.device("cpu")
 _KINDS = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "xla")
@@ -115,7 +116,7 @@ def check_destination(location: str, map_location: MapLocation, where: str) -> N
     try:
         destination(location, map_location)
     except Exception as error:
-        raise PlacementError(f"{where}: {error}. map_location='cpu' loads it to the host") from error
+        raise PlacementError(f"{where}: {unended(error)}. map_location='cpu' loads it to the host") from error
 
 
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:

@@ -25,6 +25,7 @@ from fastensor.errors import (
     UnsupportedContentError,
 )
 from fastensor.files.os_errors import read_error
+from fastensor.files.words import unended
 from fastensor.stitch.pickle_records import PickledStorage, storages_in
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -149,7 +150,7 @@ def _judge_legacy(
             f"{file.where}: torch cannot rebuild what the file holds ({_shortened(error)}); it was damaged, or "
             f"is not a checkpoint"
         )
-    return PlacementError(f"{file.where}: {error}. map_location='cpu' loads it to the host")
+    return PlacementError(f"{file.where}: {unended(error)}. map_location='cpu' loads it to the host")
 
 
 def _refused_place(

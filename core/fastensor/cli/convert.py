@@ -17,6 +17,7 @@ from fastensor.checkpoint.convert import convert_by
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.save import choose_container
 from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import OK, print_json, printable, progress_bar
 from fastensor.errors import FastensorError
@@ -50,7 +51,7 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
     if json:
         print_json({**asdict(report), "left_out": lost})
     else:
-        _print(target, report, lost)
+        _print(target, settings, report, lost)
     return OK
 
 
@@ -94,8 +95,9 @@ def _in_words(names: Sequence[str]) -> str:
     return ", ".join(map(printable, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
-def _print(target: str, report: SaveReport, lost: Sequence[str]) -> None:
-    rate = human_size(report.bytes_per_second)
-    print(printable(f"{target}: {human_size(report.nbytes)} in {human_seconds(report.seconds)} ({rate}/s)"))
+def _print(target: str, settings: ConvertSettings, report: SaveReport, lost: Sequence[str]) -> None:
+    container = settings.container or choose_container(None, target, settings.metadata, settings.checksums)
+    moved = f"{human_size(report.nbytes)} in {human_seconds(report.seconds)} ({human_size(report.bytes_per_second)}/s)"
+    print(printable(f"{target}: {container}, {moved}"))
     if lost:
         print(f"left out: {_in_words(lost)}")

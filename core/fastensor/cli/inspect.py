@@ -19,6 +19,9 @@ from fastensor.files.words import human_count, human_size
 _MANY = 200
 """The most tensors and values that are shown one by one. More tensors are summarized, more values cut off."""
 _GROUPS = ("tensors", "parameters", "dtype", "size")
+_LONGEST_NAME = 60
+"""The most characters of a name in a table, so that it does not push the other columns off the screen. Lightning writes
+all arguments of a callback into the name of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def _print(view: _View, *, most: int) -> None:
     for title, texts in (("value", view.others), ("metadata", view.found.metadata)):
         if texts:
             print()
-            _print_some([title, ""], [[name, text] for name, text in texts.items()], most)
+            _print_some([title, ""], [[_shortened(name, most), text] for name, text in texts.items()], most)
     if view.found.ties or view.found.refused:
         print()
     for names in view.found.ties:
@@ -147,13 +150,13 @@ def _print_tensors(view: _View, most: int) -> None:
         _print_some(["names", *_GROUPS], rows(found), most, right=(1, 2, 4))
         print("\n--all shows each tensor; --depth N sums up by prefix; --key PATTERN shows those that match")
     else:
-        _print_each(view.tensors)
+        _print_each(view.tensors, most)
 
 
-def _print_each(tensors: Sequence[TensorInfo]) -> None:
+def _print_each(tensors: Sequence[TensorInfo], most: int) -> None:
     table = [
         [
-            tensor.name,
+            _shortened(tensor.name, most),
             tensor.kind,
             dtype_name(tensor),
             " × ".join(map(str, tensor.shape)) or "scalar",
@@ -163,6 +166,16 @@ def _print_each(tensors: Sequence[TensorInfo]) -> None:
         for tensor in tensors
     ]
     print_table(["tensor", "kind", "dtype", "shape", "size", "CRC32"], table, right=(4,))
+
+
+def _shortened(name: str, most: int) -> str:
+    """A name without its middle if it is long, and not everything is to be shown.
+
+    >>> _shortened("callbacks.Stopping{'mode': 'min', 'patience': 10, 'min_delta': 0.001}.best", 200)
+    "callbacks.Stopping{'mode': 'm…: 10, 'min_delta': 0.001}.best"
+    """
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME or most > _MANY else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _print_some(header: list[str], table: list[list[str]], most: int, right: Sequence[int] = ()) -> None:

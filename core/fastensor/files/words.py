@@ -39,6 +39,15 @@ def nbytes_in(text: str) -> int:
     return round(float(number) * (1000.0 if ending in ("B", "b") else 1024.0) ** power)
 
 
+def unended(error: object) -> str:
+    """What an error says, without a full stop, so that words of ours can follow.
+
+    >>> unended(RuntimeError("size mismatch for weight.")), unended(RuntimeError("no device"))
+    ('size mismatch for weight', 'no device')
+    """
+    return str(error).rstrip(".")
+
+
 def human_count(count: int) -> str:
     """A number of things to three significant digits.
 

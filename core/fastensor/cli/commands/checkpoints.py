@@ -54,7 +54,7 @@ def inspect(
         int | None, typer.Option(min=1, metavar="N", help="Sum tensors up by the first N parts of their names.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show each tensor and value, however many there are.")
+        bool, typer.Option("--all", help="Show each tensor and value, however many there are, and long names in full.")
     ] = False,
     json: Json = False,
 ) -> int:
