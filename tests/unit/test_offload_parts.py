@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import resource
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from programs import run
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends.base import Extent
 from fastensor.files import launchers
-from fastensor.offload import OffloadConfig, slots, tiers
+from fastensor.offload import OffloadConfig, engine, slots, tiers
 from fastensor.offload.config import with_default_folder
+from fastensor.offload.engine import rates_of
 from fastensor.offload.extents import Extents
+from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory, page_fault_seconds
+from fastensor.offload.planner import PassRecord
 from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules, complete
+from fastensor.offload.saved import SavedBytes, StoredBytes
 from fastensor.offload.slots import ALIGNMENT, SlotFiles
-from fastensor.offload.statistics import drive_days
+from fastensor.offload.statistics import TransferTotals, drive_days
+from fastensor.offload.swapper import Swapper
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50_000), st.integers(0, 100)), max_size=80))
@@ -249,8 +258,96 @@ def test_freed_memory_returns_to_the_system_wherever_it_lies(tmp_path: Path) -> 
     assert min(less_free, less_resident) > 100_000_000  # what is said to be free may be memory of other allocators
 
 
+# --- rates of transfers
+
+MB = 10**6
+LATEST = TransferTotals(
+    written_bytes=100 * MB, read_bytes=50 * MB, write_seconds=0.5, read_seconds=0.1, cpu_seconds=0.3, hook_seconds=0.2,
+    offloaded=20, offloaded_bytes=100 * MB, page_faults=1000,
+)  # fmt: skip
+
+
+@pytest.fixture
+def each_second_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every processor computes, in two threads; the first touch of a page takes a tenth of a millisecond."""
+    monkeypatch.setattr(engine, "_share_of_processors", lambda: 1.0)
+    monkeypatch.setattr(engine, "page_fault_seconds", lambda: 1e-4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+def test_rates_are_those_of_the_latest_transfers(each_second_counts: None) -> None:
+    found = rates_of(LATEST, OffloadConfig(staging_bytes=7 << 20, prefetch_bytes=9 << 20), None)
+    assert (found.write_bandwidth, found.read_bandwidth) == (200 * MB, 500 * MB)
+    assert (found.staging_bytes, found.prefetch_bytes) == (7 << 20, 9 << 20)
+    assert found.seconds_per_tensor == 0.01
+    assert found.slowdown_per_byte == pytest.approx((0.3 + 1000 * 1e-4 / 2) / (150 * MB))
+
+
+def test_pages_that_others_touch_do_not_count(each_second_counts: None) -> None:
+    """At most what has left memory is touched first again."""
+    found = rates_of(dataclasses.replace(LATEST, cpu_seconds=0.0, page_faults=10**9), OffloadConfig(), None)
+    assert found.slowdown_per_byte == pytest.approx(100 * MB // 4096 * 1e-4 / 2 / (150 * MB))
+
+
+def test_bytes_that_stay_in_host_memory_share_what_transfers_take(each_second_counts: None) -> None:
+    found = rates_of(dataclasses.replace(LATEST, offloaded_bytes=1000 * MB, page_faults=0), OffloadConfig(), None)
+    assert found.slowdown_per_byte == pytest.approx(0.3 / (1000 * MB))
+
+
+@pytest.mark.parametrize("nothing_read", [{"read_bytes": 0}, {"read_seconds": 0.0}])
+def test_reads_are_as_fast_as_before_where_none_were_measured(nothing_read: dict[str, float]) -> None:
+    without = dataclasses.replace(LATEST, **nothing_read)  # type: ignore[arg-type]
+    assert rates_of(without, OffloadConfig(), None).read_bandwidth == 200 * MB
+    before = rates_of(LATEST, OffloadConfig(), None)
+    assert rates_of(without, OffloadConfig(), before).read_bandwidth == 500 * MB
+
+
+def test_hooks_that_have_waited_longer_than_they_took_take_nothing() -> None:
+    assert rates_of(dataclasses.replace(LATEST, hook_seconds=-1.0), OffloadConfig(), None).seconds_per_tensor == 0
+
+
+def test_rates_are_found_out_again_when_much_has_moved_since() -> None:
+    one = engine.OffloadEngine(OffloadConfig())
+    counts, clock = one._counters.counts, one._counters.writes
+
+    def bandwidth(written: int, seconds: float) -> float:
+        counts["written_bytes"] += written
+        clock._seconds += seconds
+        rates = one._rates()
+        assert rates is not None
+        return rates.write_bandwidth
+
+    assert one._rates() is None
+    assert bandwidth(1000, 1.0) == 1000
+    assert bandwidth(200, 0.1) == 1000
+    assert bandwidth(400, 0.1) == pytest.approx(3000)
+    assert bandwidth(0, 0.0) == pytest.approx(3000)
+
+
+def test_pages_that_were_touched_before_the_first_step_do_not_count() -> None:
+    one = engine.OffloadEngine(OffloadConfig())
+    assert one._counters.totals(0.0).since(one._window_start).page_faults < 10_000 < resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_minflt  # fmt: skip
+
+
 def test_the_first_touch_of_memory_takes_time() -> None:
-    assert 0 < page_fault_seconds() < 1e-3
+    assert 1e-8 < page_fault_seconds() < 1e-3
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_only_ranges_that_were_written_until_they_are_needed_have_moved(away: bool) -> None:
+    storage = torch.UntypedStorage(100)
+    saved = SavedBytes(100, 0, storage.device, StorageWeakRef(storage), storage)  # type: ignore[no-untyped-call]
+    saved.stored = StoredBytes(cast(slots.Slot, None), "numpy", 0, 60)
+    saved.source = None if away else storage
+    record = PassRecord()
+    forward = ForwardPass(cast(Swapper, None), lambda form, positions: PrefetchSchedule([]), record)
+    forward.note_nothing(0.0)
+    for clock in (1.0, 2.0):
+        forward.note_needed(0, clock, saved)
+    assert record.moved_nbytes == (60 if away else 0)
+    assert record.tensors[0].needed_at == 1.0
 
 
 @pytest.mark.parametrize(("nbytes", "seconds", "terabytes", "days"), [(0, 1, 5, math.inf), (1, 1, None, math.inf),

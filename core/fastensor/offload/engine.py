@@ -15,6 +15,7 @@ import torch
 
 from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
+from fastensor.offload.copying import PAGE_NBYTES
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.host_memory import map_large_tensors, page_fault_seconds
 from fastensor.offload.modules import AttachedModel, PersistentStorages
@@ -37,8 +38,8 @@ from fastensor.offload.trace import Trace
 
 _FORGET_REFERENCED_EVERY = 64
 """Forward passes after which the engine finds out anew which memory others keep alive."""
-_NEW_SHARE = 0.25
-"""The share of all bytes that have moved since before their rates are found out from the next ones alone."""
+_LEAST_SHARE = 0.25
+"""The share of all written bytes that must be new before rates are found out again."""
 _EXPECTED = (OffloadError, MemoryError, torch.OutOfMemoryError, OSError)
 """Exceptions that leave the records whole."""
 _LEAST_SECONDS = 60.0
@@ -74,7 +75,7 @@ class OffloadEngine:
         self._counts: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._hook_seconds = 0.0
-        self._totals = TransferTotals()
+        self._window_start = self._counters.totals(0.0)
         """What transfers had taken when their rates were last found out."""
         self._latest_rates: TransferRates | None = None
         self._begun = time.monotonic()
@@ -148,28 +149,14 @@ class OffloadEngine:
         return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
-        """How fast transfers have been of late; None before the first one. The first steps are slower than those that
-        follow."""
+        """How fast transfers were since rates were last found out, or since the one time before, if little has moved
+        since; None before the first one."""
         with self._lock:
             totals = self._counters.totals(self._hook_seconds)
-            latest = totals.since(self._totals)
-            if not latest.written_bytes or not latest.write_seconds:
-                return self._latest_rates
-            if latest.written_bytes >= _NEW_SHARE * totals.written_bytes:
-                self._totals = totals
-            cpu_seconds = latest.cpu_seconds * _share_of_processors()
-            cpu_seconds += latest.page_faults * page_fault_seconds() / torch.get_num_threads()  # they share the pages
-            write_bandwidth = latest.written_bytes / latest.write_seconds
-            self._latest_rates = TransferRates(
-                write_bandwidth,
-                latest.read_bytes / latest.read_seconds
-                if latest.read_bytes and latest.read_seconds
-                else write_bandwidth,
-                self.config.staging_bytes,
-                self.config.prefetch_bytes,
-                latest.hook_seconds / max(latest.offloaded, 1),
-                cpu_seconds / latest.moved_bytes,
-            )
+            latest = totals.since(self._window_start)
+            if latest.written_bytes > _LEAST_SHARE * totals.written_bytes and latest.write_seconds:
+                self._latest_rates = rates_of(latest, self.config, self._latest_rates)
+                self._window_start = totals
             return self._latest_rates
 
     def estimate(self, config: OffloadConfig) -> OffloadEstimate:
@@ -302,6 +289,33 @@ class OffloadEngine:
             self._swapper.forget()
         self.trace = None
         self.begin()
+
+
+def rates_of(latest: TransferTotals, config: OffloadConfig, before: TransferRates | None) -> TransferRates:
+    """How fast transfers were.
+
+    Args:
+        latest: what some transfers have taken. Some bytes were written.
+        config: how many bytes may be on the way.
+        before: the rates of earlier transfers.
+    """
+    write_bandwidth = latest.written_bytes / latest.write_seconds
+    read_bandwidth = write_bandwidth if before is None else before.read_bandwidth
+    if latest.read_bytes and latest.read_seconds:
+        read_bandwidth = latest.read_bytes / latest.read_seconds
+    slowdown = latest.cpu_seconds * _share_of_processors()
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # no types
+        # What has left memory is touched first again, by all threads that compute. Other pages are not the offload's.
+        faults = min(latest.page_faults, latest.offloaded_bytes // PAGE_NBYTES)
+        slowdown += faults * page_fault_seconds() / torch.get_num_threads()
+    return TransferRates(
+        write_bandwidth,
+        read_bandwidth,
+        config.staging_bytes,
+        config.prefetch_bytes,
+        max(latest.hook_seconds, 0.0) / max(latest.offloaded, 1),
+        slowdown / max(latest.written_bytes + latest.read_bytes, latest.offloaded_bytes),  # some stay in host memory
+    )
 
 
 def _share_of_processors() -> float:

@@ -67,16 +67,13 @@ class ForwardPass:
         """:meth:`note` for a tensor whose bytes are in memory anyway."""
         self.note(self._record.nothing(clock))
 
-    def note_needed(self, position: int, clock: float) -> None:
-        """Note when a tensor is needed first."""
+    def note_needed(self, position: int, clock: float, saved: SavedBytes | None = None) -> None:
+        """Note when a tensor is needed first, and whether its range was written until then."""
         tensor = self._record.tensors[position]
         if tensor.needed_at is None:
             tensor.needed_at = clock
-
-    def add_moved(self, saved: SavedBytes) -> None:
-        """Note a saved tensor that leaves memory."""
-        self.add(saved)
-        self._record.moved_nbytes += saved.nbytes / self._record.tensors[-1].ratio
+            if saved is not None and saved.source is None and (stored := saved.stored) is not None:
+                self._record.moved_nbytes += stored.nbytes
 
     def add(self, saved: SavedBytes | None) -> None:
         """Note a saved tensor. None stands for a tensor that stays in memory, so that positions are the same in each

@@ -219,10 +219,12 @@ class StepHooks:
             packed.check_version()
             return packed.tensor
         started = time.perf_counter()
-        packed.forward.note_needed(packed.position, started - self._seconds_in_hooks)
+        clock = started - self._seconds_in_hooks
         if isinstance(packed, ResidentTensor):
+            packed.forward.note_needed(packed.position, clock)
             packed.kept.check_version()
             return packed.kept.tensor
+        packed.forward.note_needed(packed.position, clock, packed.handle.saved)
         packed.handle.swapper.check_process()
         packed.check_version()
         try:
@@ -313,7 +315,7 @@ class StepHooks:
         handle = SavedHandle(saved, swapper)
         record = OffloadedTensor.of(tensor, handle, forward, position)
         swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
-        forward.add_moved(saved)
+        forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
         return record
 

@@ -78,8 +78,8 @@ class PassRecord:
     tensors: list[SavedTensor] = field(default_factory=list)
     saved_nbytes: int = 0
     """Bytes of all tensors that autograd has saved, those that are never offloaded included."""
-    moved_nbytes: float = 0.0
-    """Bytes that have left memory, encoded where a codec makes them smaller."""
+    moved_nbytes: int = 0
+    """Bytes that were written, and read again when the backward pass needed them."""
 
     def nothing(self, clock: float) -> SavedTensor:
         """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""

@@ -31,7 +31,13 @@ class BusyClock:
         self._lock = threading.Lock()
         self._running = 0
         self._since = 0.0
-        self.seconds = 0.0
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time until now in which at least one thread was doing it."""
+        with self._lock:
+            return self._seconds + (time.perf_counter() - self._since if self._running else 0.0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -46,7 +52,7 @@ class BusyClock:
             with self._lock:
                 self._running -= 1
                 if not self._running:
-                    self.seconds += time.perf_counter() - self._since
+                    self._seconds += time.perf_counter() - self._since
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +68,13 @@ class TransferTotals:
     cpu_seconds: float = 0.0
     """What the threads that move bytes have taken of the processors."""
     hook_seconds: float = 0.0
-    """Time of training threads in hooks, without waiting."""
+    """Time of training threads in hooks, without waiting for transfers."""
     offloaded: int = 0
     """Ranges that were taken over."""
+    offloaded_bytes: int = 0
+    """Bytes of these ranges."""
     page_faults: int = 0
-    """Pages that the process has touched first: of memory that was returned to the system, among others."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that went or came back."""
-        return self.written_bytes + self.read_bytes
+    """Pages that the process has touched first, whatever for."""
 
     def since(self, earlier: TransferTotals) -> TransferTotals:
         """What came after an earlier moment.
@@ -104,15 +107,15 @@ class Counters:
         Args:
             hook_seconds: the time of training threads in hooks, waiting included.
         """
-        waited = self.seconds["wait_to_write"] + self.seconds["wait_to_read"]
         return TransferTotals(
             self.counts["written_bytes"],
             self.counts["read_bytes"],
             self.writes.seconds,
             self.reads.seconds,
             self.seconds["cpu"],
-            max(hook_seconds - waited, 0.0),
+            hook_seconds - self.seconds["wait_to_write"] - self.seconds["wait_to_read"],
             self.counts["offloaded"],
+            self.counts["offloaded_bytes"],
             resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
         )
 
