@@ -105,6 +105,26 @@ def test_a_mapped_file_takes_no_announcements(path: Path, values: list[bytes]) -
     assert not dataset._opened()._expected
 
 
+def test_what_a_mapped_file_was_told_is_read_ahead_when_it_has_left_the_page_cache(
+    path: Path, values: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch is announced once: before the engine that reads ahead is chosen."""
+    resident = [1.0]
+    monkeypatch.setattr("fastensor.files.posix.resident_fraction", lambda fd, nbytes: resident[0])
+    monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
+    monkeypatch.setattr("fastensor.data.reading.available_memory", lambda: 0)  # nothing is swept
+    dataset: LmdbDataset[bytes] = LmdbDataset(path)
+    batches = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
+    for number, batch in enumerate(ReadAheadSampler(batches, batches_ahead=8)):
+        assert dataset.__getitems__(batch) == [values[position] for position in batch]
+        if dataset.reading_by == "willneed":
+            break
+        assert number < 20
+        resident[0] = 0.0
+    following = batches[number + 1 : number + 9]
+    assert dataset._opened().begun_nbytes == sum(len(values[position]) for position in following.flat)
+
+
 def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
     index = LmdbIndex.open(path)
     reader = ValueReader(
