@@ -19,9 +19,8 @@ from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Opening
 from fastensor.data.plan import Positions
-from fastensor.data.sweeping import Sweep, fits, swept_nbytes
+from fastensor.data.sweeping import Sweep, begin_sweep
 from fastensor.files import posix
-from fastensor.files.budgets import available_memory
 
 READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
@@ -217,11 +216,11 @@ class ValueReader:
         if self._sweeps and name == "willneed":
             nbytes = os.fstat(self._fd).st_size
             missing = nbytes * (1 - posix.resident_fraction(self._fd, nbytes))
-            if fits(missing + swept_nbytes(besides=self._fd), available_memory()):
-                with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
-                    self._sweep = Sweep(self._fd, nbytes)
-                    weakref.finalize(self, self._sweep.stop).atexit = False
-                    self._sweeps = False  # once: what has left the page cache since would leave it again
+            with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
+                self._sweep = begin_sweep(self._fd, nbytes, missing)
+            if self._sweep is not None:
+                weakref.finalize(self, self._sweep.stop).atexit = False
+                self._sweeps = False  # once: what has left the page cache since would leave it again
         return name if self._sweep is None else "pread"  # advice would be for reads in the way of the sweep
 
     def _replace_engine(self) -> None:
