@@ -17,7 +17,8 @@ pass of its processes. The ways take turns.
 - ``litdata``: its own format, and its own order; only where that is comparable, and if it is installed
 
 ``--quick`` takes two sizes, two orders, and 1 and 4 processes. Each run is added to the results when it ends. With
-``--resume``, runs that are among the results are not made again. Run by ``make bench``.
+``--resume``, runs that are among the results are not made again, if they were made on this machine, with these files
+and this code. Run by ``make bench``.
 
 This file is not named ``lmdb.py``, because ``import lmdb`` would find it.
 """
@@ -25,6 +26,7 @@ This file is not named ``lmdb.py``, because ``import lmdb`` would find it.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import shutil
@@ -43,6 +45,8 @@ from lmdb_report import judge, table
 from lmdb_runs import Sample, Whole, memory_limit, run, run_fio, run_whole, say
 from lmdb_scenarios import ORDERS, SIZES, STATES, TINY, Cell, Order, Size, State
 from measuring import describe_machine
+
+import fastensor.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Settings:
 
 PAPER_ORDERS: tuple[Order, ...] = ("strided", "full")
 """In which the optimisations of the paper are measured: Caffe's, and what PyTorch does."""
+HERE = Path(__file__).parent
 Key: TypeAlias = Cell | tuple[str, str, str]
 """What a run is of: a cell; or the operation, the size and the way of a pass over a whole file."""
 Planned: TypeAlias = tuple[Key, Callable[[], Sequence[Sample | Whole]]]
@@ -78,15 +83,21 @@ class Found:
 
     path: Path
     machine: dict[str, str]
+    """The machine, and whatever else the figures depend on."""
     samples: list[Sample]
     whole: list[Whole]
+    nothing: list[Cell]
+    """Runs that were not possible."""
 
-    def add(self, found: Sequence[Sample | Whole]) -> None:
+    def add(self, key: Key, found: Sequence[Sample | Whole]) -> None:
+        if not found and isinstance(key, Cell):
+            self.nothing.append(key)
         self.samples.extend(one for one in found if isinstance(one, Sample))
         self.whole.extend(one for one in found if isinstance(one, Whole))
         document = {
             "machine": self.machine, "verdicts": judge(self.samples, self.whole),
             "samples": [asdict(one) for one in self.samples], "whole": [asdict(one) for one in self.whole],
+            "nothing": [asdict(cell) for cell in self.nothing],
         }  # fmt: skip
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(document, indent=1))
@@ -96,6 +107,7 @@ class Found:
         """The runs that were not made yet."""
         made: Counter[Key] = Counter(one.cell for one in self.samples)
         made.update((one.operation, one.size, one.way) for one in self.whole)
+        made.update(self.nothing)
         missing = []
         for key, make in planned:
             made[key] -= 1
@@ -105,15 +117,38 @@ class Found:
 
 
 def found_before(path: Path, machine: dict[str, str]) -> Found:
-    """What an earlier process has measured on this machine with the same libraries."""
+    """What an earlier process has measured on this machine, in the same way. Its date stays."""
     if not path.exists():
-        return Found(path, machine, [], [])
+        return Found(path, machine, [], [], [])
     document = json.loads(path.read_text())
     for what in sorted(machine.keys() - {"date", "command"}):
-        if (before := document["machine"].get(what)) != machine[what]:
-            raise SystemExit(f"{path} was not measured here: its {what} is {before}, and not {machine[what]}")
-    samples = [Sample(**{**one, "cell": Cell(**one["cell"])}) for one in document["samples"]]
-    return Found(path, machine, samples, [Whole(**one) for one in document["whole"]])
+        if (before := document["machine"].get(what, "not known")) != machine[what]:
+            raise SystemExit(
+                f"--resume: {path} cannot be gone on with: its {what!r} is {before}, and now {machine[what]}; "
+                "give the same options, another --output, or no --resume, which begins anew"
+            )
+    return Found(
+        path,
+        {**machine, "date": document["machine"]["date"]},
+        [Sample(**{**one, "cell": Cell(**one["cell"])}) for one in document["samples"]],
+        [Whole(**one) for one in document["whole"]],
+        [Cell(**one) for one in document["nothing"]],
+    )
+
+
+def conditions(folder: Path, sizes: dict[str, Size], seconds: float) -> dict[str, str]:
+    """What figures depend on besides the machine: the disk, all files that may be measured, the time, and the code."""
+    return {
+        "disk": f"{shutil.disk_usage(folder).total / 1e9:.0f} GB",
+        "files": ", ".join(f"{size.count} × {name}" for name, size in sizes.items()),
+        "longest run": f"{seconds:g} s",
+        "code": hash_of_code([*Path(fastensor.data.__file__).parent.rglob("*.py"), *HERE.glob("lmdb*.py")]),
+    }
+
+
+def hash_of_code(paths: Iterable[Path]) -> str:
+    texts = sorted((path.name, path.read_bytes()) for path in paths)
+    return hashlib.blake2b(repr(texts).encode(), digest_size=6).hexdigest()
 
 
 def measure(settings: Settings, folder: Path, found: Found) -> None:
@@ -127,7 +162,7 @@ def measure(settings: Settings, folder: Path, found: Found) -> None:
         for number, (key, make) in enumerate(missing, 1):
             what = astuple(key) if isinstance(key, Cell) else key
             say(f"{number} of {len(missing)}: {', '.join(map(str, what))}")
-            found.add(make())
+            found.add(key, make())
         for path in (files.lmdb(name), files.raw(name), files.litdata(name)):
             remove(path)
 
@@ -222,10 +257,11 @@ def main() -> None:
         machine = describe_machine(Path(folder), "cpu")
         peers = ["lmdb", *(["litdata"] if find_spec("litdata") else [])]
         machine |= {name: version(name) for name in peers}
+        machine |= conditions(Path(folder), sizes, options.seconds)
         results = options.output.with_suffix(".json")
-        found = found_before(results, machine) if options.resume else Found(results, machine, [], [])
+        found = found_before(results, machine) if options.resume else Found(results, machine, [], [], [])
         measure(settings, Path(folder), found)
-    text = table(machine, found.samples, found.whole, judge(found.samples, found.whole))
+    text = table(found.machine, found.samples, found.whole, judge(found.samples, found.whole))
     options.output.with_suffix(".md").write_text(text)
     print(text)
 

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import threading
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ from programs import run
 from torch.distributed import TCPStore
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, Subset
 
-from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders
+from fastensor.data import LmdbDataset, LmdbIndex, Merging, ReadAheadSampler, decoders, sweeping
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.choice import EngineName, Strategy
 from fastensor.data.reading import ValueReader
 from fastensor.data.staggering import Staggering
-from fastensor.data.sweeping import Sweep, swept_nbytes
+from fastensor.data.sweeping import Sweep, begin_sweep, swept_nbytes
 from fastensor.errors import (
     BackendUnavailableError,
     CorruptDatasetError,
@@ -103,6 +104,26 @@ def test_a_mapped_file_takes_no_announcements(path: Path, values: list[bytes]) -
     assert [sample for batch in sampler for sample in dataset.__getitems__(batch)] == values
     assert [sample for batch in islice(sampler, 1) for sample in dataset.__getitems__(batch)] == values[:10]
     assert not dataset._opened()._expected
+
+
+def test_what_a_mapped_file_was_told_is_read_ahead_when_it_has_left_the_page_cache(
+    path: Path, values: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch is announced once: before the engine that reads ahead is chosen."""
+    resident = [1.0]
+    monkeypatch.setattr("fastensor.files.posix.resident_fraction", lambda fd, nbytes: resident[0])
+    monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
+    monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 0)  # nothing is swept
+    dataset: LmdbDataset[bytes] = LmdbDataset(path)
+    batches = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
+    for number, batch in enumerate(ReadAheadSampler(batches, batches_ahead=8)):
+        assert dataset.__getitems__(batch) == [values[position] for position in batch]
+        if dataset.reading_by == "willneed":
+            break
+        assert number < 20
+        resident[0] = 0.0
+    following = batches[number + 1 : number + 9]
+    assert dataset._opened().begun_nbytes == sum(len(values[position]) for position in following.flat)
 
 
 def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
@@ -298,7 +319,7 @@ def test_the_choice_follows_the_page_cache(path: Path, values: list[bytes], monk
     resident = [0.0]
     monkeypatch.setattr("fastensor.files.posix.resident_fraction", lambda fd, nbytes: resident[0])
     monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
-    monkeypatch.setattr("fastensor.data.reading.available_memory", lambda: 0)  # nothing is swept
+    monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 0)  # nothing is swept
     dataset: LmdbDataset[bytes] = LmdbDataset(path)
     batches = np.random.default_rng(1).permutation(COUNT).reshape(30, 10)
     dataset.read_ahead(batches)
@@ -330,11 +351,12 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Sweep]:
     """The sweeps that begin; one is due after 50 of 300 values."""
     begun: list[Sweep] = []
 
-    def begin(fd: int, nbytes: int) -> Sweep:
-        begun.append(Sweep(fd, nbytes))
-        return begun[-1]
+    def begin(fd: int, nbytes: int, missing: float) -> Sweep | None:
+        sweep = begin_sweep(fd, nbytes, missing)
+        begun.extend([sweep] if sweep else [])
+        return sweep
 
-    monkeypatch.setattr("fastensor.data.reading.Sweep", begin)
+    monkeypatch.setattr("fastensor.data.reading.begin_sweep", begin)
     monkeypatch.setattr("fastensor.data.reading._LEAST_VALUES_PER_CHOICE", 100)
     return begun
 
@@ -364,7 +386,7 @@ def test_a_file_is_not_swept(
 ) -> None:
     if why == "memory":
         nbytes = (cold / "data.mdb" if cold.is_dir() else cold).stat().st_size
-        monkeypatch.setattr("fastensor.data.reading.available_memory", lambda: nbytes // 10)
+        monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: nbytes // 10)
     how: dict[str, Any] = {"engine": "willneed"} if why == "a named engine" else {}
     if why == "staggering":
         server = TCPStore("127.0.0.1", 0, is_master=True)
@@ -428,8 +450,7 @@ def test_files_are_swept_while_they_fit_into_memory_together(
     os.fsync(fd)
     for dataset in (first, second):  # the copy has brought both into the page cache
         posix.evict(dataset.index.fileno(), nbytes)
-    for module in ("reading", "sweeping"):
-        monkeypatch.setattr(f"fastensor.data.{module}.available_memory", lambda: 2 * nbytes)
+    monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 2 * nbytes)
     read_shuffled(first, values, slice(30))
     (sweep,) = sweeps
     sweep._thread.join()
@@ -453,6 +474,61 @@ def test_a_file_that_is_swept_twice_takes_memory_once(cold: Path) -> None:
         assert swept_nbytes(besides=index.fileno()) == before
         for sweep in begun:
             sweep._thread.join()
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Iterator[list[int]]:
+    """Descriptors of two files of three pieces, without contents."""
+    with (tmp_path / "first").open("w+b") as first, (tmp_path / "second").open("w+b") as second:
+        for file in (first, second):
+            os.truncate(file.fileno(), 192 << 20)
+        yield [first.fileno(), second.fileno()]
+
+
+def test_after_a_sweep_has_given_up_only_what_it_asked_for_counts(
+    sparse: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("fastensor.data.sweeping.advise", lambda fd, begin, nbytes: asked.append(begin))
+    monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 0 if asked else 1 << 40)
+    before = swept_nbytes(besides=sparse[1])
+    sweep = Sweep(sparse[0], 192 << 20)
+    sweep._thread.join()
+    assert asked == [0]
+    assert swept_nbytes(besides=sparse[1]) == before + (64 << 20)
+
+
+def test_where_memory_gets_short_the_later_sweep_gives_way(sparse: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # sweeps of other tests
+    available, may_go_on = [1 << 40], threading.Event()
+    monkeypatch.setattr("fastensor.data.sweeping.advise", lambda fd, begin, nbytes: may_go_on.wait())
+    monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: available[0])
+    sweeps = [Sweep(fd, 192 << 20) for fd in sparse]
+    available[0] = 400 << 20  # half of it has room for one of them
+    may_go_on.set()
+    for sweep in sweeps:
+        sweep._thread.join()
+    assert sweeps[0].nbytes == 192 << 20
+    assert sweeps[1].nbytes <= 64 << 20
+
+
+def test_whether_a_file_fits_is_asked_when_all_that_fitted_before_count(
+    sparse: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    def available() -> int:
+        held.append(sweeping._beginning.locked())
+        return 0
+
+    monkeypatch.setattr("fastensor.data.sweeping.available_memory", available)
+    assert begin_sweep(sparse[0], 192 << 20, 192 << 20) is None
+    assert held == [True]
+    with sweeping._beginning:
+        child = os.fork()
+        if not child:
+            os._exit(sweeping._beginning.locked())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_process_that_is_forked_during_a_sweep_has_nothing_of_it(

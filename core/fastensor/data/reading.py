@@ -19,9 +19,8 @@ from fastensor.data.node.engine import NodeEngine
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Opening
 from fastensor.data.plan import Positions
-from fastensor.data.sweeping import Sweep, fits, swept_nbytes
+from fastensor.data.sweeping import Sweep, begin_sweep
 from fastensor.files import posix
-from fastensor.files.budgets import available_memory
 
 READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
@@ -37,7 +36,6 @@ class _Begun(NamedTuple):
 
     key: bytes
     """The positions as bytes, which are quick to compare."""
-    positions: Positions
     nbytes: int
     fetch: Fetch
     begin: int
@@ -88,7 +86,7 @@ class ValueReader:
         self._engine = self._open()
         self._interrupted = False
         """Whether an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
-        self._expected: deque[tuple[bytes, Positions]] = deque()
+        self._expected: deque[bytes] = deque()
         """Batches that were announced and not begun, by keys as in ``_Begun``."""
         self._begun: deque[_Begun] = deque()
         self._begun_nbytes = 0
@@ -101,8 +99,9 @@ class ValueReader:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether it is of use to announce batches: the engine that is in use brings them before they are wanted."""
-        return self._engine.reads_ahead
+        """Whether it is of use to announce batches: the engine that is in use brings them before they are wanted, or
+        one may that is chosen later."""
+        return self._engine.reads_ahead or self._chooses
 
     @property
     def begun_nbytes(self) -> int:
@@ -116,7 +115,7 @@ class ValueReader:
         memory of its values.
         """
         with self._lock:
-            self._expected.extend((positions.tobytes(), positions.copy()) for positions in batches if len(positions))
+            self._expected.extend(positions.tobytes() for positions in batches if len(positions))
 
     def read(self, positions: Positions) -> Sequence[Value]:
         """The values at positions, in their order. Positions may repeat.
@@ -165,7 +164,7 @@ class ValueReader:
                 for _ in range(number + 1):
                     self._begun_nbytes -= self._begun.popleft().nbytes
                 return begun.fetch, begun.begin, begun.end
-        for number, (expected, _) in enumerate(self._expected):
+        for number, expected in enumerate(self._expected):
             if expected == key:
                 self._forget_begun()
                 for _ in range(number + 1):
@@ -180,7 +179,8 @@ class ValueReader:
         room = self._read_ahead_nbytes - self._begun_nbytes
         batches: list[tuple[bytes, Positions, int]] = []
         while self._expected:
-            key, positions = self._expected[0]
+            key = self._expected[0]
+            positions = np.frombuffer(key, np.int64)
             nbytes = int(self._extents.lengths[positions].sum())
             if nbytes > room and (batches or self._begun):
                 break
@@ -192,7 +192,7 @@ class ValueReader:
         fetch = self._engine.fetch(self._extents_of(np.concatenate([positions for _, positions, _ in batches])))
         begin = 0
         for key, positions, nbytes in batches:
-            self._begun.append(_Begun(key, positions, nbytes, fetch, begin, begin + len(positions)))
+            self._begun.append(_Begun(key, nbytes, fetch, begin, begin + len(positions)))
             self._begun_nbytes += nbytes
             begin += len(positions)
 
@@ -202,7 +202,7 @@ class ValueReader:
         if self._chooses and (self._until_choice <= 0 or (self._sweep is not None and self._sweep.is_over)):
             self._until_choice = self._values_per_choice
             if self._wanted_engine() != self._engine.name:
-                self._expected.extendleft((begun.key, begun.positions) for begun in reversed(self._begun))
+                self._expected.extendleft(begun.key for begun in reversed(self._begun))
                 self._forget_begun()
                 self._replace_engine()
         if self._interrupted:
@@ -216,11 +216,11 @@ class ValueReader:
         if self._sweeps and name == "willneed":
             nbytes = os.fstat(self._fd).st_size
             missing = nbytes * (1 - posix.resident_fraction(self._fd, nbytes))
-            if fits(missing + swept_nbytes(besides=self._fd), available_memory()):
-                with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
-                    self._sweep = Sweep(self._fd, nbytes)
-                    weakref.finalize(self, self._sweep.stop).atexit = False
-                    self._sweeps = False  # once: what has left the page cache since would leave it again
+            with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same
+                self._sweep = begin_sweep(self._fd, nbytes, missing)
+            if self._sweep is not None:
+                weakref.finalize(self, self._sweep.stop).atexit = False
+                self._sweeps = False  # once: what has left the page cache since would leave it again
         return name if self._sweep is None else "pread"  # advice would be for reads in the way of the sweep
 
     def _replace_engine(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from itertools import takewhile
 
 from fastensor.data.engines.buffered import advise
 from fastensor.files import posix
@@ -39,22 +40,42 @@ def fits(nbytes: float, available: int) -> bool:
     return nbytes <= _MOST_OF_MEMORY * available
 
 
-def swept_nbytes(*, besides: int) -> int:
-    """The size of all files that this process sweeps, or has swept and still reads: their pages are to stay.
+def swept_nbytes(*, besides: int, before: Sweep | None = None) -> int:
+    """What sweeps of this process take of the page cache, if their files are still read: those pages are to stay.
 
     Args:
         besides: a descriptor of the file that does not count.
+        before: only sweeps that have begun before this one count.
     """
-    sizes = {sweep.file: sweep.nbytes for sweep in _existing()}
+    sizes: dict[tuple[int, int], int] = {}
+    for sweep in takewhile(lambda one: one is not before, _existing()):
+        sizes[sweep.file] = max(sweep.nbytes, sizes.get(sweep.file, 0))
     sizes.pop(_identity(besides), None)
     return sum(sizes.values())
 
 
+def begin_sweep(fd: int, nbytes: int, missing: float) -> Sweep | None:
+    """A sweep of a file that fits into memory, together with what other sweeps take. Any thread may call this.
+
+    Args:
+        fd: open for reading. It is duplicated.
+        nbytes: the size of the file.
+        missing: bytes of it that the page cache does not have yet.
+
+    Raises:
+        OSError, RuntimeError: there is no descriptor, or no thread.
+    """
+    with _beginning:
+        fit = fits(missing + swept_nbytes(besides=fd), available_memory())
+        return Sweep(fd, nbytes) if fit else None
+
+
 class Sweep:
     """A thread that asks the kernel for one part of a file after the other. It ends by itself, with the file, or when
-    the rest of it does not fit any more; or with the process.
+    the rest of it does not fit any more, together with what earlier sweeps take; or with the process. So where memory
+    gets short, the later sweeps make room.
 
-    Its file counts as swept as long as this object exists. In a forked child, it does not.
+    It counts in :func:`swept_nbytes` as long as this object exists. In a forked child, it does not.
 
     Args:
         fd: open for reading. It is duplicated.
@@ -67,6 +88,7 @@ class Sweep:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.file = _identity(fd)
         self.nbytes = nbytes
+        """What it takes of the page cache: its file, and after its end what it has asked for."""
         self._fd = os.dup(fd)
         _sweeps[id(self)] = self
         self._stopped = False
@@ -93,22 +115,27 @@ class Sweep:
             posix.close_read_only(fd)
 
     def _run(self) -> None:
+        asked = 0
         try:
-            for begin in range(0, self.nbytes, _PIECE_NBYTES):
-                left = self.nbytes - begin
-                if self._stopped or not fits(left + swept_nbytes(besides=self._fd), available_memory()):
+            while left := self.nbytes - asked:
+                earlier = swept_nbytes(besides=self._fd, before=self)
+                if self._stopped or not fits(left + earlier, available_memory()):
                     return
-                advise(self._fd, begin, min(_PIECE_NBYTES, left))
+                begin, asked = asked, asked + min(_PIECE_NBYTES, left)
+                advise(self._fd, begin, asked - begin)
                 if begin:
                     os.pread(self._fd, 1, begin - 1)  # waits for the piece before
         except OSError:  # values are read all the same, and say what is wrong
             pass
         finally:
+            self.nbytes = asked
             self.close()
 
 
 _sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
-"""Those of this process, by their ids."""
+"""Those of this process, by their ids, the earliest first."""
+_beginning = threading.Lock()
+"""Held from the question whether a file fits until its sweep counts."""
 
 
 def _existing() -> list[Sweep]:
@@ -121,7 +148,9 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _close_in_child() -> None:
-    """A forked child has the descriptors, and not the threads that close them."""
+    """A forked child has the descriptors, and not the threads that close them, nor the one that may hold the lock."""
+    global _beginning
+    _beginning = threading.Lock()
     for sweep in _existing():
         sweep.close()
     _sweeps.clear()

@@ -1,0 +1,86 @@
+"""``benchmarks/lmdb_reading.py`` goes on with what it has measured before, if that can be compared."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("lmdb")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    module = importlib.import_module("lmdb_reading")
+    monkeypatch.setattr(multiprocessing, "get_context", mock.Mock())  # no process is started
+    return module
+
+
+@pytest.fixture
+def start(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts the program. A run takes no time: it gives one sample, or nothing where that is not possible."""
+
+    def start(*options: str) -> list[Any]:
+        made = []
+
+        def run(cell: Any, *_: Any) -> list[Any]:
+            made.append(cell)
+            return [] if cell.way == "fio" else [benchmark.Sample(cell, 1, 1.0, 1.0, 1, 0, 0, 0.1, 1.0)]
+
+        def run_pass(operation: str, name: str, way: str, files: Any) -> list[Any]:
+            made.append((operation, name, way))
+            return [benchmark.Whole(operation, name, way, 1.0, 1)]
+
+        for name in ("run_cell", "run_epoch", "run_limited"):
+            monkeypatch.setattr(benchmark, name, run)
+        monkeypatch.setattr(benchmark, "run_pass", run_pass)
+        monkeypatch.setattr(benchmark, "make_files", mock.Mock())
+        fixed = ["--sizes", "110 KB", "--orders", "full", "--worlds", "1", "--folder", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["lmdb_reading.py", *fixed, "--output", str(tmp_path / "found"), *options])
+        benchmark.main()
+        return made
+
+    return start
+
+
+def test_runs_are_made_once_also_those_that_are_not_possible(start: Any, tmp_path: Path) -> None:
+    made = start("--tiny", "--rounds", "2")
+    assert len([one for one in made if getattr(one, "way", "") == "fio"]) == 2
+    path = tmp_path / "found.json"
+    document = json.loads(path.read_text())
+    document["machine"]["date"] = "2001-02-03"
+    path.write_text(json.dumps(document))
+    assert not start("--tiny", "--rounds", "2", "--resume")
+    more = start("--tiny", "--rounds", "3", "--resume")
+    assert len([one for one in more if getattr(one, "way", "") == "fio"]) == 1
+    assert json.loads(path.read_text())["machine"]["date"] == "2001-02-03"
+    assert "- date: 2001-02-03" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("what", "options"), [("files", []), ("longest run", ["--tiny", "--seconds", "2"]), ("code", ["--tiny"])]
+)
+def test_what_cannot_be_compared_is_not_gone_on_with(
+    start: Any, benchmark: Any, monkeypatch: pytest.MonkeyPatch, what: str, options: list[str]
+) -> None:
+    start("--tiny", "--rounds", "1")
+    if what == "code":
+        monkeypatch.setattr(benchmark, "hash_of_code", lambda paths: "other")
+    with pytest.raises(SystemExit, match=f"--resume: .*its '{what}' is .*, and now "):
+        start("--rounds", "1", *options, "--resume")
+
+
+def test_the_code_is_of_the_package_and_of_the_benchmark(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hash_of_code = mock.Mock()
+    monkeypatch.setattr(benchmark, "hash_of_code", hash_of_code)
+    benchmark.conditions(BENCHMARKS, {}, 1.0)
+    names = {path.name for path in hash_of_code.call_args.args[0]}
+    assert {"reading.py", "buffered.py", "lmdb_reading.py", "lmdbio.py"} <= names
