@@ -81,7 +81,7 @@ def pickled(value: Any, what: str) -> bytes:
     """A user's object for other processes.
 
     Args:
-        what: for the error.
+        what: names the object in the error.
 
     Raises:
         ProvisionError: it cannot be pickled.
