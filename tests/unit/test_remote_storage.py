@@ -71,6 +71,7 @@ def test_a_client_that_comes_before_the_service_is_refused_and_the_next_is_not(r
         with socket.create_connection(("127.0.0.1", proxy.port), SECONDS) as client:
             assert client.recv(1) == b""
         with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(SECONDS)
             (tmp_path / "port").write_text(str(listener.getsockname()[1]))
             with socket.create_connection(("127.0.0.1", proxy.port), SECONDS) as client:
                 client.sendall(b"there")
