@@ -82,6 +82,10 @@ from remote_storage import Link, Proxy, RemoteObjects, Storage
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
+class WrongRunError(Exception):
+    """The ranks have not done what is to be measured."""
+
+
 def cpu_seconds(pids: Sequence[int]) -> dict[int, float]:
     """What each process, and the children that it has waited for, have taken of the processors."""
     found = {}
@@ -180,16 +184,15 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
             theirs.close()
             pipes.append(ours)
         try:
-            starts = [pipe.recv() for pipe in pipes]
-            services = {service for _, _, service in starts}
-            assert len(services) == 1, f"expected one service of all ranks, found processes {services}"
+            starts = [received(pipe) for pipe in pipes]
+            check_service([service for _, _, service in starts])
             samples = []
             for epoch in range(epochs):
                 barrier.wait(PATIENCE_SECONDS)
                 sent = storage.sent_nbytes
                 barrier.wait(PATIENCE_SECONDS)
                 sent = storage.sent_nbytes - sent
-                samples.append(summarised(cell, kind, epoch, sent, [pipe.recv() for pipe in pipes]))
+                samples.append(summarised(cell, kind, epoch, sent, [received(pipe) for pipe in pipes]))
             barrier.wait(PATIENCE_SECONDS)
         except BaseException:
             for process in processes:
@@ -200,6 +203,28 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
                 process.join(PATIENCE_SECONDS)
                 process.kill()
     return Started(cell, max(one[0] for one in starts), sum(one[1] for one in starts)), samples
+
+
+def received(pipe: Any) -> Any:
+    """What a rank sends next.
+
+    Raises:
+        EOFError: it has ended.
+        TimeoutError: nothing comes.
+    """
+    if not pipe.poll(PATIENCE_SECONDS):
+        raise TimeoutError(f"a rank has sent nothing for {PATIENCE_SECONDS} s")
+    return pipe.recv()
+
+
+def check_service(services: Sequence[int | None]) -> None:
+    """Refuse ranks that have several services.
+
+    Args:
+        services: for each rank the process of its service.
+    """
+    if len(set(services)) != 1:
+        raise WrongRunError(f"expected one service of all ranks, found processes {services}")
 
 
 def summarised(cell: Cell, kind: Kind, epoch: int, sent: int, ranks: list[Any]) -> Sample:
@@ -236,7 +261,8 @@ def measure(settings: Settings, folder: Path, found: Found, write: Callable[[], 
                 began = time.monotonic()
                 try:
                     started, epochs = run(cell, kind, folder, storages[kind][cell.way == LITDATA], settings)
-                except (OSError, EOFError, BrokenBarrierError) as error:  # a rank has ended, and said why
+                except (OSError, EOFError, BrokenBarrierError, WrongRunError) as error:
+                    # a rank has ended and said why, or does not go on
                     say(f"{cell} has failed: {error!r}")
                     found.failures.append(Failure(cell, repr(error)))
                 else:

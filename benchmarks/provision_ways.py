@@ -300,7 +300,10 @@ def started(job: Job, listen: str = "") -> Iterator[DataService]:
         Numbered(job.objects), cache_bytes=room // 2 if cell.way == HALF else room, workers=cell.workers,
         before_cache=before, after_cache=after, progress=False, listen=listen,
     ) as service:  # fmt: skip
-        while len(service.status()["workers"]) < cell.workers:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (there := len(service.status()["workers"])) < cell.workers:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{there} of {cell.workers} workers have come within {PATIENCE_SECONDS} s")
             time.sleep(0.01)
         yield service
 

@@ -128,12 +128,23 @@ class Proxy:
         pace = Pace(link.bytes_per_second)
         while True:
             client, _ = self._listener.accept()
-            service = socket.create_connection(("127.0.0.1", int(address.read_text())))
-            for source, target in ((client, service), (service, client)):
-                target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MOST_PIECES)
-                threading.Thread(target=_take, args=(source, pieces, pace, link), daemon=True).start()
-                threading.Thread(target=_bring, args=(target, pieces), daemon=True).start()
+            threading.Thread(target=_pass_on, args=(client, address, pace, link), daemon=True).start()
+
+
+def _pass_on(client: socket.socket, address: Path, pace: Pace, link: Link) -> None:
+    """Pass on what is said between a client and the service, until both have ended. If there is no service, the client
+    finds its connection closed."""
+    with client, suppress(OSError), socket.create_connection(("127.0.0.1", int(address.read_text()))) as service:
+        threads = []
+        for source, target in ((client, service), (service, client)):
+            target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MOST_PIECES)
+            threads.append(threading.Thread(target=_take, args=(source, pieces, pace, link), daemon=True))
+            threads.append(threading.Thread(target=_bring, args=(source, target, pieces), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def _take(source: socket.socket, pieces: queue.Queue[tuple[float, bytes]], pace: Pace, link: Link) -> None:
@@ -142,22 +153,27 @@ def _take(source: socket.socket, pieces: queue.Queue[tuple[float, bytes]], pace:
     while piece:
         try:
             piece = source.recv(_PIECE_NBYTES)
-        except ConnectionError:
+        except OSError:  # that end has gone
             piece = b""
         pace.wait_for(len(piece))
         pieces.put((time.monotonic() + link.delay_seconds, piece))
 
 
-def _bring(target: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
-    """Pass on what has come when it is time."""
-    with suppress(OSError):  # that end has gone
-        while True:
-            arrives_at, piece = pieces.get()
-            if not piece:
+def _bring(source: socket.socket, target: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
+    """Pass on what has come when it is time. If the target has gone, the source is told, and the rest is dropped."""
+    piece = b"all"
+    while piece:
+        arrives_at, piece = pieces.get()
+        time.sleep(max(arrives_at - time.monotonic(), 0))
+        try:
+            if piece:
+                target.sendall(piece)
+            else:
                 target.shutdown(socket.SHUT_WR)
-                return
-            time.sleep(max(arrives_at - time.monotonic(), 0))
-            target.sendall(piece)
+        except OSError:
+            for end in (source, target):
+                with suppress(OSError):  # it has gone
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from provision.rays import local_ray
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, Facts
 from fastensor.provision.ray import names
-from fastensor.provision.ray.calls import Part, contents_of, pickled, publish
+from fastensor.provision.ray.calls import Part, contents_of, facts_of, pickled, publish, withdraw
 from fastensor.provision.ray.cluster import _is_at
 from fastensor.provision.ray.server import Latest, _in_order
 
@@ -60,23 +60,73 @@ def test_the_facts_of_whoever_was_first_count_until_the_service_ends() -> None:
     assert publish("facts", first, pickled("its contents", "")) == first
     assert publish("facts", second, pickled("other contents", "")) == first
     assert contents_of("facts") == "its contents"  # type: ignore[comparison-overlap]
-    names.drop("facts")
+    withdraw("facts")
+    withdraw("facts")
     assert publish("facts", second, pickled("other contents", "")) == second
-    names.drop("facts")
+    assert contents_of("facts") == "other contents"  # type: ignore[comparison-overlap]
+    withdraw("facts")
 
 
 @pytest.mark.usefixtures("ray")
-def test_facts_and_contents_are_of_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process publishes its own while this one does."""
+@pytest.mark.parametrize("before_contents", [True, False])
+def test_facts_and_contents_are_of_the_same_process(monkeypatch: pytest.MonkeyPatch, *, before_contents: bool) -> None:
+    """Another process publishes its own before this one keeps its contents, or its facts."""
     first, second = Facts(4, "samples", 1 << 20, workers=2), Facts(4, "samples", 1 << 21, workers=3)
     keep = names.keep
 
-    def keep_beside_another(*what: Any) -> None:
-        keep(*what)
-        monkeypatch.setattr(names, "keep", keep)
-        publish("both", second, pickled("other contents", ""))
+    def keep_after_another(key: str, value: bytes) -> None:
+        if key.startswith("both/") is before_contents:
+            monkeypatch.setattr(names, "keep", keep)
+            publish("both", second, pickled("other contents", ""))
+        keep(key, value)
 
-    monkeypatch.setattr(names, "keep", keep_beside_another)
-    assert publish("both", first, pickled("its contents", "")) == first
-    assert contents_of("both") == "its contents"  # type: ignore[comparison-overlap]
-    names.drop("both")
+    monkeypatch.setattr(names, "keep", keep_after_another)
+    assert publish("both", first, pickled("its contents", "")) == second
+    assert contents_of("both") == "other contents"  # type: ignore[comparison-overlap]
+    assert len(keys("both")) == 2
+    withdraw("both")
+    assert not keys("both")
+
+
+def keys(name: str) -> list[bytes]:
+    """Under what Ray keeps something of a service."""
+    from ray.experimental import internal_kv
+
+    found: list[bytes] = internal_kv._internal_kv_list(name, namespace=names.NAMESPACE)
+    return found
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_service_may_end_while_the_same_is_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, contents = Facts(4, "samples", 1 << 20, workers=2), pickled("its contents", "")
+    publish("again", facts, contents)
+    drop = names.drop
+
+    def drop_and_publish(key: str) -> None:
+        drop(key)
+        monkeypatch.setattr(names, "drop", drop)
+        publish("again", facts, contents)
+
+    monkeypatch.setattr(names, "drop", drop_and_publish)
+    withdraw("again")
+    assert contents_of("again") == "its contents"  # type: ignore[comparison-overlap]
+    assert len(keys("again")) == 2
+    withdraw("again")
+
+
+@pytest.mark.usefixtures("ray")
+def test_who_joins_does_not_fetch_the_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts(4, "samples", 1 << 20, workers=2)
+    publish("long", facts, pickled(bytes(1 << 20), ""))
+    fetched = []
+    kept = names.kept
+
+    def measured(key: str) -> bytes | None:
+        found = kept(key)
+        fetched.append(len(found or b""))
+        return found
+
+    monkeypatch.setattr(names, "kept", measured)
+    assert facts_of("long") == publish("long", facts, b"") == facts
+    assert max(fetched) < 1 << 16
+    withdraw("long")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from contextlib import nullcontext
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,51 @@ def test_promises_are_judged_once_all_that_they_need_was_measured(load: Any) -> 
     assert verdicts["JPEG, 2 ranks: wait from epoch 2 on / DataLoader's ≤ 0.2"] == 0.1
     assert verdicts["JPEG, 2 ranks: longest wait, server killed ≤ 5 s"] == 3.0
     assert verdicts["JPEG, 2 ranks: CPU seconds a sample, all epochs / DataLoaders' ≤ 0.62"] == 0.1
+
+
+def test_a_rank_that_does_not_start_fails_its_run(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "PATIENCE_SECONDS", 0)
+    ours, theirs = Pipe(duplex=False)
+    with pytest.raises(TimeoutError, match="a rank has sent nothing"):
+        benchmark.received(ours)
+    theirs.send("started")
+    assert benchmark.received(ours) == "started"
+    theirs.close()
+    with pytest.raises(EOFError):
+        benchmark.received(ours)
+
+
+class Halting:
+    """Stands for a service, whose workers do not come."""
+
+    def status(self) -> dict[str, Any]:
+        return {"workers": [None]}
+
+
+def test_workers_that_do_not_come_fail_their_run(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = load("provision_ways")
+    monkeypatch.setattr(ways, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(ways.DataService, "start", lambda source, **options: nullcontext(Halting()))
+    objects = load("remote_storage").RemoteObjects(0, 48, "objects")
+    job = ways.Job(ways.Cell("32 KB", 1, "service", 2), ways.TINY[0], objects, (), Path(), 0, 0, 2, 0.0)
+    with pytest.raises(TimeoutError, match="1 of 2 workers have come"), ways.started(job):
+        pass
+
+
+def test_a_run_in_which_ranks_have_several_services_is_a_failure(
+    benchmark: Any, load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*cell: Any) -> Any:
+        benchmark.check_service([None, None])
+        benchmark.check_service([7, 7])
+        benchmark.check_service([7, 8])
+
+    ways, report = load("provision_ways"), load("provision_report")
+    monkeypatch.setattr(benchmark, "run", run)
+    monkeypatch.setattr(benchmark, "storages_of", lambda *settings: (None, None))
+    link = load("remote_storage").Link(0.0, 1.0)
+    settings = benchmark.Settings(ways.TINY[:1], (2,), (1,), (), False, 1, 9.0, 2, 0.0, link)
+    found = report.Found()
+    benchmark.measure(settings, tmp_path, found, list)
+    assert len(found.failures) == 5
+    assert "expected one service of all ranks, found processes [7, 8]" in found.failures[0].reason

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from fastensor.cli.output import OK, print_json, print_table
 from fastensor.data import LmdbDataset, processes
-from fastensor.data.connection import Connection, ConnectionLost
+from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost
 from fastensor.errors import FastensorError, ProvisionError
 from fastensor.files.words import human_seconds, human_size
 from fastensor.provision import DataService
@@ -42,6 +42,8 @@ _LOOK_SECONDS = 1
 _PREFIX = f"fastensor-up-{os.geteuid()}-"
 _END = 1
 """The kind of the message that ends a program which keeps a service."""
+_MOST_CONNECTED = 64
+"""Programs that may be connected to one that keeps a service. If there are more, the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
         started: is given the address, when the service can be used, looked at and ended.
     """
     sys.path.insert(0, os.getcwd())  # as python -m does
+    connected: list[Connection] = []
     with (
         ExitStack() as left,
         DataService.start(
@@ -89,9 +92,10 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
             token=_token(),
         ) as service,
     ):
+        left.callback(_hang_up, connected)  # after the service was left: each `down` waits for that
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            left.callback(_keep(service, started).close)  # who has said so waits until the service was left
+            _keep(service, started, connected)
     return OK
 
 
@@ -217,16 +221,22 @@ def _function_of(text: str | None) -> Any:
 # Programs that keep services
 
 
-def _keep(service: DataService, started: Callable[[str], None]) -> Connection:
+def _keep(service: DataService, started: Callable[[str], None], connected: list[Connection]) -> None:
     """Tell who connects what the address is, until somebody says that it is to end. Meanwhile look after the service,
     which is started again if it has ended.
 
-    Returns:
-        the connection of whoever has said so.
+    Args:
+        connected: gets the connections that are open in the end, which the caller closes.
     """
     address = service.address
     name = _PREFIX + hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
+
+        def drop(connection: Connection) -> None:
+            selector.unregister(connection)
+            connected.remove(connection)
+            connection.close()
+
         listener.bind(f"\0{name}")
         listener.listen()
         listener.setblocking(False)
@@ -234,32 +244,54 @@ def _keep(service: DataService, started: Callable[[str], None]) -> Connection:
         started(address)
         while True:
             for key, _ in selector.select(_LOOK_SECONDS):
+                connection = key.data or _accepted(listener)
+                if connection is None or connection.fileno() < 0:  # what came before has dropped it
+                    continue
                 try:
-                    if not isinstance(key.fileobj, Connection):
-                        connection = _greeted(listener, address)
-                        selector.register(connection, selectors.EVENT_READ)
-                    elif (message := key.fileobj.receive()) is not None and message.kind == _END:
-                        return key.fileobj
+                    if key.data is None:
+                        connected.append(connection)
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                        _greet(connection, address)
+                    elif (message := connection.receive()) is not None and message.kind == _END:
+                        return
                 except ConnectionLost:
-                    if isinstance(key.fileobj, Connection):
-                        selector.unregister(key.fileobj)
+                    drop(connection)
+                if len(connected) > _MOST_CONNECTED:
+                    drop(connected[0])
             service.status()
 
 
-def _greeted(listener: socket.socket, address: str) -> Connection:
-    """Who has connected, and was told the address.
+def _accepted(listener: socket.socket) -> Connection | None:
+    """Who has connected; None if it has gone, or no descriptor is free for it.
+
+    Raises:
+        OSError: the listener is of no use any more.
+    """
+    try:
+        return Connection(listener.accept()[0])
+    except (BlockingIOError, ConnectionAbortedError):
+        return None
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        time.sleep(_LOOK_SECONDS)  # who has connected stays there, and would be reported again at once
+        return None
+
+
+def _greet(connection: Connection, address: str) -> None:
+    """Tell who has connected the address.
 
     Raises:
         ConnectionLost: it has gone, or is of another user.
     """
-    try:
-        connection = Connection(listener.accept()[0])
-    except OSError as error:
-        raise ConnectionLost(str(error)) from error
     if connection.peer[1] != os.geteuid():
         raise ConnectionLost("it belongs to somebody else")
     connection.send(0, address.encode())
-    return connection
+
+
+def _hang_up(connected: list[Connection]) -> None:
+    for connection in connected:
+        connection.close()
 
 
 def _keepers() -> Iterator[tuple[Connection, str]]:

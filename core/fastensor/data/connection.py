@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -19,6 +20,8 @@ _JOINED_NBYTES = 64 << 10
 """The parts of a message of at most this length are copied into one."""
 _ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The errors of accepting somebody for whom no descriptor is free, or no memory. A listener stays readable then."""
 
 
 class Message(NamedTuple):

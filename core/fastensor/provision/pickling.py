@@ -14,8 +14,8 @@ def pickling(what: str, advice: str) -> Iterator[None]:
     """Within it, a user's object is pickled for other processes.
 
     Args:
-        what: it is.
-        advice: how to make it one that can be.
+        what: names the object in the error.
+        advice: how to make it one that can be pickled.
 
     Raises:
         ProvisionError: it cannot be pickled.

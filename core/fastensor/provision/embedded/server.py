@@ -15,7 +15,6 @@ Workers are forked from a process that has imported the user's script once for a
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import os
@@ -28,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded import wire, worker
@@ -61,7 +60,6 @@ _FIRST_CLIENT_SECONDS = 60
 """For how long the server waits for its first client: whoever has started it may have died."""
 _TASKS_PER_WORKER = 2
 """One is done, and one is waiting, so that the worker need not."""
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL_SECONDS = 0.2
 """How long to wait for room for who has connected, if nothing else comes."""
 _MOST_SCRAPES = 16
@@ -116,7 +114,7 @@ class Server:
             try:
                 endpoint, _ = listener.accept()
             except OSError as error:
-                if error.errno in _NO_ROOM:  # who has connected stays there, and would be reported again at once
+                if error.errno in NO_ROOM:  # who has connected stays there, and would be reported again at once
                     self._selector.unregister(listener)
                     self._full.append((listener, accept))
                 return  # or the client has gone

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,7 +81,7 @@ def pickled(value: Any, what: str) -> bytes:
     """A user's object for other processes.
 
     Args:
-        what: for the error.
+        what: names the object in the error.
 
     Raises:
         ProvisionError: it cannot be pickled.
@@ -90,13 +92,14 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 class _Published(NamedTuple):
-    """What a service serves. All of it is kept under one key, so that it comes from one process."""
+    """What a service serves. It is kept under one key, the name of the service, so that it comes from one process."""
 
     facts: Facts
     paths: list[str]
     """Where the process that has published it finds modules."""
-    contents: bytes
-    """The pickled :class:`~fastensor.provision.making.Contents`."""
+    contents_key: str
+    """Under this key the pickled :class:`~fastensor.provision.making.Contents` are kept. They may be long, and most
+    processes need only the facts."""
 
 
 def publish(name: str, facts: Facts, contents: bytes) -> Facts:
@@ -111,9 +114,25 @@ def publish(name: str, facts: Facts, contents: bytes) -> Facts:
     Raises:
         EngineLost: the service has ended meanwhile.
     """
-    paths = [path or os.getcwd() for path in sys.path]
-    names.keep(name, pickle.dumps(_Published(facts, paths, contents)))
+    if names.kept(name) is None:
+        _publish(name, facts, contents)
     return facts_of(name)
+
+
+def _publish(name: str, facts: Facts, contents: bytes) -> None:
+    """First keep the contents, then what refers to them, unless another process has been quicker with its own.
+
+    The key of the contents is new each time. A digest of them would be the same when a job starts its service again,
+    and the manager that is about to end could drop them while they are published anew. If a process is killed within
+    this function, its contents may stay in the memory of the head node until the cluster ends.
+    """
+    contents_key = f"{name}/{secrets.token_hex(8)}"
+    paths = [path or os.getcwd() for path in sys.path]
+    published = pickle.dumps(_Published(facts, paths, contents_key))
+    names.keep(contents_key, contents)
+    names.keep(name, published)
+    if names.kept(name) != published:
+        names.drop(contents_key)
 
 
 def facts_of(name: str) -> Facts:
@@ -133,9 +152,20 @@ def contents_of(name: str) -> Contents:
         EngineLost: the service has ended.
     """
     published = _published(name)
+    contents = names.kept(published.contents_key)
+    if contents is None:
+        raise EngineLost(f"the data service {name} has ended")
     sys.path += [path for path in published.paths if path not in sys.path]
-    found: Contents = cloudpickle.loads(published.contents)
+    found: Contents = cloudpickle.loads(contents)
     return found
+
+
+def withdraw(name: str) -> None:
+    """Have nothing kept of a service, nor of its contents."""
+    with suppress(EngineLost):  # that was done before
+        published = _published(name)
+        names.drop(name)
+        names.drop(published.contents_key)
 
 
 def _published(name: str) -> _Published:

@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
+from fastensor.provision.ray.calls import withdraw
 
 _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
@@ -127,7 +128,7 @@ class Manager:
         self._is_ending = True
         for server in self._servers:
             ray.kill(server, no_restart=True)
-        names.drop(self._name)
+        withdraw(self._name)
         itself = names.manager_of(self._name)
         asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
 

@@ -34,18 +34,18 @@ def server_of(name: str, number: int) -> Any:
     return ray.get_actor(name_of_server(name, number), namespace=NAMESPACE)
 
 
-def keep(name: str, value: bytes) -> None:
-    """Have Ray's global control store keep what a service serves, in the memory of the head node, unless it keeps that
+def keep(key: str, value: bytes) -> None:
+    """Have Ray's global control store keep a value, in the memory of the head node, unless it keeps one under that key
     already."""
-    internal_kv._internal_kv_put(name, value, overwrite=False, namespace=NAMESPACE)
+    internal_kv._internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
 
 
-def kept(name: str) -> bytes | None:
-    """What is kept of a service; None if nothing is."""
-    found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
+def kept(key: str) -> bytes | None:
+    """What is kept under a key; None if nothing is."""
+    found: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
     return found
 
 
-def drop(name: str) -> None:
-    """Have nothing kept of a service."""
-    internal_kv._internal_kv_del(name, namespace=NAMESPACE)
+def drop(key: str) -> None:
+    """Have nothing kept under a key."""
+    internal_kv._internal_kv_del(key, namespace=NAMESPACE)
