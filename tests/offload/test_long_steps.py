@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -148,6 +149,7 @@ def test_passes_leave_nothing_behind(tidy: Any, kind: str, monkeypatch: pytest.M
     run: Pass = getattr(Passes(), kind)
 
     def held() -> int:
+        gc.collect()  # memory of freed tuples that Python keeps for the next ones would count
         only = tracemalloc.Filter(True, f"{HERE}/*")
         return sum(one.size for one in tracemalloc.take_snapshot().filter_traces([only]).statistics("filename"))
 
