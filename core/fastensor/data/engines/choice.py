@@ -23,8 +23,9 @@ EngineName: TypeAlias = Literal["mapped", "pread", "willneed", "direct", "kvikio
 EngineOrAuto: TypeAlias = EngineName | Literal["auto"]
 """A way to read a file, or that the fastest is to be chosen."""
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-_RESIDENT = 0.95
-"""A file of which at least this part is in the page cache is mapped: rare page faults cost less than all the copies."""
+_RESIDENT = 0.998
+"""A file of which at least this part is in the page cache is mapped. In an epoch, the values that are missing are those
+that come next, and a fault for each of their pages costs more than the copies of many others."""
 LARGE_NBYTES = 64 << 10
 """From this mean length on, cold values arrive sooner by direct I/O: one copy less outweighs the work of threads."""
 _logger = logging.getLogger("fastensor")
