@@ -33,8 +33,8 @@ from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistic
 
 MIB = 1 << 20
 STEPS = 2
-OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|could not create a primitive", re.IGNORECASE)
-"""What torch says, and oneDNN."""
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory|could not create a primitive|bad_alloc", re.IGNORECASE)
+"""What torch says, oneDNN, and the library of C++."""
 
 
 class Block(nn.Module):
