@@ -1,14 +1,17 @@
-"""Who reads training data in LMDB: py-lmdb in three forms, Fastensor and parts of it, raw files, litdata."""
+"""Who reads training data in LMDB: py-lmdb in three forms, Fastensor and parts of it, raw files, other formats."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import islice
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,8 +26,18 @@ from fastensor.data.samplers import AnnouncedBatch
 
 READAHEAD, NO_READAHEAD = "py-lmdb", "py-lmdb, readahead=False"
 HELPED = ("py-lmdb + WILLNEED, near", "py-lmdb + WILLNEED, far")
-OURS, RAW, LITDATA, FIO = "fastensor", "raw files", "litdata", "fio"
+OURS, RAW, FIO = "fastensor", "raw files", "fio"
+LITDATA, STREAMING = "litdata", "mosaicml-streaming"
 STOCK = (READAHEAD, NO_READAHEAD)
+PEERS = {LITDATA: "litdata", STREAMING: "streaming"}
+"""What is measured if it is installed: distributions, which the ways are named after, and their modules."""
+PEERS_OF_ORDER: dict[Order, Sequence[str]] = {
+    "sequential": (LITDATA, STREAMING),
+    "strided": (),
+    "full": (STREAMING,),
+    "block": (LITDATA,),
+}
+"""Who has an order of its own that is comparable."""
 READ_AHEAD_NBYTES = 32 << 20
 
 
@@ -79,6 +92,10 @@ class Files:
     def litdata(self, size: str) -> Path:
         return self.folder / f"{size}.litdata"
 
+    def mds(self, size: str) -> Path:
+        """The format of mosaicml-streaming."""
+        return self.folder / f"{size}.mds"
+
 
 Loading: TypeAlias = Callable[[Files, str, Size, list[Positions]], Any]
 """Makes an iterable of batches, of one rank."""
@@ -128,6 +145,36 @@ class First:
         return islice(self.loader, self.count)
 
 
+def by_streaming(files: Files, name: str, size: Size, batches: list[Positions], *, shuffle: bool) -> Any:
+    """As many batches as the others have, after the first one, but of other samples if they are shuffled.
+
+    It makes the order of an epoch when the first batch is asked for. Locks of the process are files in a folder of its
+    own. Its shared memory is removed by ``atexit``, which a process of ``multiprocessing`` does not run by itself.
+    """
+    from streaming import StreamingDataset
+
+    tempfile.tempdir = tempfile.mkdtemp(dir=files.folder)
+    Finalize(None, atexit._run_exitfuncs, exitpriority=0)
+    dataset = StreamingDataset(
+        local=str(files.mds(name)), batch_size=size.batch, shuffle=shuffle, shuffle_algo="naive", num_canonical_nodes=1
+    )
+    loader = DataLoader(dataset, batch_size=size.batch, collate_fn=lambda batch: [sample["value"] for sample in batch])
+    begun = iter(loader)
+    next(begun)
+    return Next(begun, len(batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """The next batches of a pass that has begun: each iteration goes on where the one before has ended."""
+
+    batches: Iterator[list[bytes]]
+    count: int
+
+    def __iter__(self) -> Iterator[list[bytes]]:
+        return islice(self.batches, self.count)
+
+
 LOADING: dict[str, Loading] = {
     READAHEAD: partial(stock, readahead=True),
     NO_READAHEAD: partial(stock, readahead=False),
@@ -164,6 +211,8 @@ def by_strategy(files: Files, name: str, size: Size, batches: list[Positions], *
 def loading_of(cell: Cell) -> Loading:
     if cell.way == LITDATA:
         return partial(by_litdata, shuffle=cell.order == "block")
+    if cell.way == STREAMING:
+        return partial(by_streaming, shuffle=cell.order == "full")
     if cell.way in PAPER:
         return partial(by_strategy, strategy=cell.way)
     return (LOADING | ABLATION)[cell.way]
@@ -171,12 +220,20 @@ def loading_of(cell: Cell) -> Loading:
 
 def ways_of(order: Order, world: int, state: State) -> list[str]:
     ways = [READAHEAD, OURS, RAW] if state == "warm" else [*STOCK, *HELPED, OURS, RAW]
-    if world == 1 and order in ("sequential", "block") and find_spec("litdata") is not None:
-        ways.append(LITDATA)
+    if world == 1:
+        ways += [way for way in PEERS_OF_ORDER[order] if installed(way)]
     return ways
 
 
-def make_files(files: Files, name: str, size: Size, *, with_litdata: bool) -> None:
+def installed(peer: str) -> bool:
+    try:
+        distribution(peer)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def make_files(files: Files, name: str, size: Size) -> None:
     """Write the records, and build the index."""
     chance = random.Random(1)
     pool = chance.randbytes(max(4 * size.nbytes, 8 << 20))
@@ -202,7 +259,7 @@ def make_files(files: Files, name: str, size: Size, *, with_litdata: bool) -> No
         path = raw_file(files.raw(name), position)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(value(position))
-    if with_litdata:
+    if installed(LITDATA):
         from litdata.streaming.writer import BinaryWriter
 
         files.litdata(name).mkdir()
@@ -211,12 +268,19 @@ def make_files(files: Files, name: str, size: Size, *, with_litdata: bool) -> No
             writer[position] = value(position)
         writer.done()
         writer.merge()
+    if installed(STREAMING):
+        from streaming import MDSWriter
+
+        with MDSWriter(out=str(files.mds(name)), columns={"value": "bytes"}, size_limit=64 << 20) as shards:
+            for position in range(size.count):
+                shards.write({"value": value(position)})
     os.sync()
 
 
 def paths_of(files: Files, cell: Cell) -> list[Path]:
     if cell.way == RAW:
         return [path for path in files.raw(cell.size).rglob("*") if path.is_file()]
-    if cell.way == LITDATA:
-        return [path for path in files.litdata(cell.size).iterdir() if path.is_file()]
+    if cell.way in PEERS:
+        folder = files.litdata(cell.size) if cell.way == LITDATA else files.mds(cell.size)
+        return [path for path in folder.iterdir() if path.is_file()]
     return [files.lmdb(cell.size)]

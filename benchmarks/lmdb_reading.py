@@ -15,6 +15,12 @@ pass of its processes. The ways take turns.
 - ``LMDB`` to ``LMM-DIO-COAL-STAG``: optimisations of the paper (``lmdbio.py``), cold, with the largest number of
   processes. Samples and waits are counted; what the reader process of the node takes (LMM) is not
 - ``litdata``: its own format, and its own order; only where that is comparable, and if it is installed
+- ``mosaicml-streaming``: its own format; in the order of the keys, and by its own shuffle of all records (``naive``),
+  after the first batch of an epoch, by which the order is known; if it is installed. The extra ``bench`` lacks it:
+  0.13 does not take the NumPy and the transformers of ``constraints.txt``. Beside ``.[bench,dev]`` it works by ``pip
+  install --no-deps --target FOLDER mosaicml-streaming==0.13.0 brotli catalogue cramjam python-snappy zstd``, with the
+  folder in ``PYTHONPATH``. It also imports torchvision, of which nothing is used here. That of PyPI cannot be imported
+  beside a CPU-only build of torch; torchvision 0.15.2 can, from the same folder
 
 ``--quick`` takes two sizes, two orders, and 1 and 4 processes. Each run is added to the results when it ends. With
 ``--resume``, runs that are among the results are not made again, if they were made on this machine, with these files
@@ -36,11 +42,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
-from lmdb_contenders import ABLATION, FIO, HELPED, NO_READAHEAD, OURS, PAPER, STOCK, Files, make_files, ways_of
+from lmdb_contenders import (
+    ABLATION,
+    FIO,
+    HELPED,
+    NO_READAHEAD,
+    OURS,
+    PAPER,
+    PEERS,
+    STOCK,
+    Files,
+    installed,
+    make_files,
+    ways_of,
+)
 from lmdb_report import judge, table
 from lmdb_runs import Sample, Whole, memory_limit, run, run_fio, run_whole, say
 from lmdb_scenarios import ORDERS, SIZES, STATES, TINY, Cell, Order, Size, State
@@ -158,12 +176,12 @@ def measure(settings: Settings, folder: Path, found: Found) -> None:
         if not missing:
             continue
         say(f"{name}: writes files")
-        make_files(files, name, size, with_litdata=find_spec("litdata") is not None)
+        make_files(files, name, size)
         for number, (key, make) in enumerate(missing, 1):
             what = astuple(key) if isinstance(key, Cell) else key
             say(f"{number} of {len(missing)}: {', '.join(map(str, what))}")
             found.add(key, make())
-        for path in (files.lmdb(name), files.raw(name), files.litdata(name)):
+        for path in (files.lmdb(name), files.raw(name), files.litdata(name), files.mds(name)):
             remove(path)
 
 
@@ -249,14 +267,17 @@ def main() -> None:
         options.rounds,
         options.seconds,
     )
-    libraries = ["fastensor.data.dataset", "lmdb", *(["litdata"] if find_spec("litdata") else [])]
+    peers = [peer for peer in PEERS if installed(peer)]
+    for peer in PEERS:
+        if peer not in peers:
+            say(f"{peer} is not measured: it is not installed")
+    libraries = ["fastensor.data.dataset", "lmdb", *(PEERS[peer] for peer in peers)]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         machine = describe_machine(Path(folder), "cpu")
-        peers = ["lmdb", *(["litdata"] if find_spec("litdata") else [])]
-        machine |= {name: version(name) for name in peers}
+        machine |= {name: version(name) for name in ("lmdb", *peers)}
         machine |= conditions(Path(folder), sizes, options.seconds)
         results = options.output.with_suffix(".json")
         found = found_before(results, machine) if options.resume else Found(results, machine, [], [], [])

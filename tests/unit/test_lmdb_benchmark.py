@@ -84,3 +84,32 @@ def test_the_code_is_of_the_package_and_of_the_benchmark(benchmark: Any, monkeyp
     benchmark.conditions(BENCHMARKS, {}, 1.0)
     names = {path.name for path in hash_of_code.call_args.args[0]}
     assert {"reading.py", "buffered.py", "lmdb_reading.py", "lmdbio.py"} <= names
+
+
+@pytest.mark.parametrize(
+    ("order", "world", "peers"),
+    [
+        ("sequential", 1, ["litdata", "mosaicml-streaming"]),
+        ("full", 1, ["mosaicml-streaming"]),
+        ("block", 1, ["litdata"]),
+        ("strided", 1, []),
+        ("full", 4, []),
+    ],
+)
+def test_other_formats_are_read_where_their_order_can_be_compared(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, order: str, world: int, peers: list[str]
+) -> None:
+    contenders = importlib.import_module("lmdb_contenders")
+    monkeypatch.setattr(contenders, "installed", lambda peer: True)
+    ways = contenders.ways_of(order, world, "cold")
+    assert [way for way in ways if way in contenders.PEERS] == peers
+    monkeypatch.setattr(contenders, "installed", lambda peer: False)
+    assert contenders.ways_of(order, world, "cold") == [way for way in ways if way not in peers]
+
+
+def test_a_format_that_is_not_installed_is_told(
+    start: Any, benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "installed", lambda peer: False)
+    start("--tiny", "--rounds", "1")
+    assert "mosaicml-streaming is not measured: it is not installed" in capsys.readouterr().err
