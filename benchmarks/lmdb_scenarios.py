@@ -15,7 +15,7 @@ State: TypeAlias = Literal["cold", "warm", "limited", "epoch"]
 """What is in memory of a file, and how much is read: of a ``cold`` file a twentieth of an epoch, or less; in an
 ``epoch`` all of a file that was cold."""
 STATES: tuple[State, ...] = ("cold", "warm")
-"""Those that every order is measured in."""
+"""The states of a file in which every order is measured."""
 ORDERS: tuple[Order, ...] = ("sequential", "strided", "full", "block")
 """Batches in the order of the keys; Caffe's sharding, rank r reads records r, r + N, r + 2 N …; all records shuffled;
 blocks of 256 KiB shuffled, and mixed among 64."""

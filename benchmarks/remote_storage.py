@@ -53,7 +53,23 @@ class Pace:
         time.sleep(max(passed_at - time.monotonic(), 0))
 
 
-class Storage:
+class _Serving:
+    """A process that serves what comes to a listener, from when this is entered until it is left."""
+
+    _listener: socket.socket
+    _process: multiprocessing.process.BaseProcess
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._listener.close()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class Storage(_Serving):
     """Serves the files of a folder, by their place in the order of names, until it is left."""
 
     def __init__(self, folder: Path, link: Link) -> None:
@@ -70,15 +86,6 @@ class Storage:
     def sent_nbytes(self) -> int:
         """Bytes of all answers so far."""
         return int(self._sent.value)
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        self._listener.close()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.join()
 
     def _serve(self, paths: Sequence[Path], link: Link) -> None:
         objects = [path.read_bytes() for path in paths]
@@ -102,7 +109,7 @@ class Storage:
                     self._sent.value += len(data)
 
 
-class Proxy:
+class Proxy(_Serving):
     """Passes on what is said between clients and a service, until it is left.
 
     Args:
@@ -114,15 +121,6 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=self._serve, args=(address, link), daemon=True)
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        self._listener.close()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.join()
 
     def _serve(self, address: Path, link: Link) -> None:
         pace = Pace(link.bytes_per_second)

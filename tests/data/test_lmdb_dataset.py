@@ -98,7 +98,7 @@ def test_positions_may_change_after_they_were_given(path: Path, values: list[byt
 
 
 def test_a_mapped_file_takes_no_announcements(path: Path, values: list[bytes]) -> None:
-    """They would be of no use, and take time."""
+    """Announcing batches would be of no use there, and take time."""
     dataset = opened(path, engine="mapped")
     sampler = ReadAheadSampler(np.arange(COUNT).reshape(30, 10))
     assert [sample for batch in sampler for sample in dataset.__getitems__(batch)] == values

@@ -133,7 +133,7 @@ class Sweep:
 
 
 _sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
-"""Those of this process, by their ids, the earliest first."""
+"""The sweeps of this process, by their ids, the earliest first."""
 _beginning = threading.Lock()
 """Held from the question whether a file fits until its sweep counts."""
 
