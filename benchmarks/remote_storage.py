@@ -28,6 +28,9 @@ _REQUEST = struct.Struct("=q")
 _PIECE_NBYTES = 64 << 10
 _MOST_PIECES = 1024
 """On their way through a connection of a proxy."""
+_RESET = struct.pack("=ii", 1, 0)
+"""For ``SO_LINGER``: the other end is told at once when the connection is closed. Without it, one that waits until the
+window opens again is not told for a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ def _bring(source: socket.socket, target: socket.socket, pieces: queue.Queue[tup
                 target.shutdown(socket.SHUT_WR)
         except OSError:
             for end in (source, target):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 with suppress(OSError):  # it has gone
                     end.shutdown(socket.SHUT_RDWR)
 

@@ -15,6 +15,7 @@ import pytest
 DELAY_SECONDS = 0.05
 BYTES_PER_SECOND = 16e6
 SECONDS = 30
+CLIENTS = 5
 
 
 @pytest.fixture
@@ -59,11 +60,12 @@ def test_a_client_that_has_gone_is_noticed_by_the_service(remote: Any, tmp_path:
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         (tmp_path / "port").write_text(str(listener.getsockname()[1]))
-        sent = pool.submit(send_for_ever)
         with remote.Proxy(tmp_path / "port", remote.Link(0.0, 1e12)) as proxy:
-            with socket.create_connection(("127.0.0.1", proxy.port)) as client:
-                assert client.recv(1) == b"\0"
-            assert isinstance(sent.exception(SECONDS), ConnectionError)
+            for _ in range(CLIENTS):
+                sent = pool.submit(send_for_ever)
+                with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+                    assert client.recv(1) == b"\0"
+                assert isinstance(sent.exception(SECONDS), ConnectionError)
 
 
 def test_a_client_that_comes_before_the_service_is_refused_and_the_next_is_not(remote: Any, tmp_path: Path) -> None:
