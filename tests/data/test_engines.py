@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastensor.backends.threads import Pool
 from fastensor.data.coalescing import Extents, Merging
-from fastensor.data.engines import choice
+from fastensor.data.engines import choice, direct
 from fastensor.data.engines.base import Engine
 from fastensor.data.engines.choice import ENGINES, EngineName, choose_engine, open_chosen, open_engine
 from fastensor.errors import BackendUnavailableError
@@ -22,6 +25,7 @@ from fastensor.files import posix
 
 DATA = random.Random(1).randbytes(3 * 4096 * 100 + 57)
 MERGINGS = [Merging(gap_nbytes=0, read_nbytes=1), Merging(), Merging(gap_nbytes=100, read_nbytes=10_000)]
+SECONDS = 30
 ON_HOST: list[EngineName] = [name for name in ENGINES if name != "kvikio"]
 
 
@@ -147,6 +151,32 @@ def test_the_engine_is_chosen_by_what_is_in_memory(fd: int, tmp_path: Path, monk
     monkeypatch.setattr(choice, "available_memory", lambda: len(DATA) - 1)
     assert choose_engine(fd, 1e6) == "direct"
     assert choose_engine(fd, 3000) == "willneed"
+
+
+def test_direct_is_closed_by_who_drops_it_while_reads_are_under_way(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that read would wait for themselves."""
+    closing, read_fully, shut_down = threading.Event(), posix.read_fully, direct.shut_down
+    closed_by = []
+
+    def read(*arguments: Any, **options: Any) -> int:
+        assert closing.wait(SECONDS)
+        return read_fully(*arguments, **options)
+
+    def close(pool: Pool) -> None:
+        closed_by.append(threading.current_thread())
+        closing.set()
+        shut_down(pool)
+
+    engine = opened("direct", fd, Merging())
+    monkeypatch.setattr(posix, "read_fully", read)
+    monkeypatch.setattr(direct, "shut_down", close)
+    fetch = engine.fetch(Extents(np.arange(0, 40) * 20_000, np.full(40, 100)))
+    del engine, fetch
+    gc.collect()
+    try:
+        assert closed_by == [threading.current_thread()]
+    finally:
+        closing.set()
 
 
 def test_files_without_direct_io_are_read_by_willneed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_what_a_mapped_file_was_told_is_read_ahead_when_it_has_left_the_page_cac
         assert number < 20
         resident[0] = 0.0
     following = batches[number + 1 : number + 9]
-    assert dataset._opened().begun_nbytes == sum(len(values[position]) for position in following.flat)
+    assert dataset._opened().begun_nbytes == sum(max(len(values[position]), 4096) for position in following.flat)
 
 
 def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
@@ -143,6 +144,23 @@ def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
     assert 150_000 < max(begun) <= 300_000
     assert begun[-1] == 0
     reader.close()
+
+
+@pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
+def test_reading_small_values_ahead_stays_within_its_memory(tmp_path: Path, engine: EngineName) -> None:
+    """Each takes the page, or the read, that has brought it."""
+    count, most = 40_000, 1 << 20
+    path = make(tmp_path / "db", [(b"%08d" % number, b"%0200d" % number) for number in range(count)])
+    dataset = opened(path, engine=engine, read_ahead_nbytes=most)
+    batches = np.random.default_rng(1).permutation(count).reshape(-1, 16)[:600]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for batch in ReadAheadSampler(batches, batches_ahead=300):
+            assert dataset.__getitems__(batch) == [b"%0200d" % position for position in batch]
+        assert tracemalloc.get_traced_memory()[1] < 3 * most
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_batch_of_any_sampler_is_announced_to_its_worker() -> None:

@@ -29,6 +29,8 @@ from fastensor.testing import BackendTests
 from fastensor.testing.backends import make_source
 from fastensor.testing.calls import Call, intercepted
 
+SECONDS = 30
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
@@ -324,3 +326,20 @@ def test_transfers_follow_the_order_that_was_announced() -> None:
     far = 100 << 20
     transfers = ring_reader.plan_reads([Extent(far, far + 10), Extent(0, 10)], 512)
     assert [(t.begin, t.end) for t in transfers] == [(far, far + 512), (0, 512)]
+
+
+def test_a_thread_of_a_pool_may_shut_it_down() -> None:
+    """It waits for the others, and not for itself."""
+    pool = threads.open_pool(2, "fastensor-test")
+    other_may_end = threading.Event()
+
+    def work() -> None:
+        assert other_may_end.wait(SECONDS)
+
+    other = threads.submit(pool, work)
+    own = threads.submit(pool, threads.shut_down, pool)
+    other_may_end.set()
+    own.result(SECONDS)
+    assert other.done()
+    with pytest.raises(threads.NoThreadsError):
+        threads.submit(pool, work)

@@ -36,6 +36,11 @@ class Pool(ThreadPoolExecutor):
         """Whether this process was forked from the one that has made the pool. Submitted work is never done here."""
         return self._process != os.getpid()
 
+    @property
+    def threads(self) -> frozenset[threading.Thread]:
+        """Those that have been started."""
+        return frozenset(self._threads)
+
 
 def usable_cores(most: int) -> int:
     """The number of threads that can compute at once, up to ``most``."""
@@ -141,9 +146,19 @@ def finish(futures: Iterable[Future[Any]]) -> None:
 
 
 def shut_down(pool: Pool) -> None:
-    """Drop work that has not begun, and return when no work runs any more. Does nothing in a forked child."""
-    if not pool.is_of_parent:
-        uninterrupted(lambda: pool.shutdown(wait=True, cancel_futures=True))
+    """Drop work that has not begun, and return when no other thread does work any more. Does nothing in a forked child.
+
+    A thread of the pool may call it: what the pool belongs to may be collected by any thread.
+    """
+    if pool.is_of_parent:
+        return
+
+    def shut_down_and_wait() -> None:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for thread in pool.threads - {threading.current_thread()}:
+            thread.join()
+
+    uninterrupted(shut_down_and_wait)
 
 
 def uninterrupted(action: Callable[[], object]) -> None:

@@ -24,6 +24,8 @@ from fastensor.files import posix
 
 READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
+_LEAST_BROUGHT_NBYTES = 4 << 10
+"""What is brought for a value that is smaller: pages are read as a whole, and kept until their values are taken."""
 _CHOICES_PER_PASS = 8
 _LEAST_VALUES_PER_CHOICE = 1024
 _FIRST_CHOICE_SOONER = 2
@@ -37,6 +39,7 @@ class _Begun(NamedTuple):
     key: bytes
     """The positions as bytes, which are quick to compare."""
     nbytes: int
+    """What is brought for it."""
     fetch: Fetch
     begin: int
     end: int
@@ -53,7 +56,8 @@ class ValueReader:
             reader chooses it once.
         sweeps: whether most values of the file are wanted. If the engine is ``"auto"``, a file that fits into memory is
             then swept into the page cache (:mod:`fastensor.data.sweeping`).
-        read_ahead_nbytes: values of at most this many bytes, or one batch, are being brought, and not taken yet.
+        read_ahead_nbytes: at most about this many bytes, or one batch, are being brought, or are there and not taken yet.
+            A small value counts for a page.
         node: the process that reads for this one; None if this one reads for itself.
 
     Raises:
@@ -105,7 +109,7 @@ class ValueReader:
 
     @property
     def begun_nbytes(self) -> int:
-        """Bytes of the values that are being brought, and not taken yet."""
+        """Bytes that are being brought, or are there and not taken yet."""
         return self._begun_nbytes
 
     def expect(self, batches: Iterable[Positions]) -> None:
@@ -181,7 +185,7 @@ class ValueReader:
         while self._expected:
             key = self._expected[0]
             positions = np.frombuffer(key, np.int64)
-            nbytes = int(self._extents.lengths[positions].sum())
+            nbytes = int(np.maximum(self._extents.lengths[positions], _LEAST_BROUGHT_NBYTES).sum())
             if nbytes > room and (batches or self._begun):
                 break
             room -= nbytes

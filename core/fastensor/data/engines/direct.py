@@ -51,6 +51,7 @@ class DirectEngine:
     def fetch(self, extents: Extents) -> Fetch:
         reads = coalesce(extents, self._merging, alignment=self._alignment)
         places = list(zip(reads.offsets.tolist(), reads.lengths.tolist(), strict=True))
+        pool, fd, alignment = self._pool, self._fd, self._alignment  # the engine is collected by who drops it, no task
         firsts = _first_of_tasks(reads.lengths)
         tasks: dict[int, tuple[int, Future[list[bytes]]]] = {}
         """For each read that was begun and not finished the number of the task's first read, and the task."""
@@ -59,7 +60,7 @@ class DirectEngine:
             if read in tasks:
                 return
             end = firsts[bisect_right(firsts, read)]
-            task = submit(self._pool, self._read_all, places[read:end])
+            task = submit(pool, _read_all, fd, alignment, places[read:end])
             tasks.update((number, (read, task)) for number in range(read, end))
 
         def finish(read: int) -> memoryview:
@@ -68,17 +69,19 @@ class DirectEngine:
 
         return ReadsFetch(extents, reads, begin, finish)
 
-    def _read_all(self, places: list[tuple[int, int]]) -> list[bytes]:
-        with transfer_buffers.lending() as lent:
-            buffer = transfer_buffers.take(lent)
-            buffer.prepare()
-            return [b"".join(self._pieces(buffer.view, *place)) for place in places]
 
-    def _pieces(self, buffer: memoryview, offset: int, nbytes: int) -> Iterator[bytes]:
-        for begin in range(0, nbytes, BUFFER_NBYTES):
-            piece = buffer[: min(BUFFER_NBYTES, nbytes - begin)]
-            filled = posix.read_fully(self._fd, piece, offset + begin, alignment=self._alignment)
-            yield bytes(piece[:filled])
+def _read_all(fd: int, alignment: int, places: list[tuple[int, int]]) -> list[bytes]:
+    with transfer_buffers.lending() as lent:
+        buffer = transfer_buffers.take(lent)
+        buffer.prepare()
+        return [b"".join(_pieces(fd, alignment, buffer.view, *place)) for place in places]
+
+
+def _pieces(fd: int, alignment: int, buffer: memoryview, offset: int, nbytes: int) -> Iterator[bytes]:
+    for begin in range(0, nbytes, BUFFER_NBYTES):
+        piece = buffer[: min(BUFFER_NBYTES, nbytes - begin)]
+        filled = posix.read_fully(fd, piece, offset + begin, alignment=alignment)
+        yield bytes(piece[:filled])
 
 
 def _close(pool: Pool, fd: int) -> None:
