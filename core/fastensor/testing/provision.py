@@ -22,6 +22,8 @@ from fastensor.provision.sources import Source
 
 SAMPLES = 48
 SECONDS = 30
+MANY = 100_000
+"""More batches than a feed gives out before it notices that its engine was killed."""
 
 
 class CountedSource:
@@ -219,10 +221,11 @@ class ProvisionTests:
         expected = [batch.tolist() for batch in plan.batches(0)]
         feed = engine.register(Registration())
         feed.start(Start(plan, 0, 0))
-        assert take(feed, 0, 5) == expected[:5]
+        arrived: dict[int, Any] = {}
+        assert take(feed, 0, 5, arrived=arrived) == expected[:5]
         self.kill(engine)
         with pytest.raises(EngineLost):
-            take(feed, 0, 100, begin=5)
+            take(feed, 0, MANY, begin=5, arrived=arrived)
         feed.close()
         engine.recover()
         feed = engine.register(Registration())
@@ -237,9 +240,15 @@ def next_of(feed: Feed) -> Pushed:
     return pushed
 
 
-def take_values(feed: Feed, generation: int, count: int, *, begin: int = 0) -> list[Any]:
-    """So many batches of a generation, in order, as a loader takes them."""
-    arrived: dict[int, Any] = {}
+def take_values(
+    feed: Feed, generation: int, count: int, *, begin: int = 0, arrived: dict[int, Any] | None = None
+) -> list[Any]:
+    """So many batches of a generation, in order, as a loader takes them.
+
+    Args:
+        arrived: batches that came before those in front of them. Give the same to calls that go on with a generation.
+    """
+    arrived = {} if arrived is None else arrived
     for index in range(begin, begin + count):
         while index not in arrived:
             one = next_of(feed)
@@ -250,9 +259,9 @@ def take_values(feed: Feed, generation: int, count: int, *, begin: int = 0) -> l
     return [arrived[index] for index in range(begin, begin + count)]
 
 
-def take(feed: Feed, generation: int, count: int, *, begin: int = 0) -> list[list[int]]:
-    """The numbers of the samples of so many batches."""
-    return [batch[:, 0].int().tolist() for batch in take_values(feed, generation, count, begin=begin)]
+def take(feed: Feed, generation: int, count: int, **options: Any) -> list[list[int]]:
+    """The numbers of the samples of so many batches. See :func:`take_values`."""
+    return [batch[:, 0].int().tolist() for batch in take_values(feed, generation, count, **options)]
 
 
 def rows(batches: list[Any]) -> list[tuple[float, ...]]:
