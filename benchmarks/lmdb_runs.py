@@ -28,7 +28,8 @@ from fastensor.data import LmdbDataset, LmdbIndex, ReadAheadSampler
 from fastensor.files import posix
 
 OVERFLOW_HEADER_NBYTES = 16
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 120
+"""No run takes longer."""
 EVICTION_SECONDS = 10
 
 
@@ -67,8 +68,16 @@ class Whole:
     read_nbytes: int
 
 
+class RunError(Exception):
+    """A process has not done what is to be measured."""
+
+
 def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None = None) -> Sample:
-    """One run of a cell."""
+    """One run of a cell.
+
+    Raises:
+        RunError: a process has ended early, or stands still.
+    """
     (fill_page_cache if cell.state == "warm" else evict)(paths_of(files, cell))
     context = multiprocessing.get_context("forkserver")
     start = context.Barrier(cell.world)
@@ -83,11 +92,15 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
         theirs.close()
         pipes.append(ours)
     try:
-        found = [pipe.recv() for pipe in pipes]
-    except EOFError:
-        raise SystemExit(f"{cell}: a process has ended early") from None
-    for process in processes:
-        process.join()
+        found = [received(cell, pipe) for pipe in pipes]
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    finally:
+        for process in processes:
+            process.join(PATIENCE_SECONDS)
+            process.kill()
     counts, times, spent, waits = zip(*found, strict=True)
     cpu, read, faults, switches = np.sum(spent, axis=0).tolist()
     rates = [count / seconds for count, seconds in zip(counts, times, strict=True)]
@@ -95,6 +108,15 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
     return Sample(
         cell, sum(counts), max(times), cpu, int(read), int(faults), int(switches), p99, max(rates) / min(rates)
     )
+
+
+def received(cell: Cell, pipe: Any) -> Any:
+    if not pipe.poll(PATIENCE_SECONDS):
+        raise RunError(f"{cell}: a process has sent nothing for {PATIENCE_SECONDS} s")
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise RunError(f"{cell}: a process has ended early") from None
 
 
 def work(
