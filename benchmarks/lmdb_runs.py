@@ -213,6 +213,7 @@ def memory_limit(nbytes: int) -> Iterator[Path | None]:
 def run_fio(name: str, size: Size, files: Files, seconds: float) -> list[Sample]:
     """Random direct reads of the pages of a record."""
     if shutil.which("fio") is None:
+        say("fio is not installed: what the disk gives is not measured")
         return []
     path = files.lmdb(name)
     evict([path])
