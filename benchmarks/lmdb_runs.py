@@ -29,7 +29,7 @@ from fastensor.files import posix
 
 OVERFLOW_HEADER_NBYTES = 16
 PATIENCE_SECONDS = 120
-"""No run takes longer."""
+"""No start takes longer, and no run takes longer beyond its time."""
 EVICTION_SECONDS = 10
 
 
@@ -92,7 +92,7 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
         theirs.close()
         pipes.append(ours)
     try:
-        found = [received(cell, pipe) for pipe in pipes]
+        found = [received(pipe, str(cell), PATIENCE_SECONDS + seconds) for pipe in pipes]
     except BaseException:
         for process in processes:
             process.kill()
@@ -101,6 +101,7 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
         for process in processes:
             process.join(PATIENCE_SECONDS)
             process.kill()
+            process.join()
     counts, times, spent, waits = zip(*found, strict=True)
     cpu, read, faults, switches = np.sum(spent, axis=0).tolist()
     rates = [count / seconds for count, seconds in zip(counts, times, strict=True)]
@@ -110,13 +111,13 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
     )
 
 
-def received(cell: Cell, pipe: Any) -> Any:
-    if not pipe.poll(PATIENCE_SECONDS):
-        raise RunError(f"{cell}: a process has sent nothing for {PATIENCE_SECONDS} s")
+def received(pipe: Any, what: str, seconds: float) -> Any:
+    if not pipe.poll(seconds):
+        raise RunError(f"{what}: a process has sent nothing for {seconds:g} s")
     try:
         return pipe.recv()
     except EOFError:
-        raise RunError(f"{cell}: a process has ended early") from None
+        raise RunError(f"{what}: a process has ended early") from None
 
 
 def work(
@@ -238,7 +239,7 @@ def run_whole(operation: str, name: str, way: str, files: Files) -> Whole:
     process = context.Process(target=work_whole, args=(operation, way, path, theirs))
     process.start()
     theirs.close()
-    seconds, read = ours.recv()
+    seconds, read = received(ours, f"{operation}, {name}, {way}", PATIENCE_SECONDS)
     process.join()
     return Whole(operation, name, way, seconds, read)
 

@@ -155,6 +155,7 @@ def test_the_engine_is_chosen_by_what_is_in_memory(fd: int, tmp_path: Path, monk
 
 def test_direct_is_closed_by_who_drops_it_while_reads_are_under_way(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads that read would wait for themselves."""
+    gc.collect()  # engines of other tests
     closing, read_fully, shut_down = threading.Event(), posix.read_fully, direct.shut_down
     closed_by = []
 
@@ -172,7 +173,6 @@ def test_direct_is_closed_by_who_drops_it_while_reads_are_under_way(fd: int, mon
     monkeypatch.setattr(direct, "shut_down", close)
     fetch = engine.fetch(Extents(np.arange(0, 40) * 20_000, np.full(40, 100)))
     del engine, fetch
-    gc.collect()
     try:
         assert closed_by == [threading.current_thread()]
     finally:

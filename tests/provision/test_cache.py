@@ -199,6 +199,11 @@ def test_samples_of_varying_size_leave_little_unused() -> None:
     assert cache.used_nbytes > 0.9 * cache.nbytes
 
 
+@given(nbytes=st.integers(1 << 12, 1 << 40))
+def test_slabs_leave_little_of_the_cache(nbytes: int) -> None:
+    assert 0.96 * nbytes <= Cache(1, nbytes=nbytes).nbytes <= nbytes
+
+
 def test_held_samples_stay() -> None:
     cache = Cache(10, nbytes=2 * SLAB, slab_nbytes=SLAB)
     placed = [cache.place(sample, SLAB, next_use=50 + sample) for sample in (0, 1)]

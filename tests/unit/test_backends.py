@@ -338,6 +338,7 @@ def test_a_thread_of_a_pool_may_shut_it_down() -> None:
 
     other = threads.submit(pool, work)
     own = threads.submit(pool, threads.shut_down, pool)
+    assert not wait([own], timeout=0.2).done
     other_may_end.set()
     own.result(SECONDS)
     assert other.done()

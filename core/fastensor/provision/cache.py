@@ -38,7 +38,8 @@ class Cache:
     Args:
         samples: the number of samples in the dataset.
         nbytes: of the cache.
-        slab_nbytes: of its slabs; see :mod:`fastensor.provision.gaps`. Less if the cache is smaller.
+        slab_nbytes: of its slabs; see :mod:`fastensor.provision.gaps`. Less if the cache is smaller, and up to twice as much
+            so that nothing is left of the cache.
 
     Raises:
         ValueError: there is no room for a single slab.
@@ -52,7 +53,7 @@ class Cache:
     """
 
     def __init__(self, samples: int, *, nbytes: int, slab_nbytes: int = SLAB_NBYTES) -> None:
-        self._space = SlabSpace(nbytes, slab_nbytes=min(slab_nbytes, nbytes))
+        self._space = SlabSpace(nbytes, slab_nbytes=nbytes // max(nbytes // slab_nbytes, 1))
         self._offsets = array("q", [-1]) * samples
         self._nbytes = array("q", bytes(8 * samples))
         self._uses = NextUses(samples)

@@ -256,7 +256,7 @@ def take_values(
                 assert not one.failure, one.failure
                 arrived[one.index] = decode(memoryview(bytearray(one.content)))
         feed.credit(generation, index + 1, waited_seconds=0.0)
-    return [arrived[index] for index in range(begin, begin + count)]
+    return [arrived.pop(index) for index in range(begin, begin + count)]
 
 
 def take(feed: Feed, generation: int, count: int, **options: Any) -> list[list[int]]:

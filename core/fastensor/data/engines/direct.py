@@ -51,7 +51,6 @@ class DirectEngine:
     def fetch(self, extents: Extents) -> Fetch:
         reads = coalesce(extents, self._merging, alignment=self._alignment)
         places = list(zip(reads.offsets.tolist(), reads.lengths.tolist(), strict=True))
-        pool, fd, alignment = self._pool, self._fd, self._alignment  # the engine is collected by who drops it, no task
         firsts = _first_of_tasks(reads.lengths)
         tasks: dict[int, tuple[int, Future[list[bytes]]]] = {}
         """For each read that was begun and not finished the number of the task's first read, and the task."""
@@ -60,7 +59,7 @@ class DirectEngine:
             if read in tasks:
                 return
             end = firsts[bisect_right(firsts, read)]
-            task = submit(pool, _read_all, fd, alignment, places[read:end])
+            task = submit(self._pool, _read_all, self._fd, self._alignment, places[read:end])
             tasks.update((number, (read, task)) for number in range(read, end))
 
         def finish(read: int) -> memoryview:
@@ -71,6 +70,7 @@ class DirectEngine:
 
 
 def _read_all(fd: int, alignment: int, places: list[tuple[int, int]]) -> list[bytes]:
+    """A task. It holds no engine: else the thread that does the last one would close it, and wait for itself."""
     with transfer_buffers.lending() as lent:
         buffer = transfer_buffers.take(lent)
         buffer.prepare()
