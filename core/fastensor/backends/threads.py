@@ -148,8 +148,8 @@ def finish(futures: Iterable[Future[Any]]) -> None:
 def shut_down(pool: Pool) -> None:
     """Drop work that has not begun, and return when no other thread does work any more. Does nothing in a forked child.
 
-    A thread of the pool may call it, because any thread may collect what the pool belongs to. What that thread itself is
-    doing goes on.
+    A thread of the pool may call it, because any thread may collect what the pool belongs to. What that thread is doing
+    goes on.
     """
     if pool.is_of_parent:
         return

@@ -61,8 +61,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
             - ``"direct"``: threads read past the page cache
             - ``"kvikio"``: explicit reads to the memory of the current GPU
 
-        read_ahead_nbytes: how many bytes each process reads ahead at most (``"64MiB"``), or one batch if that is more. A
-            value of less than 4 KiB counts as 4 KiB, for the page that it is read with.
+        read_ahead_nbytes: how many bytes each process reads ahead at most (``"64MiB"``), or one batch if that is more.
+            A value of less than 4 KiB counts as 4 KiB, for the page that it is read with.
         merging: what is read together.
         reader: which process reads. ``"process"``: each one for itself. ``"node"``: a process that reads for all ranks
             and workers of the job on this machine (LMM in the paper); this call starts it if it does not run yet. Each

@@ -56,8 +56,8 @@ class ValueReader:
             reader chooses it once.
         sweeps: whether most values of the file are wanted. If the engine is ``"auto"``, a file that fits into memory is
             then swept into the page cache (:mod:`fastensor.data.sweeping`).
-        read_ahead_nbytes: about this many bytes at most, or one batch, are being brought, or are there and not taken yet.
-            A small value counts for a page.
+        read_ahead_nbytes: about this many bytes at most, or one batch, are being brought, or are there and not taken
+            yet. A small value counts for a page.
         node: the process that reads for this one; None if this one reads for itself.
 
     Raises:

@@ -38,8 +38,8 @@ class Cache:
     Args:
         samples: the number of samples in the dataset.
         nbytes: of the cache.
-        slab_nbytes: of its slabs; see :mod:`fastensor.provision.gaps`. Less if the cache is smaller, and up to twice as much
-            so that nothing is left of the cache.
+        slab_nbytes: of its slabs; see :mod:`fastensor.provision.gaps`. Less if the cache is smaller, and up to twice as
+            much so that little of the cache is left.
 
     Raises:
         ValueError: there is no room for a single slab.
