@@ -60,7 +60,7 @@ from lmdb_contenders import (
     ways_of,
 )
 from lmdb_report import judge, table
-from lmdb_runs import RunError, Sample, Whole, memory_limit, run, run_fio, run_whole, say
+from lmdb_runs import Sample, Whole, memory_limit, run, run_fio, run_whole, say
 from lmdb_scenarios import ORDERS, SIZES, STATES, TINY, Cell, Order, Size, State
 from measuring import describe_machine
 
@@ -219,10 +219,10 @@ def run_cell(cell: Cell, size: Size, files: Files, seconds: float) -> list[Sampl
         return run_fio(cell.size, size, files, seconds)
     try:
         return [run(cell, size, files, seconds)]
-    except RunError as error:
+    except (EOFError, TimeoutError) as error:
         if cell.way not in PEERS:
             raise
-        say(str(error))
+        say(f"{cell} has failed: {error!r}")
         return []
 
 

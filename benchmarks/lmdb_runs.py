@@ -21,7 +21,7 @@ import lmdb
 import numpy as np
 from lmdb_contenders import FIO, OURS, READAHEAD, STORE, Files, loading_of, paths_of
 from lmdb_scenarios import Cell, Size, batches_of
-from measuring import drop_caches
+from measuring import drop_caches, received
 from torch.distributed import TCPStore
 
 from fastensor.data import LmdbDataset, LmdbIndex, ReadAheadSampler
@@ -68,15 +68,12 @@ class Whole:
     read_nbytes: int
 
 
-class RunError(Exception):
-    """A process has not done what is to be measured."""
-
-
 def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None = None) -> Sample:
     """One run of a cell.
 
     Raises:
-        RunError: a process has ended early, or stands still.
+        EOFError: a process has ended early.
+        TimeoutError: a process stands still.
     """
     (fill_page_cache if cell.state == "warm" else evict)(paths_of(files, cell))
     context = multiprocessing.get_context("forkserver")
@@ -92,7 +89,7 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
         theirs.close()
         pipes.append(ours)
     try:
-        found = [received(pipe, str(cell), PATIENCE_SECONDS + seconds) for pipe in pipes]
+        found = [received(pipe, PATIENCE_SECONDS + seconds) for pipe in pipes]
     except BaseException:
         for process in processes:
             process.kill()
@@ -109,15 +106,6 @@ def run(cell: Cell, size: Size, files: Files, seconds: float, group: Path | None
     return Sample(
         cell, sum(counts), max(times), cpu, int(read), int(faults), int(switches), p99, max(rates) / min(rates)
     )
-
-
-def received(pipe: Any, what: str, seconds: float) -> Any:
-    if not pipe.poll(seconds):
-        raise RunError(f"{what}: a process has sent nothing for {seconds:g} s")
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise RunError(f"{what}: a process has ended early") from None
 
 
 def work(
@@ -239,7 +227,7 @@ def run_whole(operation: str, name: str, way: str, files: Files) -> Whole:
     process = context.Process(target=work_whole, args=(operation, way, path, theirs))
     process.start()
     theirs.close()
-    seconds, read = received(ours, f"{operation}, {name}, {way}", PATIENCE_SECONDS)
+    seconds, read = received(ours, PATIENCE_SECONDS)
     process.join()
     return Whole(operation, name, way, seconds, read)
 

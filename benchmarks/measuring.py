@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -82,3 +82,15 @@ def describe_machine(folder: Path, device: str) -> dict[str, str]:
         **{name: version(name) for name in ("torch", "safetensors")},
         "fastensor": fastensor.__version__,
     }
+
+
+def received(pipe: Any, seconds: float) -> Any:
+    """What a process sends next.
+
+    Raises:
+        EOFError: it has ended.
+        TimeoutError: nothing comes.
+    """
+    if not pipe.poll(seconds):
+        raise TimeoutError(f"a process has sent nothing for {seconds:g} s")
+    return pipe.recv()

@@ -55,7 +55,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import describe_machine
+from measuring import describe_machine, received
 from provision_report import Failure, Found, Sample, Started, judge, table
 from provision_ways import (
     HALF,
@@ -184,7 +184,7 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
             theirs.close()
             pipes.append(ours)
         try:
-            starts = [received(pipe) for pipe in pipes]
+            starts = [received(pipe, PATIENCE_SECONDS) for pipe in pipes]
             check_service([service for _, _, service in starts])
             samples = []
             for epoch in range(epochs):
@@ -192,7 +192,9 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
                 sent = storage.sent_nbytes
                 barrier.wait(PATIENCE_SECONDS)
                 sent = storage.sent_nbytes - sent
-                samples.append(summarised(cell, kind, epoch, sent, [received(pipe) for pipe in pipes]))
+                samples.append(
+                    summarised(cell, kind, epoch, sent, [received(pipe, PATIENCE_SECONDS) for pipe in pipes])
+                )
             barrier.wait(PATIENCE_SECONDS)
         except BaseException:
             for process in processes:
@@ -203,18 +205,6 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
                 process.join(PATIENCE_SECONDS)
                 process.kill()
     return Started(cell, max(one[0] for one in starts), sum(one[1] for one in starts)), samples
-
-
-def received(pipe: Any) -> Any:
-    """What a rank sends next.
-
-    Raises:
-        EOFError: it has ended.
-        TimeoutError: nothing comes.
-    """
-    if not pipe.poll(PATIENCE_SECONDS):
-        raise TimeoutError(f"a rank has sent nothing for {PATIENCE_SECONDS} s")
-    return pipe.recv()
 
 
 def check_service(services: Sequence[int | None]) -> None:

@@ -154,7 +154,7 @@ def test_the_engine_is_chosen_by_what_is_in_memory(fd: int, tmp_path: Path, monk
 
 
 def test_direct_is_closed_by_who_drops_it_while_reads_are_under_way(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads that read would wait for themselves."""
+    """A thread of the engine that closed it would wait for itself."""
     gc.collect()  # engines of other tests
     closing, read_fully, shut_down = threading.Event(), posix.read_fully, direct.shut_down
     closed_by = []

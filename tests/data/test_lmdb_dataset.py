@@ -148,7 +148,7 @@ def test_reading_ahead_stays_within_its_memory(path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
 def test_reading_small_values_ahead_stays_within_its_memory(tmp_path: Path, engine: EngineName) -> None:
-    """Each takes the page, or the read, that has brought it."""
+    """Each value takes the memory of the page, or of the read, that has brought it."""
     count, most = 40_000, 1 << 20
     path = make(tmp_path / "db", [(b"%08d" % number, b"%0200d" % number) for number in range(count)])
     dataset = opened(path, engine=engine, read_ahead_nbytes=most)

@@ -329,7 +329,7 @@ def test_transfers_follow_the_order_that_was_announced() -> None:
 
 
 def test_a_thread_of_a_pool_may_shut_it_down() -> None:
-    """It waits for the others, and not for itself."""
+    """The call waits for the other threads of the pool, and not for the thread that makes it."""
     pool = threads.open_pool(2, "fastensor-test")
     other_may_end = threading.Event()
 

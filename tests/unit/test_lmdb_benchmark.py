@@ -6,6 +6,7 @@ import importlib
 import json
 import multiprocessing
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,3 +114,19 @@ def test_a_format_that_is_not_installed_is_told(
     monkeypatch.setattr(benchmark, "installed", lambda peer: False)
     start("--tiny", "--rounds", "1")
     assert "mosaicml-streaming is not measured: it is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [EOFError(), TimeoutError()])
+def test_only_another_library_may_fail(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(benchmark, "run", fail)
+    size, files = benchmark.SIZES["3 KB"], benchmark.Files(Path())
+    cell = benchmark.Cell("3 KB", "full", 1, "cold", "mosaicml-streaming")
+    assert benchmark.run_cell(cell, size, files, 1.0) == []
+    assert "mosaicml-streaming" in capsys.readouterr().err
+    with pytest.raises(type(error)):
+        benchmark.run_cell(replace(cell, way=benchmark.OURS), size, files, 1.0)

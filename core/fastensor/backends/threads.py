@@ -38,7 +38,7 @@ class Pool(ThreadPoolExecutor):
 
     @property
     def threads(self) -> frozenset[threading.Thread]:
-        """Those that have been started."""
+        """The threads of the pool that have been started."""
         return frozenset(self._threads)
 
 

@@ -39,7 +39,7 @@ class _Begun(NamedTuple):
     key: bytes
     """The positions as bytes, which are quick to compare."""
     nbytes: int
-    """What is brought for it."""
+    """Bytes that are brought for the batch."""
     fetch: Fetch
     begin: int
     end: int
