@@ -17,7 +17,7 @@ Contenders:
 - ``save_on_cpu``, ``streamed`` (on a GPU only): torch's own hooks, and copies on a stream of their own as in torchtune;
 - ``auto``, ``half``, ``all``: :class:`fastensor.offload.ActivationOffload` by its schedules: the default, one that may
   keep half of the bytes, and one that keeps none. *Predicted* is what the limit model says of the plan;
-- ``half, freed memory kept``, ``all, freed memory kept`` (on a CPU): the same, without ``return_freed_memory``;
+- ``all, freed memory kept`` (on a CPU): as ``all``, without ``return_freed_memory``;
 - ``oracle``: as ``half``, by the best plan that two seconds of simulated annealing find for the same measurements;
 - ``csr``: as ``all``, with the lossless codec. ``dram`` (on a GPU only): as ``all``, to host memory;
 - ``equal``: with as much memory as ``checkpointing`` has taken in the same round.
@@ -66,19 +66,18 @@ from fastensor.offload import ActivationOffload, OffloadConfig, planner, schedul
 T = TypeVar("T")
 NONE, DROPPED, CHECKPOINTING, SAVE_ON_CPU, STREAMED = "none", "dropped", "checkpointing", "save_on_cpu", "streamed"
 AUTO, HALF, ORACLE, ALL, CSR, DRAM, EQUAL = "auto", "half", "oracle", "all", "csr", "dram", "equal"
-HALF_KEPT, ALL_KEPT = f"{HALF}, freed memory kept", f"{ALL}, freed memory kept"
+ALL_KEPT = f"{ALL}, freed memory kept"
 OPTIONS: dict[str, dict[str, Any]] = {
     AUTO: {},
     HALF: {"schedule": 0.5},
     ORACLE: {"schedule": 0.5},
-    HALF_KEPT: {"schedule": 0.5, "return_freed_memory": False},
     ALL: {"schedule": "all"},
     ALL_KEPT: {"schedule": "all", "return_freed_memory": False},
     CSR: {"schedule": "all", "codecs": ("csr",)},
     DRAM: {"schedule": "all", "target": "dram"},
 }
 ON_BOTH = (NONE, DROPPED, PT, NPY, CHECKPOINTING, AUTO, HALF, ORACLE, ALL, CSR)
-ON_CPU = (*ON_BOTH, HALF_KEPT, ALL_KEPT)
+ON_CPU = (*ON_BOTH, ALL_KEPT)
 ON_GPU = (*ON_BOTH, SAVE_ON_CPU, STREAMED, DRAM)
 PARTS = ("steps", "largest", "beside")
 WARM_UP = 5

@@ -18,7 +18,7 @@ from torch import nn
 
 from fastensor.errors import OffloadError
 from fastensor.files.words import human_size
-from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
+from fastensor.offload import ActivationOffload, OffloadConfig, hooks, host_memory, planner, swapper
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.prefetch_schedule import PrefetchSchedule
@@ -129,6 +129,26 @@ def test_without_need_both_peaks_are_the_same(make: Any) -> None:
     for _ in range(2):
         train(Net(), offload)
     assert offload.statistics().peak_saved_bytes == offload.statistics().peak_memory_bytes == SAVED * EACH
+
+
+@pytest.mark.parametrize(
+    ("schedule", "available", "returns"),
+    [("all", 1 << 50, True), (2 * EACH, 1 << 50, False), (2 * EACH, 0, True), (0.3, 1 << 50, False), ("auto", 0, True)],
+)
+def test_freed_memory_is_returned_where_nothing_stays_or_memory_is_short(
+    make: Any, free: Any, monkeypatch: pytest.MonkeyPatch, schedule: Any, available: int, returns: bool
+) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(host_memory, "_malloc_trim", lambda: trimmed.append)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: available)
+    monkeypatch.setattr(swapper, "_MOST_IDLE_BYTES", 2 * EACH)
+    free(3 * EACH)  # of which the two budgets take two
+    offload, net = make(schedule=schedule, staging_bytes=EACH, prefetch_bytes=EACH), Net()
+    for _ in range(3):
+        train(net, offload, settle=True)
+    assert offload.statistics().offloaded
+    offload.close()  # all jobs have run
+    assert bool(trimmed) == returns
 
 
 @pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])

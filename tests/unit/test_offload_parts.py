@@ -258,6 +258,29 @@ def test_freed_memory_returns_to_the_system_wherever_it_lies(tmp_path: Path) -> 
     assert min(less_free, less_resident) > 100_000_000  # what is said to be free may be memory of other allocators
 
 
+KEPT_MEMORY = """
+import sys
+import torch
+from fastensor.offload import host_memory
+
+tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(2000)]
+last = tensors[-1]
+del tensors
+host_memory.available_memory = lambda: int(sys.argv[1]) * host_memory.free_heap_bytes() // 100
+resident = host_memory.resident_bytes()
+host_memory.return_freed_memory(only_if_short=True)
+print(resident - host_memory.resident_bytes())
+"""
+
+
+@pytest.mark.parametrize("percent", [0, 100, 390, 410])
+def test_freed_memory_is_kept_while_it_is_a_fifth_of_what_is_free(tmp_path: Path, percent: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(KEPT_MEMORY)
+    returned = int(run(program, percent).stdout)
+    assert returned > 100_000_000 if percent < 400 else abs(returned) < 1_000_000
+
+
 # --- rates of transfers
 
 MB = 10**6

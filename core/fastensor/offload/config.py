@@ -92,11 +92,14 @@ class OffloadConfig:
     """Compare the CRC32 of the bytes that are read with that of the bytes that were written."""
     return_freed_memory: bool = True
     """For tensors in host memory: have the C library return freed memory to the system (``malloc_trim``, glibc) each
-    time that 128 MiB of tensors have gone or come back. Otherwise gaps in its heap keep much of the memory. Memory that
-    is new costs time, less of it if torch uses huge pages for large tensors: set ``THP_MEM_ALLOC_ENABLE=1`` in the
-    environment before the process begins. In a process whose address space is limited (``ulimit -d``, ``ulimit -v``)
-    when the first tensor goes, the C library maps each large tensor by itself from then on (``mallopt``): such limits
-    count the gaps."""
+    time that 128 MiB of tensors have gone or come back. Otherwise gaps in its heap keep much of the memory. Where a
+    part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again: then it is
+    returned when more than a fifth of the memory that is free lies in the heap.
+
+    Memory that is new costs time, less of it if torch uses huge pages for large tensors: set
+    ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins. In a process whose address space is limited
+    (``ulimit -d``, ``ulimit -v``) when the first tensor goes, the C library maps each large tensor by itself from then
+    on (``mallopt``): such limits count the gaps."""
     when_full: WhenFull = "keep"
     """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
     warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""

@@ -20,10 +20,14 @@ from functools import cache
 import numpy as np
 import torch
 
+from fastensor.files.budgets import available_memory
+from fastensor.files.launchers import local_processes
 from fastensor.offload.copying import PAGE_NBYTES
 
 _HUGE_PAGES_FROM = 4 << 20
 _MAPPED_FROM = 1 << 20
+_MOST_KEPT = 0.2
+"""The share of free memory that may stay in the C library's heap."""
 _M_MMAP_THRESHOLD = -3
 _FAULTED_PAGES = 1024
 """Pages whose first touch is timed."""
@@ -32,9 +36,17 @@ _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 _logger = logging.getLogger("fastensor")
 
 
-def return_freed_memory() -> None:
+def return_freed_memory(*, only_if_short: bool = False) -> None:
     """Return memory that was freed to the system, wherever it lies in the C library's heap (``malloc_trim``). Does
-    nothing with a C library that cannot."""
+    nothing with a C library that cannot.
+
+    Args:
+        only_if_short: do nothing as long as the heap keeps at most a fifth of the memory that is free. The planner has
+            at most the other four fifths taken (:class:`~fastensor.offload.planner.Planner`), so that tensors find room
+            even if no hole in the heap is as large as they are.
+    """
+    if only_if_short and (kept := free_heap_bytes()) <= _MOST_KEPT * (available_memory() // local_processes() + kept):
+        return
     if (trim := _malloc_trim()) is not None:
         trim(0)
 

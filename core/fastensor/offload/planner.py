@@ -32,6 +32,7 @@ from fastensor.offload.scheduler import (
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
+"""What saved tensors may take. The C library's heap may keep the rest (``return_freed_memory``)."""
 _UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""

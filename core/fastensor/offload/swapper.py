@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Set
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,14 +243,16 @@ class Swapper:
     # Below: with the lock held. Out. ----------------------------------------------------------------------------------
 
     def _return_freed_memory(self, saved: SavedBytes) -> None:
-        """Note that a range goes or comes back. Have a writer thread return freed memory, if that is due."""
+        """Note that a range goes or comes back. Have a writer thread return freed memory, if that is due. Where a part
+        of the saved tensors stays, the next step takes the same memory again: it is returned if memory is short."""
         if saved.device.type != "cpu" or not self._config.return_freed_memory or not self._jobs.have_threads:
             return
         self._freed_nbytes += saved.nbytes
         if self._freed_nbytes >= _MOST_IDLE_BYTES:
             self._freed_nbytes = 0
             with suppress(NoThreadsError):  # at exit
-                self._jobs.submit("write", return_freed_memory)
+                keeps = self._config.schedule != "all"
+                self._jobs.submit("write", partial(return_freed_memory, only_if_short=keeps))
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:
         """Let a range stay, or have it written. Returns a job to wait for if there is no room yet."""
