@@ -13,7 +13,7 @@ from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import check_flags
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
-from fastensor.offload.config import OffloadOptions, config_of, with_default_folder
+from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
 from fastensor_lightning.frameworks import load_classes, of_rank, say
 from fastensor_lightning.methods import replace_method
 
@@ -111,7 +111,7 @@ class SSDActivationOffload(Callback):
         config = with_default_folder(self.config, trainer.default_root_dir)
         self.estimate = None
         if self._is_dry_run:
-            config = dataclasses.replace(config, schedule="all", trace=None)
+            config = dry_run_config(config)
         self._offload = offload = ActivationOffload(config)
         offload.attach(pl_module)
         self.statistics = offload.statistics()

@@ -3,7 +3,6 @@ needed."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from fastensor.errors import OffloadError
-from fastensor.offload.config import OffloadConfig, Schedule, checked_config
+from fastensor.offload.config import OffloadConfig, checked_config, dry_run_config
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.hooks import StepHooks, untraced
 from fastensor.offload.modules import AttachedModel
@@ -146,10 +145,7 @@ class ActivationOffload:
             OffloadError: ``train`` has saved nothing that could be offloaded, has run no backward pass, or is in a
                 :meth:`step` of its own.
         """
-        # Nothing stays, but freed memory is kept as it will be (OffloadConfig.return_freed_memory).
-        schedule: Schedule = "all" if self.config.schedule == "all" else 0
-        config = dataclasses.replace(self.config, schedule=schedule, trace=None)
-        with ActivationOffload(config) as measuring:
+        with ActivationOffload(dry_run_config(self.config)) as measuring:
             measuring._engine.model = self._engine.model
             try:
                 for _ in range(passes):

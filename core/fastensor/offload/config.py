@@ -275,3 +275,13 @@ def with_default_folder(config: OffloadConfig, folder: str | os.PathLike[str] | 
         return config
     os.makedirs(folder, exist_ok=True)
     return dataclasses.replace(config, directories=(os.path.abspath(folder),))
+
+
+def dry_run_config(config: OffloadConfig) -> OffloadConfig:
+    """The configuration with which a dry run measures: nothing stays, there is no trace, and freed memory is kept as it
+    will be in training (:attr:`OffloadConfig.return_freed_memory`).
+
+    >>> dry_run_config(OffloadConfig(schedule=0.5)).schedule, dry_run_config(OffloadConfig(schedule="all")).schedule
+    (0, 'all')
+    """
+    return dataclasses.replace(config, schedule="all" if config.schedule == "all" else 0, trace=None)
