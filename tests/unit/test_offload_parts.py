@@ -266,7 +266,7 @@ from fastensor.offload import host_memory
 tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(2000)]
 last = tensors[-1]
 del tensors
-host_memory.available_memory = lambda: int(sys.argv[1]) * host_memory.free_heap_bytes() // 100
+host_memory.available_memory = lambda: int(sys.argv[1]) * host_memory._heap().fordblks // 100
 resident = host_memory.resident_bytes()
 host_memory.return_freed_memory(only_if_short=True)
 print(resident - host_memory.resident_bytes())
