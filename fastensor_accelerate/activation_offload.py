@@ -196,9 +196,9 @@ class _ForwardSteps:
                 self._here.step = step.pop_all()
 
     def leave(self, *arguments: Any) -> None:
-        """End the step of this thread, if there is one. Also called after exceptions."""
-        step = self._here.__dict__.pop("step", None)
-        if step is not None:
+        """End the step of this thread, if there is one. Also called after exceptions. Without gradients there was no
+        step to begin, and this may be a call that the model makes of itself."""
+        if torch.is_grad_enabled() and (step := self._here.__dict__.pop("step", None)) is not None:
             step.close()
 
 

@@ -200,6 +200,26 @@ def test_forward_passes_without_gradients_are_left_alone(way: Way) -> None:
 
 
 @ways
+def test_a_model_that_calls_itself_without_gradients_stays_in_its_step(way: Way) -> None:
+    class Conditioned(Model):
+        """As in self-conditioning: the first guess is a part of the input."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    x = x + self(x)
+            return super().forward(x)
+
+    expected = gradients(Conditioned())
+    model = Conditioned()
+    offload = way(model)
+    assert same(gradients(model), expected)
+    assert count(offload) > 6
+    with nothing_is_saved_in_steps(offload):
+        pass
+
+
+@ways
 def test_a_step_around_covers_the_loss_and_the_model_once(way: Way) -> None:
     model = Model()
     offload = way(model)

@@ -129,6 +129,34 @@ def test_what_cannot_be_read_raises(make: Any, ahead: int) -> None:
     assert equal(gradients(TRANSFORMER, offload), gradients(TRANSFORMER, None))
 
 
+def test_memory_that_is_short_while_ranges_are_read_ahead(
+    make: Any, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read when they are needed. Memory that is short then is an error."""
+    read, failed, is_short = swapper.Swapper._read_in, [0], [False]
+
+    def read_in(self: swapper.Swapper, reading: Any, *, urgent: bool) -> Any:
+        if urgent and not is_short[0]:
+            return read(self, reading, urgent=urgent)
+        failed[0] += 1
+        with monkeypatch.context() as patched:
+            patched.setattr(self._jobs, "_read_slot", no_memory)
+            return read(self, reading, urgent=urgent)
+
+    def no_memory(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(swapper.Swapper, "_read_in", read_in)
+    monkeypatch.setattr(jobs, "THREADS", 1)
+    offload = make()
+    assert equal(gradients(TRANSFORMER, offload), expected)
+    assert failed[0] > 1
+    is_short[0] = True
+    with pytest.raises(OffloadError, match="cannot be read"):
+        gradients(TRANSFORMER, offload)
+    offload.settle()
+
+
 @pytest.mark.parametrize("ahead", [0, 64 << 20])
 def test_a_flipped_bit_is_found(make: Any, ahead: int) -> None:
     offload = make(prefetch_bytes=ahead)

@@ -181,6 +181,19 @@ def test_passes_of_one_step_are_learned_from(make: Any) -> None:
     assert found.kept["externally referenced"] >= 2 * passes.x.nbytes
 
 
+@pytest.mark.parametrize("schedule", ["all", 0.5])
+def test_passes_of_one_step_are_whole(make: Any, schedule: Any) -> None:
+    """However many ranges they save together: ranges of passes that are over are forgotten between passes."""
+    net = nn.Sequential(*[layer for _ in range(hooks._LEAST_TO_TIDY // 3) for layer in (nn.Linear(16, 16), nn.Tanh())])
+    offload: ActivationOffload = make(schedule=schedule)
+    with offload.step():
+        for _ in range(12):
+            net(torch.randn(16, 16)).square().mean().backward()
+    offload._engine.planner.plan_ended()
+    (form,) = offload._engine.planner._forms.values()
+    assert form.passes == 12
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_many_passes_are_the_same(make: Any, kind: str) -> None:
     def run(offload: ActivationOffload | None) -> list[torch.Tensor]:
@@ -196,6 +209,24 @@ def test_gradients_of_many_passes_are_the_same(make: Any, kind: str) -> None:
     found, expected = run(make(staging_bytes=1, prefetch_bytes=3000)), run(None)
     assert len(found) == len(expected) == (0 if kind == "nothing" else len(expected))
     assert all(map(torch.equal, found, expected))
+
+
+def test_what_the_backward_pass_has_got_itself_is_no_other_reference(tmp_path: Any, held_writes: Any) -> None:
+    """A tensor is needed by one node while it is written, and will be by another when that is done."""
+    swapper = Swapper(OffloadConfig(schedule="all", directories=(str(tmp_path),), backend="direct"), Counters())
+    storage = torch.ones(40_000, dtype=torch.uint8).untyped_storage()
+    saved = SavedBytes(40_000, 0, storage.device, StorageWeakRef(storage), storage, unread=2)  # type: ignore[no-untyped-call]
+    swapper.admit(saved)
+    del storage
+    held_writes.begun.wait(60)
+    got, _ = swapper.bring(saved)
+    held_writes.go.set()
+    swapper.settle()
+    assert saved.is_away
+    again, _ = swapper.bring(saved)
+    assert again.data_ptr() == got.data_ptr()
+    assert not swapper.externally_referenced
+    swapper.close()
 
 
 def test_what_was_read_ahead_for_nothing_makes_room(tmp_path: Any) -> None:

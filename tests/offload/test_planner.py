@@ -147,8 +147,11 @@ def test_freed_memory_is_returned_where_nothing_stays_or_memory_is_short(
     for _ in range(3):
         train(net, offload, settle=True)
     assert offload.statistics().offloaded
-    offload.close()  # all jobs have run
+    offload._engine.swapper()._jobs.shut_down()  # all jobs have run
     assert bool(trimmed) == returns
+    trimmed.clear()
+    offload.close()
+    assert len(trimmed) == 1
 
 
 @pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])
@@ -288,6 +291,52 @@ def test_less_memory_than_before(make: Any, free: Any) -> None:
         train(net, offload)
         kept.append(offload.plan().kept_bytes // EACH if offload.plan() else None)
     assert kept == [None, SAVED, 3, 3, 3, SAVED, SAVED, SAVED]
+
+
+class Shallow(Net):
+    """Passes end after the first layers if that is wanted."""
+
+    depth = LAYERS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: self.depth]:  # type: ignore[union-attr]  # a ModuleList
+            x = layer(x).sigmoid()
+        return x
+
+
+def test_passes_that_begin_alike_keep_no_more_than_their_shares(make: Any, free: Any) -> None:
+    free(1 << 40)
+    offload, net = make(schedule=0.5), Shallow()
+    kept: dict[int, list[int]] = {3: [], LAYERS: []}
+    for number in range(12):
+        net.depth = 3 if number % 2 else LAYERS
+        before = offload.statistics().kept.get("fits", 0)
+        train(net, offload, settle=True)
+        kept[net.depth].append((offload.statistics().kept.get("fits", 0) - before) // EACH)
+    for depth, found in kept.items():
+        assert max(found[1:]) <= (depth + 1) // 2
+    assert max(kept[LAYERS][1:]) > 0
+
+
+def test_what_has_no_bytes_of_its_own_is_not_planned() -> None:
+    record = PassRecord()
+    for mark in (1, 2):
+        record.form = mark
+        record.tensors.append(
+            SavedTensor(mark, 100, torch.device("cpu"), torch.uint8, torch.Size([100]), "", mark, needed_at=9 - mark)
+        )
+        record.tensors.append(record.nothing(mark + 0.5))
+    found = planner.Planner(OffloadConfig(schedule=100), lambda: None, lambda: 0).planned(record)
+    assert sorted(leaves for _, (leaves, _) in found.by_mark()) == [False, True]
+    assert dict(found.by_mark()).keys() == {1, 2}
+    assert len(planner.Planner(OffloadConfig(schedule="all"), lambda: None, lambda: 0).planned(record).plan.out) == 2
+
+
+def test_what_stays_in_host_memory_for_the_disk_takes_room_there(make: Any, free: Any) -> None:
+    free(100 * EACH)
+    options = {"schedule": "auto", "staging_bytes": EACH, "prefetch_bytes": EACH}
+    limits = [make(**options, dram_bytes=n)._engine.planner._limit(torch.device("cpu")) for n in (None, 5 * EACH)]
+    assert limits[0] - limits[1] == 5 * EACH
 
 
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 30 + 20 - 5), (0.4, 40 - 5)])

@@ -92,14 +92,14 @@ class OffloadConfig:
     """Compare the CRC32 of the bytes that are read with that of the bytes that were written."""
     return_freed_memory: bool = True
     """For tensors in host memory: have the C library return freed memory to the system (``malloc_trim``, glibc) each
-    time that 128 MiB of tensors have gone or come back. Otherwise gaps in its heap keep much of the memory. Where a
-    part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again: then it is
-    returned when more than a fifth of the memory that is free lies in the heap.
+    time that 128 MiB of tensors have gone or come back, and at the end. Otherwise holes in its heap keep much of the
+    memory. Where a part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again:
+    then it is returned as soon as the holes are more than a fifth of the memory that is free, and at the end.
 
     Memory that is new costs time, less of it if torch uses huge pages for large tensors: set
     ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins. In a process whose address space is limited
     (``ulimit -d``, ``ulimit -v``) when the first tensor goes, the C library maps each large tensor by itself from then
-    on (``mallopt``): such limits count the gaps."""
+    on (``mallopt``): such limits count the holes."""
     when_full: WhenFull = "keep"
     """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
     warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""
@@ -141,6 +141,11 @@ class OffloadConfig:
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"
                 f"{did_you_mean(str(self.backend), registry.names_with_slots())}"
             )
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether saved tensors may stay in memory, as the planner says."""
+        return self.schedule != "all"
 
     def _read_sizes(self) -> None:
         """Replace texts by the numbers that they say.
@@ -284,4 +289,4 @@ def dry_run_config(config: OffloadConfig) -> OffloadConfig:
     >>> dry_run_config(OffloadConfig(schedule=0.5)).schedule, dry_run_config(OffloadConfig(schedule="all")).schedule
     (0, 'all')
     """
-    return dataclasses.replace(config, schedule="all" if config.schedule == "all" else 0, trace=None)
+    return dataclasses.replace(config, schedule=0 if config.keeps_some else "all", trace=None)

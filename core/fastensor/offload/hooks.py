@@ -202,6 +202,7 @@ class StepHooks:
     def _begin_pass(self) -> None:
         """Begin another forward pass."""
         self.end_unexamined()
+        self._forget()
         self._is_over = self._is_rest = False
         self._begin_record()
         if self._engine.trace is None:
@@ -368,17 +369,22 @@ class StepHooks:
 
     def _remember(self, key: tuple[int, int], one: _KnownRange) -> None:
         """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
-        graph holds; and the forward pass as well if most of its ranges are gone."""
+        graph holds; and the forward pass as well if most ranges that are known since it began are gone."""
         self._known.setdefault(key, []).append(one)
         self._count += 1
         if self._count < self._tidy_at:
             return
-        alive = {key: [one for one in known if one.handle() is not None] for key, known in self._known.items()}
-        self._known = {key: known for key, known in alive.items() if known}
-        before, self._count = self._count, sum(map(len, alive.values()))
-        self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
+        before = self._count
+        self._forget()
         if self._count < before / 2:
             self._begin_record()
+
+    def _forget(self) -> None:
+        """Forget ranges that no graph holds."""
+        alive = {key: [one for one in known if one.handle() is not None] for key, known in self._known.items()}
+        self._known = {key: known for key, known in alive.items() if known}
+        self._count = sum(map(len, alive.values()))
+        self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
 
 
 def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float, ratio: float) -> SavedTensor:

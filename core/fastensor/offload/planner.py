@@ -158,7 +158,8 @@ class PlannedForm:
     def by_mark(self) -> Iterator[tuple[int, tuple[bool, float]]]:
         """The mark of each tensor, and whether it leaves memory, and its ratio."""
         for index, one in enumerate(self.record.tensors):
-            yield one.mark, (index in self.plan.out, one.ratio)
+            if one.nbytes:
+                yield one.mark, (index in self.plan.out, one.ratio)
 
     def kept_nbytes(self) -> Counter[torch.device]:
         """The bytes that stay in the memory of each device."""
@@ -207,7 +208,7 @@ class Planner:
     @property
     def keeps(self) -> bool:
         """Whether tensors may stay at all."""
-        return self._config.schedule != "all"
+        return self._config.keeps_some
 
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
@@ -319,6 +320,8 @@ class Planner:
             return self._config.schedule
         if device not in self._limits:
             reserve = self._config.staging_bytes + self._config.prefetch_bytes + self._unallocated()
+            if device == _HOST:
+                reserve += self._config.dram_bytes or 0
             free = _SHARE_OF_FREE_MEMORY * _free_memory(device) - reserve + self._resident[device]
             self._limits[device] = max(int(free), 0)
         return self._limits[device]
@@ -328,12 +331,21 @@ class Planner:
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
-            known = self._new_plan(record, profile, passes)
-            self._planned.update(known.by_mark())
-        self._forms[record.form] = dataclasses.replace(known, passes=passes)
-        if len(self._forms) > _MOST_FORMS:
-            self._forms.popitem(last=False)
-            self._planned = {mark: planned for form in self._forms.values() for mark, planned in form.by_mark()}
+            self._forms[record.form] = self._new_plan(record, profile, passes)
+            if len(self._forms) > _MOST_FORMS:
+                self._forms.popitem(last=False)
+            self._planned = self._merged()
+        else:
+            self._forms[record.form] = dataclasses.replace(known, passes=passes)
+
+    def _merged(self) -> dict[int, tuple[bool, float]]:
+        """What the plans say together. Where passes of several forms begin alike, a tensor leaves if it leaves in one
+        of them: nobody knows yet which one it will be, and none may keep more than its limit."""
+        merged: dict[int, tuple[bool, float]] = {}
+        for form in self._forms.values():
+            for mark, (leaves, ratio) in form.by_mark():
+                merged[mark] = leaves or merged.get(mark, _UNPLANNED)[0], ratio
+        return merged
 
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
         limits = self._limits_of(record)

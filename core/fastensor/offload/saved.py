@@ -84,6 +84,8 @@ class SavedBytes:
     """Saved tensors on this range that the backward pass has not asked for."""
     prefetched: bool = False
     """Whether ``loaded`` was read ahead, and has not been asked for since."""
+    lent: bool = False
+    """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False
     """Whether no graph needs the bytes any more."""
     failure: OffloadError | None = None

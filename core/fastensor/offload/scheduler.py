@@ -224,7 +224,7 @@ def linear(profile: StepProfile, limit: int, least_bytes: float = 0) -> frozense
     for index, tensor in enumerate(profile.tensors):
         if rest <= limit:
             break
-        if tensor.nbytes >= least_bytes:
+        if tensor.nbytes >= max(least_bytes, 1):
             taken.append(index)
             rest -= tensor.nbytes
     return frozenset(taken)
@@ -310,7 +310,7 @@ def _candidates(profile: StepProfile, limit: int, rates: TransferRates) -> Itera
     yield from starts[1:]
     for start in starts:
         yield compressible(profile, start, rates)
-    yield frozenset(range(len(profile.tensors)))
+    yield frozenset(index for index, tensor in enumerate(profile.tensors) if tensor.nbytes)
 
 
 def _exchanges(profile: StepProfile, out: Set[int]) -> Iterator[frozenset[int]]:

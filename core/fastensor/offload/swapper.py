@@ -43,6 +43,7 @@ _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
 """Bytes of tensors that go or come back before freed memory is returned to the system."""
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("fastensor")
 
 
@@ -212,6 +213,8 @@ class Swapper:
             self._let_go_released()
             self._host.clear()
             self._tiers.close()
+        if self._config.return_freed_memory:
+            return_freed_memory()
 
     def forget(self) -> None:
         """In a forked child: threads, pinned memory and files are the parent's."""
@@ -251,7 +254,7 @@ class Swapper:
         if self._freed_nbytes >= _MOST_IDLE_BYTES:
             self._freed_nbytes = 0
             with suppress(NoThreadsError):  # at exit
-                keeps = self._config.schedule != "all"
+                keeps = self._config.keeps_some
                 self._jobs.submit("write", partial(return_freed_memory, only_if_short=keeps))
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:
@@ -369,6 +372,7 @@ class Swapper:
         if saved.source is not None:
             self._take_back(saved)
             copying.check_bounds(saved.source, saved.origin + saved.nbytes)
+            saved.lent = True
             return saved.source, 0
         if saved.loaded is not None:
             saved.prefetched = False
@@ -389,11 +393,12 @@ class Swapper:
             self._counters.counts["taken_back_bytes"] += saved.nbytes
 
     def _original(self, saved: SavedBytes) -> torch.UntypedStorage | None:
-        """The storage that was saved, if others have kept it."""
+        """The storage that was saved, if it is still there: others have kept it, or what :meth:`bring` has returned."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(saved.original.cdata)
         if storage is None or storage.nbytes() < saved.origin + saved.nbytes:  # or resized
             return None
-        self.externally_referenced.add(saved.mark)
+        if not saved.lent:
+            self.externally_referenced.add(saved.mark)
         return storage
 
     def _prefetch(self, needed: SavedBytes, upcoming: Iterable[SavedBytes]) -> None:
@@ -415,7 +420,7 @@ class Swapper:
                 return
             try:
                 self._begin_read(saved, urgent=False)
-            except (MemoryError, torch.OutOfMemoryError, OSError, NoThreadsError):  # read when needed, if possible
+            except (*_NO_MEMORY, OSError, NoThreadsError):  # read when needed, if possible
                 return
 
     def _make_room(self, nbytes: int, sooner: Set[SavedBytes] = frozenset()) -> bool:
@@ -444,14 +449,14 @@ class Swapper:
                     self._cancel_read(other)
             self._make_room(saved.nbytes)
         reading = Reading.of(saved, self._host)
-        saved.read = read = self._jobs.submit_read(self._read_in, reading)
+        saved.read = read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
         self._loaded.add(saved, saved.nbytes, beyond=urgent)
         self._note_place(saved)
         saved.prefetched = not urgent
         self._note_peaks()
         return read
 
-    def _read_in(self, reading: Reading) -> torch.UntypedStorage | None:
+    def _read_in(self, reading: Reading, *, urgent: bool) -> torch.UntypedStorage | None:
         """In a reader thread: read a range, without the lock. Then note what came of it, with the lock held. None if
         that was not possible, or is not wanted any more."""
         started = time.perf_counter()
@@ -466,8 +471,9 @@ class Swapper:
                 saved.loaded = reading.target
             else:
                 self._evict(saved)
-            if failure is not None and not isinstance(failure, StoppedError):
-                saved.failure = failure
+            is_short = failure is not None and isinstance(failure.__cause__, _NO_MEMORY)
+            if failure is not None and not isinstance(failure, StoppedError) and (urgent or not is_short):
+                saved.failure = failure  # or else it is read when needed, if possible
             self._tidy(saved)
             self._trace_bytes()
         return reading.target if failure is None else None
