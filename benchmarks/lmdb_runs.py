@@ -11,8 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,29 +173,6 @@ def fill_page_cache(paths: Sequence[Path]) -> None:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-
-
-@contextmanager
-def memory_limit(nbytes: int) -> Iterator[Path | None]:
-    """A cgroup whose processes may bring so many bytes into memory, page cache included; None if none can be made."""
-    folder = Path("/sys/fs/cgroup/memory")
-    limit = "memory.limit_in_bytes"
-    if not (folder / limit).exists():
-        folder, limit = Path("/sys/fs/cgroup"), "memory.max"
-    group = folder / f"fastensor-benchmark-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(nbytes))
-    except OSError as error:
-        say(f"no cgroup can be made here, so no file is larger than memory: {error}")
-        with_group = None
-    else:
-        with_group = group
-    try:
-        yield with_group
-    finally:
-        if group.exists():
-            group.rmdir()
 
 
 def run_fio(name: str, size: Size, files: Files, seconds: float) -> list[Sample]:

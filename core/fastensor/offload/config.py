@@ -92,7 +92,7 @@ class OffloadConfig:
     """Compare the CRC32 of the bytes that are read with that of the bytes that were written."""
     return_freed_memory: bool = True
     """For tensors in host memory: have the C library return freed memory to the system (``malloc_trim``, glibc) each
-    time that 128 MiB of tensors have gone or come back, and at the end. Otherwise holes in its heap keep much of the
+    time that 128 MiB of tensors were saved or came back, and at the end. Otherwise holes in its heap keep much of the
     memory. Where a part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again:
     then it is returned as soon as the holes are more than a fifth of the memory that is free, and at the end.
 

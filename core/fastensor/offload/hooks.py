@@ -224,7 +224,9 @@ class StepHooks:
         if isinstance(packed, ResidentTensor):
             packed.forward.note_needed(packed.position, clock)
             packed.kept.check_version()
-            return packed.kept.tensor
+            tensor = packed.kept.tensor
+            packed.forward.swapper.pass_memory(tensor.nbytes, tensor.device)
+            return tensor
         packed.forward.note_needed(packed.position, clock, packed.handle.saved)
         packed.handle.swapper.check_process()
         packed.check_version()
@@ -293,6 +295,7 @@ class StepHooks:
             forward.note_nothing(self._clock)
             forward.add(None)
             return KeptTensor.of(tensor)
+        swapper.pass_memory(len(span), tensor.device)
         position = forward.next_position
         forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
         if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:

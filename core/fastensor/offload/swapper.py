@@ -42,7 +42,7 @@ from fastensor.offload.trace import Trace
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
-"""Bytes of tensors that go or come back before freed memory is returned to the system."""
+"""Bytes of tensors that are saved or come back before freed memory is returned to the system."""
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("fastensor")
 
@@ -81,8 +81,8 @@ class Swapper:
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
         """By mark, how many times smaller codecs have made a saved tensor last."""
-        self._freed_nbytes = 0
-        """Bytes that have gone or come back since freed memory was last returned: as many may lie idle."""
+        self._passed_nbytes = 0
+        """Bytes that were saved or came back since freed memory was last returned: as many may lie idle."""
         self.externally_referenced: set[int] = set()
         """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
@@ -95,8 +95,6 @@ class Swapper:
             OffloadError: see :meth:`raise_failure`.
         """
         self.raise_failure()
-        with self._lock:
-            self._return_freed_memory(saved)
         while True:
             with self._lock:
                 self._let_go_released()
@@ -136,8 +134,8 @@ class Swapper:
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
         """
+        self.pass_memory(saved.nbytes, saved.device)
         with self._lock:
-            self._return_freed_memory(saved)
             self._let_go_released()
             if saved.unread:
                 saved.unread -= 1
@@ -181,6 +179,24 @@ class Swapper:
         """Raise OffloadError in a forked child, which has no locks and threads of the parent."""
         if os.getpid() != self._process:
             raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
+
+    def pass_memory(self, nbytes: int, device: torch.device) -> None:
+        """Note that a tensor is saved, whether it stays or leaves, or comes back. Now and then, have a writer thread
+        return freed memory. Where a part of the saved tensors stays, the next step takes the same memory again: it is
+        returned if memory is short."""
+        if device.type != "cpu" or not self._config.return_freed_memory:
+            return
+        with self._lock:
+            self._passed_nbytes += nbytes
+            if self._passed_nbytes < _MOST_IDLE_BYTES:
+                return
+            self._passed_nbytes = 0
+            trim = partial(return_freed_memory, only_if_short=self._config.keeps_some)
+            if self._jobs.have_threads:
+                with suppress(NoThreadsError):  # at exit
+                    self._jobs.submit("write", trim)
+                return
+        trim()
 
     # Ends. ------------------------------------------------------------------------------------------------------------
 
@@ -244,18 +260,6 @@ class Swapper:
             )
 
     # Below: with the lock held. Out. ----------------------------------------------------------------------------------
-
-    def _return_freed_memory(self, saved: SavedBytes) -> None:
-        """Note that a range goes or comes back. Have a writer thread return freed memory, if that is due. Where a part
-        of the saved tensors stays, the next step takes the same memory again: it is returned if memory is short."""
-        if saved.device.type != "cpu" or not self._config.return_freed_memory or not self._jobs.have_threads:
-            return
-        self._freed_nbytes += saved.nbytes
-        if self._freed_nbytes >= _MOST_IDLE_BYTES:
-            self._freed_nbytes = 0
-            with suppress(NoThreadsError):  # at exit
-                keeps = self._config.keeps_some
-                self._jobs.submit("write", partial(return_freed_memory, only_if_short=keeps))
 
     def _place(self, saved: SavedBytes) -> Future[None] | None:
         """Let a range stay, or have it written. Returns a job to wait for if there is no room yet."""
