@@ -62,10 +62,9 @@ from lmdb_contenders import (
 from lmdb_report import judge, table
 from lmdb_runs import Sample, Whole, run, run_fio, run_whole, say
 from lmdb_scenarios import ORDERS, SIZES, STATES, TINY, Cell, Order, Size, State
-from measuring import describe_machine
+from measuring import describe_machine, memory_limit
 
 import fastensor.data
-from fastensor.testing.cgroups import memory_limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,3 +94,28 @@ def received(pipe: Any, seconds: float) -> Any:
     if not pipe.poll(seconds):
         raise TimeoutError(f"a process has sent nothing for {seconds:g} s")
     return pipe.recv()
+
+
+@contextmanager
+def memory_limit(nbytes: int) -> Iterator[Path | None]:
+    """A cgroup whose processes may bring so many bytes into memory from then on, page cache included: the kernel kills
+    them if they want more. A process joins by writing its number to the file ``cgroup.procs``. None if no cgroup can be
+    made here, which takes root, and a container that allows it. All processes have to be gone when the block ends.
+    """
+    folder, limit, swap = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
+    most_swap = nbytes  # with memory
+    if not (folder / limit).exists():  # version 2
+        folder, limit, swap, most_swap = Path("/sys/fs/cgroup"), "memory.max", "memory.swap.max", 0
+    group, is_made = folder / f"fastensor-{os.getpid()}", True
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(nbytes))
+        if (group / swap).exists():
+            (group / swap).write_text(str(most_swap))
+    except OSError:
+        is_made = False
+    try:
+        yield group if is_made else None
+    finally:
+        if group.exists():
+            group.rmdir()

@@ -41,7 +41,7 @@ def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationO
     Forward passes under ``no_grad`` are left alone. Copies of the model, pickled ones as well, are not attached.
 
     End it by :func:`detach`: a model whose offload was closed otherwise raises. After Ctrl-C in a forward pass, what
-    the thread saves is offloaded until the model's next forward pass, or :func:`detach`.
+    the thread saves is offloaded until the model's next forward pass with gradients, or :func:`detach`.
 
     Args:
         model: the model, prepared or not, compiled or not.
@@ -83,7 +83,7 @@ def detach(model: nn.Module) -> None:
     if (attached := _attached_to(model)) is not None:
         for handle in attached.handles:
             handle.remove()
-        attached.leave()
+        attached.end()
         attached.offload.close()
 
 
@@ -196,9 +196,15 @@ class _ForwardSteps:
                 self._here.step = step.pop_all()
 
     def leave(self, *arguments: Any) -> None:
-        """End the step of this thread, if there is one. Also called after exceptions. Without gradients there was no
-        step to begin, and this may be a call that the model makes of itself."""
-        if torch.is_grad_enabled() and (step := self._here.__dict__.pop("step", None)) is not None:
+        """End the step of this thread, if there is one. Also called after exceptions. Without gradients nothing has
+        begun, and this may be a call that the model makes of itself."""
+        if torch.is_grad_enabled():
+            self.end()
+
+    def end(self) -> None:
+        """End the step of this thread, if there is one."""
+        step = self._here.__dict__.pop("step", None)
+        if step is not None:
             step.close()
 
 

@@ -179,6 +179,20 @@ def test_a_fork_while_other_threads_hold_the_locks(make: Any) -> None:
     assert equal(training.gradients(graphs.pop()), training.expected)
 
 
+def test_a_fork_while_other_threads_hold_the_locks_of_what_stays(make: Any) -> None:
+    training, offload = Training(), make(schedule=1 << 30)
+
+    def go_on() -> None:
+        assert equal(training.gradients(graphs.pop()), training.expected)
+
+    with offload.step():
+        graphs = [training.loss()]
+    with locked(offload):
+        ended = in_child(go_on)
+        assert ended() == 0
+    assert equal(training.gradients(graphs.pop()), training.expected)
+
+
 PROGRAM = """
 import os, sys, torch
 from fastensor.offload import ActivationOffload, OffloadConfig

@@ -94,7 +94,8 @@ class OffloadConfig:
     """For tensors in host memory: have the C library return freed memory to the system (``malloc_trim``, glibc) each
     time that 128 MiB of tensors were saved or came back, and at the end. Otherwise holes in its heap keep much of the
     memory. Where a part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again:
-    then it is returned as soon as the holes are more than a fifth of the memory that is free, and at the end.
+    then it is returned when memory gets short (less is free than ``staging_bytes``, ``prefetch_bytes`` and 128 MiB
+    together, or than a quarter of the holes), and at the end.
 
     Memory that is new costs time, less of it if torch uses huge pages for large tensors: set
     ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins. In a process whose address space is limited

@@ -228,6 +228,11 @@ class OffloadEngine:
             for name, nbytes in (("peak_saved_bytes", saved), ("peak_memory_bytes", in_memory)):
                 self._counts[name] = max(self._counts[name], resident + nbytes)
 
+    def note_use(self, nbytes: int, device: torch.device) -> None:
+        """See :meth:`fastensor.offload.swapper.Swapper.note_use`."""
+        if (swapper := self._swapper) is not None:
+            swapper.note_use(nbytes, device)
+
     def settle(self) -> None:
         """Wait until nothing is being written or read."""
         if (swapper := self._swapper) is not None:

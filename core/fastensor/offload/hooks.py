@@ -166,6 +166,7 @@ class StepHooks:
         if (unexamined := self._unexamined) is not None:
             if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
                 whole = KeptTensor.of(tensor, unexamined.resident)
+                self._engine.note_use(nbytes, tensor.device)
                 unexamined.count += 1
                 unexamined.nbytes += nbytes
                 unexamined.seconds += time.perf_counter() - started
@@ -202,7 +203,8 @@ class StepHooks:
     def _begin_pass(self) -> None:
         """Begin another forward pass."""
         self.end_unexamined()
-        self._forget()
+        if self._count >= self._tidy_at // 2:  # or else it is not due before the pass has saved as many
+            self._forget()
         self._is_over = self._is_rest = False
         self._begin_record()
         if self._engine.trace is None:
@@ -218,15 +220,17 @@ class StepHooks:
         self._note_pass(is_needed=True)
         if isinstance(packed, KeptTensor):
             packed.check_version()
+            if packed.resident is not None:
+                self._engine.note_use(nbytes_of(packed.tensor), packed.tensor.device)
             return packed.tensor
         started = time.perf_counter()
         clock = started - self._seconds_in_hooks
         if isinstance(packed, ResidentTensor):
             packed.forward.note_needed(packed.position, clock)
             packed.kept.check_version()
-            tensor = packed.kept.tensor
-            packed.forward.swapper.pass_memory(tensor.nbytes, tensor.device)
-            return tensor
+            packed.forward.swapper.note_use(packed.handle.resident.nbytes, packed.kept.tensor.device)
+            self._note_time(Counter(), Counter(), started)
+            return packed.kept.tensor
         packed.forward.note_needed(packed.position, clock, packed.handle.saved)
         packed.handle.swapper.check_process()
         packed.check_version()
@@ -295,7 +299,7 @@ class StepHooks:
             forward.note_nothing(self._clock)
             forward.add(None)
             return KeptTensor.of(tensor)
-        swapper.pass_memory(len(span), tensor.device)
+        swapper.note_use(len(span), tensor.device)
         position = forward.next_position
         forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
         if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:

@@ -26,8 +26,6 @@ from fastensor.offload.copying import PAGE_NBYTES
 
 _HUGE_PAGES_FROM = 4 << 20
 _MAPPED_FROM = 1 << 20
-_MOST_KEPT = 0.2
-"""The share of free memory that holes in the C library's heap may keep."""
 _M_MMAP_THRESHOLD = -3
 _FAULTED_PAGES = 1024
 """Pages whose first touch is timed."""
@@ -36,18 +34,9 @@ _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
 _logger = logging.getLogger("fastensor")
 
 
-def return_freed_memory(*, only_if_short: bool = False) -> None:
+def return_freed_memory() -> None:
     """Return memory that was freed to the system, wherever it lies in the C library's heap (``malloc_trim``). Does
-    nothing with a C library that cannot.
-
-    Args:
-        only_if_short: do nothing as long as the holes in the heap are at most a fifth of the memory that is free. The
-            planner has at most the other four fifths taken (:class:`~fastensor.offload.planner.Planner`), so that
-            tensors find room even if no hole is as large as they are. A C library that does not say how large they are
-            returns them.
-    """
-    if only_if_short and not _has_large_holes():
-        return
+    nothing with a C library that cannot."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 
@@ -100,25 +89,18 @@ class _MallInfo2(ctypes.Structure):
 def free_heap_bytes() -> int:
     """Bytes of this process's memory that were freed, and that the C library keeps for the next allocations. What it
     has returned to the system is not counted; memory of other allocators may be. 0 if it does not say."""
-    heap = _heap()
-    return 0 if heap is None else int(min(max(resident_bytes() - heap.uordblks - heap.hblkhd, 0), heap.fordblks))
-
-
-def _has_large_holes() -> bool:
-    """Whether the holes in the heap are more than a share of the memory that is free, or may be."""
-    heap = _heap()
-    return heap is None or heap.fordblks > _MOST_KEPT * (available_memory() // local_processes() + heap.fordblks)
-
-
-def _heap() -> _MallInfo2 | None:
-    """What the C library says of its heap: ``fordblks`` are the bytes of all holes, those of returned pages among them;
-    None before glibc 2.33, and from other C libraries."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
-        return None
+        return 0
     mallinfo2.restype = _MallInfo2
-    found: _MallInfo2 = mallinfo2()
-    return found
+    found = mallinfo2()
+    return int(min(max(resident_bytes() - found.uordblks - found.hblkhd, 0), found.fordblks))
+
+
+def bytes_until_short(reserve: int) -> int:
+    """Bytes that this process may take until memory is short; negative if it is. Then fewer than ``reserve`` bytes are
+    free, or fewer than a quarter of what lies in holes of the C library's heap. Takes about a millisecond."""
+    return available_memory() // local_processes() - max(reserve, free_heap_bytes() // 4)
 
 
 def resident_bytes() -> int:

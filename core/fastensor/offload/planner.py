@@ -32,7 +32,6 @@ from fastensor.offload.scheduler import (
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
-"""What saved tensors may take. The C library's heap may keep the rest (``return_freed_memory``)."""
 _UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
@@ -116,15 +115,15 @@ class ResidentBytes:
         released: is told when the handle goes.
     """
 
-    __slots__ = ("__weakref__", "_device", "_nbytes", "_released")
+    __slots__ = ("__weakref__", "_device", "_released", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, released: deque[tuple[torch.device, int]]) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._device = device
         self._released = released
 
     def __del__(self) -> None:
-        self._released.append((self._device, self._nbytes))
+        self._released.append((self._device, self.nbytes))
 
 
 @dataclass(slots=True)
@@ -340,9 +339,12 @@ class Planner:
 
     def _merged(self) -> dict[int, tuple[bool, float]]:
         """What the plans say together. Where passes of several forms begin alike, a tensor leaves if it leaves in one
-        of them: nobody knows yet which one it will be, and none may keep more than its limit."""
+        of them: nobody knows yet which one it will be, and none may keep more than its limit. A plan that is not good
+        any more, and is made anew when such a pass comes again, does not count."""
         merged: dict[int, tuple[bool, float]] = {}
         for form in self._forms.values():
+            if form.is_outdated(self._limits_of(form.record)):
+                continue
             for mark, (leaves, ratio) in form.by_mark():
                 merged[mark] = leaves or merged.get(mark, _UNPLANNED)[0], ratio
         return merged

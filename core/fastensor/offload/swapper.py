@@ -31,7 +31,7 @@ from fastensor.backends.threads import NoThreadsError
 from fastensor.errors import OffloadError
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.host_memory import HostMemory, return_freed_memory
+from fastensor.offload.host_memory import HostMemory, bytes_until_short, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
@@ -42,7 +42,12 @@ from fastensor.offload.trace import Trace
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
-"""Bytes of tensors that are saved or come back before freed memory is returned to the system."""
+"""Bytes of tensors that are saved or needed before freed memory is returned to the system, where nothing stays."""
+_LEAST_USE = 32 << 20
+"""The same before memory is looked at, where a part stays; several times as many are to be free, because operations
+take more than what they save."""
+_SHARE_OF_USE = 8
+"""Memory is looked at anew after the use of one in so many of the bytes that are left until it is short."""
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("fastensor")
 
@@ -81,8 +86,10 @@ class Swapper:
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
         """By mark, how many times smaller codecs have made a saved tensor last."""
-        self._passed_nbytes = 0
-        """Bytes that were saved or came back since freed memory was last returned: as many may lie idle."""
+        self._used_nbytes = 0
+        """Bytes that were saved or needed since memory was last looked at."""
+        self._look_after_nbytes = _LEAST_USE if config.keeps_some else _MOST_IDLE_BYTES
+        """After the use of how many it is looked at again."""
         self.externally_referenced: set[int] = set()
         """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
@@ -134,7 +141,7 @@ class Swapper:
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
         """
-        self.pass_memory(saved.nbytes, saved.device)
+        self.note_use(saved.nbytes, saved.device)
         with self._lock:
             self._let_go_released()
             if saved.unread:
@@ -180,23 +187,28 @@ class Swapper:
         if os.getpid() != self._process:
             raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
 
-    def pass_memory(self, nbytes: int, device: torch.device) -> None:
-        """Note that a tensor is saved, whether it stays or leaves, or comes back. Now and then, have a writer thread
-        return freed memory. Where a part of the saved tensors stays, the next step takes the same memory again: it is
-        returned if memory is short."""
-        if device.type != "cpu" or not self._config.return_freed_memory:
+    def note_use(self, nbytes: int, device: torch.device) -> None:
+        """Note that a tensor is saved, whether it stays or leaves, or is needed. Now and then, return freed memory.
+
+        Where nothing stays, a writer thread does that. Where a part stays, the next step takes the same memory again:
+        it is returned if memory is short, and then at once."""
+        config = self._config
+        if device.type != "cpu" or not config.return_freed_memory or os.getpid() != self._process:
             return
         with self._lock:
-            self._passed_nbytes += nbytes
-            if self._passed_nbytes < _MOST_IDLE_BYTES:
+            self._used_nbytes += nbytes
+            if self._used_nbytes < self._look_after_nbytes or self._jobs.closed:
                 return
-            self._passed_nbytes = 0
-            trim = partial(return_freed_memory, only_if_short=self._config.keeps_some)
-            if self._jobs.have_threads:
-                with suppress(NoThreadsError):  # at exit
-                    self._jobs.submit("write", trim)
+            self._used_nbytes = 0
+            if not config.keeps_some:
+                if self._jobs.have_threads:
+                    with suppress(NoThreadsError):  # at exit
+                        self._jobs.submit("write", return_freed_memory)
                 return
-        trim()
+        left = bytes_until_short(config.staging_bytes + config.prefetch_bytes + _MOST_IDLE_BYTES)
+        self._look_after_nbytes = max(left // _SHARE_OF_USE, _LEAST_USE)
+        if left < 0:
+            return_freed_memory()
 
     # Ends. ------------------------------------------------------------------------------------------------------------
 
@@ -219,7 +231,7 @@ class Swapper:
 
     def close(self) -> None:
         """Stop the threads, and give files and memory back. What is not in the memory that it was saved from is lost:
-        graphs that need it raise. Calling it again does nothing."""
+        graphs that need it raise. Calling it again changes nothing."""
         self._jobs.closed = True
         with self._lock:
             for saved in self._pending.oldest_first():
