@@ -103,7 +103,7 @@ def memory_limit(nbytes: int) -> Iterator[Path | None]:
     made here, which takes root, and a container that allows it. All processes have to be gone when the block ends.
     """
     folder, limit, swap = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
-    most_swap = nbytes  # with memory
+    most_swap = nbytes  # memory counts, too
     if not (folder / limit).exists():  # version 2
         folder, limit, swap, most_swap = Path("/sys/fs/cgroup"), "memory.max", "memory.swap.max", 0
     group, is_made = folder / f"fastensor-{os.getpid()}", True

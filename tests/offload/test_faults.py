@@ -132,7 +132,7 @@ def test_what_cannot_be_read_raises(make: Any, ahead: int) -> None:
 def test_memory_that_is_short_while_ranges_are_read_ahead(
     make: Any, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read when they are needed. Memory that is short then is an error."""
+    """The ranges are read when the backward pass needs them. It raises if there is no memory for them then."""
     read, failed, is_short = swapper.Swapper._read_in, [0], [False]
 
     def read_in(self: swapper.Swapper, reading: Any, *, urgent: bool) -> Any:

@@ -161,35 +161,26 @@ def locked(offload: ActivationOffload) -> Iterator[None]:
         thread.join()
 
 
-def test_a_fork_while_other_threads_hold_the_locks(make: Any) -> None:
-    training, offload = Training(), make()
+def begin_anew(training: Training, offload: ActivationOffload, graphs: list[torch.Tensor]) -> None:
+    again = training.loss()  # in the parent's step
+    assert equal(training.gradients(again), training.expected)
+    training.check_step(offload)
+    graphs.clear()  # finalizers wait for nothing
+    offload.close()
 
-    def go_on() -> None:
-        again = training.loss()  # in the parent's step
-        assert equal(training.gradients(again), training.expected)
-        training.check_step(offload)
-        graphs.clear()  # finalizers wait for nothing
-        offload.close()
 
-    with offload.step():
-        graphs = [training.loss()]
-        with locked(offload):
-            ended = in_child(go_on)
-            assert ended() == 0
+def use_what_stays(training: Training, offload: ActivationOffload, graphs: list[torch.Tensor]) -> None:
     assert equal(training.gradients(graphs.pop()), training.expected)
 
 
-def test_a_fork_while_other_threads_hold_the_locks_of_what_stays(make: Any) -> None:
-    training, offload = Training(), make(schedule=1 << 30)
-
-    def go_on() -> None:
-        assert equal(training.gradients(graphs.pop()), training.expected)
-
+@pytest.mark.parametrize(("schedule", "go_on"), [("all", begin_anew), (1 << 30, use_what_stays)])
+def test_a_fork_while_other_threads_hold_the_locks(make: Any, schedule: Any, go_on: Callable[..., None]) -> None:
+    training, offload = Training(), make(schedule=schedule)
     with offload.step():
         graphs = [training.loss()]
-    with locked(offload):
-        ended = in_child(go_on)
-        assert ended() == 0
+        with locked(offload):
+            ended = in_child(lambda: go_on(training, offload, graphs))
+            assert ended() == 0
     assert equal(training.gradients(graphs.pop()), training.expected)
 
 

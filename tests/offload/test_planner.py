@@ -155,6 +155,23 @@ def test_freed_memory_is_returned_where_nothing_stays_or_memory_is_short(
     assert len(trimmed) == 1
 
 
+def test_freed_memory_is_returned_in_passes_that_are_not_examined(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(host_memory, "_malloc_trim", lambda: trimmed.append)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 0)
+    monkeypatch.setattr(swapper, "_LEAST_USE", EACH)
+    offload, net = make(schedule=1 << 30), Net()
+    for _ in range(EXAMINED):
+        train(net, offload)
+    trimmed.clear()
+    with offload.step():
+        loss = net(batch()).square().sum()
+    assert offload.statistics().kept["unexamined"] >= SAVED * EACH
+    forward = len(trimmed)
+    loss.backward()
+    assert len(trimmed) > forward > 0
+
+
 @pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])
 def test_gradients_are_the_same_by_every_schedule(make: Any, free: Any, schedule: Any) -> None:
     net = Net()
@@ -317,6 +334,20 @@ def test_passes_that_begin_alike_keep_no_more_than_their_shares(make: Any, free:
     for depth, found in kept.items():
         assert max(found[1:]) <= (depth + 1) // 2
     assert max(kept[LAYERS][1:]) > 0
+
+
+def test_a_plan_for_less_memory_does_not_count_for_passes_that_begin_alike(make: Any, free: Any) -> None:
+    offload, net = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=0), Shallow()
+    free(int(3 * EACH / planner._SHARE_OF_FREE_MEMORY))
+    for depth in (LAYERS, LAYERS, 3):
+        net.depth = depth
+        train(net, offload, settle=True)
+    before = offload.statistics().offloaded
+    assert before > 0
+    free(1 << 40)
+    for _ in range(2):
+        train(net, offload, settle=True)
+    assert offload.statistics().offloaded == before
 
 
 def test_what_has_no_bytes_of_its_own_is_not_planned() -> None:

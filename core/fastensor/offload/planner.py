@@ -204,11 +204,6 @@ class Planner:
         self.peak_bytes = 0
         """The most bytes that were resident at a time."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether tensors may stay at all."""
-        return self._config.keeps_some
-
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
 
@@ -229,7 +224,7 @@ class Planner:
         A pass is not examined if the latest one that was is planned for good, and nothing leaves in passes of its form
         or of others that are planned for good, all on one device, and if there is room for the largest of them.
         """
-        if not self.keeps:
+        if not self._config.keeps_some:
             return None
         self.plan_ended()
         with self._lock:
@@ -261,7 +256,7 @@ class Planner:
 
     def stay(self, mark: int, nbytes: int, device: torch.device) -> ResidentBytes | None:
         """The handle of bytes that stay in memory; None if they leave."""
-        if not self.keeps:
+        if not self._config.keeps_some:
             return None
         with self._lock:
             self._let_go_released()

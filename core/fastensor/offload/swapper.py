@@ -44,10 +44,10 @@ _MOST_RATIOS = 1 << 16
 _MOST_IDLE_BYTES = 128 << 20
 """Bytes of tensors that are saved or needed before freed memory is returned to the system, where nothing stays."""
 _LEAST_USE = 32 << 20
-"""The same before memory is looked at, where a part stays; several times as many are to be free, because operations
-take more than what they save."""
+"""The least bytes of tensors that are saved or needed before free memory is looked at again, where a part stays. Memory
+counts as short long before so few are free, because operations take more than what they save."""
 _SHARE_OF_USE = 8
-"""Memory is looked at anew after the use of one in so many of the bytes that are left until it is short."""
+"""Free memory is looked at again when one in so many of the bytes that were left until it is short has been used."""
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("fastensor")
 
