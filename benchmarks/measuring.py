@@ -20,8 +20,9 @@ import torch
 import fastensor
 from fastensor.checkpoint.freeing import wait_for_space
 
-_dictionaries = tempfile.TemporaryDirectory(prefix="fastensor-bench-dictionaries-")
-os.environ.setdefault("FASTENSOR_DICTIONARIES", _dictionaries.name)
+if "FASTENSOR_DICTIONARIES" not in os.environ:
+    _dictionaries = tempfile.TemporaryDirectory(prefix="fastensor-bench-dictionaries-")
+    os.environ["FASTENSOR_DICTIONARIES"] = _dictionaries.name
 """What is measured is what a new user has: nothing was learned before. Processes that a benchmark starts share it."""
 
 SETTLE_SECONDS = 0.1

@@ -28,7 +28,6 @@ from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import LayoutError
 from fastensor.stitch import torch_zip
 from fastensor.testing import Fault, failing_call, short_call
-from fastensor.testing.calls import Call, intercepted
 
 OLD = {"w": torch.full((1000,), 1)}
 NEW = {"w": torch.full(((2 << 20) + 5000,), 2, dtype=torch.uint8), "b": torch.ones(5)}
@@ -216,31 +215,32 @@ def test_a_temporary_that_cannot_be_removed_goes_with_the_next_save(tmp_path: Pa
     assert most == 1
 
 
-def closes_in(action: Callable[[], object]) -> list[int]:
-    """Which calls are those that close something."""
-    names: list[str] = []
-
-    def note(call: Call) -> Any:
-        names.append(call.name)
-        return call.perform()
-
-    with intercepted(note):
-        action()
-        wait_for_space()
-    return [number for number, name in enumerate(names, 1) if name == "close"]
+def with_each_close_failing(action: Callable[[], object]) -> None:
+    """Run ``action`` with its first close failing, with its second, and so on, until none is left to fail."""
+    for number in range(1, MOST_CALLS):
+        with failing_call(number, name="close") as fault:
+            action()
+            wait_for_space()
+        if not fault.fired:
+            assert number > 1
+            return
+    pytest.fail(f"{MOST_CALLS} closes, and no end")
 
 
-@pytest.mark.parametrize("backend", ["direct", "numpy"])  # by one choice the calls are the same each time
+@pytest.mark.parametrize("backend", ["direct", "numpy"])
 def test_a_save_that_cannot_close(tmp_path: Path, backend: str) -> None:
-    for number in closes_in(lambda: fastensor.save(NEW, tmp_path / "x", backend=backend)):
-        (tmp_path / "x").unlink()
+    path = tmp_path / "x"
+
+    def save() -> None:
+        path.unlink(missing_ok=True)
         failure: Any = None
-        with failing_call(number):
-            try:
-                fastensor.save(NEW, tmp_path / "x", backend=backend)
-            except fastensor.CheckpointWriteError as error:
-                failure = error
-        assert (tmp_path / "x").exists() == (failure is None or "the new file is in place" in str(failure))
+        try:
+            fastensor.save(NEW, path, backend=backend)
+        except fastensor.CheckpointWriteError as error:
+            failure = error
+        assert path.exists() == (failure is None or "the new file is in place" in str(failure))
+
+    with_each_close_failing(save)
 
 
 def test_files_of_others_are_not_closed_by_the_collector_within_a_fault() -> None:
@@ -265,19 +265,24 @@ def test_files_of_others_are_not_closed_by_the_collector_within_a_fault() -> Non
 
 def test_a_load_that_cannot_close(tmp_path: Path) -> None:
     fastensor.save(NEW, tmp_path / "x")
-    for number in closes_in(lambda: fastensor.load(tmp_path / "x", backend="direct")):
-        with failing_call(number), suppress(fastensor.CheckpointReadError):
+
+    def load() -> None:
+        with suppress(fastensor.CheckpointReadError):
             assert_same_tensors(fastensor.load(tmp_path / "x", backend="direct"), NEW)
+
+    with_each_close_failing(load)
 
 
 def test_freeing_a_replaced_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uncaught: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
     fastensor.save(OLD, tmp_path / "x")
-    for number in closes_in(lambda: fastensor.save(OLD, tmp_path / "x")):
-        with failing_call(number), suppress(fastensor.CheckpointWriteError):
+
+    def overwrite() -> None:
+        with suppress(fastensor.CheckpointWriteError):
             fastensor.save(OLD, tmp_path / "x")
-        wait_for_space()
+
+    with_each_close_failing(overwrite)
     assert not uncaught
 
 

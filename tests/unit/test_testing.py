@@ -72,6 +72,15 @@ def test_the_chosen_call_fails_and_no_other(fd: int) -> None:
     assert os.pread(fd, 10, 0) == b"abef"
 
 
+def test_only_calls_of_a_name_are_counted(fd: int) -> None:
+    with failing_call(2, name="pwrite") as fault:
+        assert os.pwrite(fd, b"ab", 0) == 2
+        assert os.pread(fd, 2, 0) == b"ab"
+        with pytest.raises(OSError, match="Input/output"):
+            os.pwrite(fd, b"cd", 0)
+    assert (fault.calls, fault.fired) == (2, "pwrite")
+
+
 def test_a_failing_close_frees_the_descriptor(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT)
     with failing_call(1), pytest.raises(OSError, match="Input/output"):

@@ -26,12 +26,12 @@ class Fault:
     """The name of the call that failed or was cut short; empty before that."""
 
 
-def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[Fault]:
+def failing_call(number: int, code: int = errno.EIO, *, name: str = "") -> AbstractContextManager[Fault]:
     """Make the ``number``-th system call of Fastensor's I/O in the block fail with ``code``, counting from 1.
 
-    The calls of :mod:`fastensor.testing.calls` are counted, from all threads of the process. A failing call does
-    nothing, except ``close``, which frees the descriptor as in Linux. Blocks may be nested. Only one thread may enter
-    such blocks at a time.
+    The calls of :mod:`fastensor.testing.calls` are counted, from all threads of the process, or only those with this
+    ``name``. A failing call does nothing, except ``close``, which frees the descriptor as in Linux. Blocks may be
+    nested. Only one thread may enter such blocks at a time.
 
     >>> with failing_call(1, errno.ENOSPC) as fault:
     ...     os.stat("/")
@@ -46,7 +46,7 @@ def failing_call(number: int, code: int = errno.EIO) -> AbstractContextManager[F
             call.perform()
         raise OSError(code, os.strerror(code))
 
-    return _injected(number, fail)
+    return _injected(number, fail, name)
 
 
 def short_call(number: int) -> AbstractContextManager[Fault]:
@@ -60,11 +60,13 @@ def short_call(number: int) -> AbstractContextManager[Fault]:
 
 
 @contextmanager
-def _injected(number: int, outcome: Callable[[Call], Any]) -> Iterator[Fault]:
+def _injected(number: int, outcome: Callable[[Call], Any], name: str = "") -> Iterator[Fault]:
     fault = Fault()
     lock = threading.Lock()
 
     def intercept(call: Call) -> Any:
+        if name and call.name != name:
+            return call.perform()
         with lock:
             fault.calls += 1
             chosen = fault.calls == number
