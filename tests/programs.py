@@ -8,6 +8,7 @@ the interpreter. ``cold=True`` is for tests of what happens while an interpreter
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import multiprocessing
 import os
@@ -43,6 +44,7 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis", "pytest")
 """What their first use imports, too."""
 PROVISION = ("fastensor.provision", "fastensor.provision.embedded.server")
+_ports = itertools.count()
 
 
 class Program:
@@ -191,6 +193,17 @@ def run_ranks(function: Callable[..., object], world: int, *arguments: object) -
     Their environment is that of the first call.
     """
     torch.multiprocessing.start_processes(function, arguments, nprocs=world, start_method="forkserver")
+
+
+def free_port() -> int:
+    """A port of this machine at which nothing listens, and that no other test gets: the system gives programs that do
+    not name a port higher ones, and each worker of pytest has some for itself."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    for number in _ports:
+        port = 12_000 + 1_000 * (worker % 20) + number % 1_000
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError  # it counts for ever
 
 
 def command_line(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -197,7 +197,7 @@ def cooperate(config: FastensorConfig, folder: Path, rank: int) -> Any:
 
 def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
     """As in scripts of diffusers; later the other process saves, too."""
-    agreement._ARRIVAL_SECONDS = 0.2
+    patience, agreement._ARRIVAL_SECONDS = agreement._ARRIVAL_SECONDS, 0.2
     fastensor_accelerate.enable(config)
     found = begin(None, rank)
     states = []
@@ -209,6 +209,7 @@ def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
     states.append(numbers_of(found))
     fastensor_accelerate.disable()  # publishes what is pending
     found.accelerator.wait_for_everyone()
+    agreement._ARRIVAL_SECONDS = patience
     fastensor_accelerate.enable(config)
     found.train()
     found.accelerator.load_state(folder / "checkpoint-2")
@@ -488,9 +489,9 @@ def resume_lmdb(config: FastensorConfig, folder: Path, rank: int) -> Any:
 def main() -> None:
     name, mode, folder = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    config = FastensorConfig(
-        asynchronous=mode == "asynchronous", cooperative=mode == "cooperative", cooperative_timeout=PATIENCE_SECONDS
-    )
+    config = FastensorConfig(asynchronous=mode == "asynchronous", cooperative=mode == "cooperative")
+    if name == "die":
+        config = dataclasses.replace(config, cooperative_timeout=PATIENCE_SECONDS)
     result = globals()[name](config, Path(folder), rank)
     print(json.dumps(result), flush=True)
     if name != "leave":

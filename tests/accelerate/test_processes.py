@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from accelerators import MODES, by, files_in, training
 from data.databases import make
-from programs import Program
+from programs import Program, free_port
 
 import fastensor
 from fastensor_accelerate import FastensorConfig
@@ -29,8 +28,7 @@ all_modes = pytest.mark.parametrize("config", [*MODES, pytest.param(COOPERATIVE,
 
 
 def start(name: str, config: FastensorConfig, folder: Path, **variables: str) -> list[Program]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     mode = "cooperative" if config.cooperative else "asynchronous" if config.asynchronous else "synchronous"
     return [
         Program(

@@ -512,13 +512,14 @@ def interrupt_after_call(number: int) -> Any:
 
 
 @pytest.mark.parametrize("action", ["save", "remove"])
-def test_after_an_interrupt_no_caller_waits_for_ever(tmp_path: Path, action: str) -> None:
+def test_after_an_interrupt_no_caller_waits_for_ever(tmp_path: Path, gate: Any, action: str) -> None:
     for number in range(1, 400):
         folder = tmp_path / str(number)
         folder.mkdir()
         fastensor.save(OLD, folder / "old")
         with AsyncWriter() as writer:
             if action == "remove":
+                gate.close()  # it is still pending when the other file is removed
                 writer.save(NEW, folder / "new")
             interrupted = False
             gc.disable()  # what it calls is no part of this
@@ -533,6 +534,7 @@ def test_after_an_interrupt_no_caller_waits_for_ever(tmp_path: Path, action: str
             finally:
                 sys.setprofile(None)
                 gc.enable()
+                gate.open()
             writer.wait(60)
             assert not ordering._pending
         if not interrupted:
@@ -555,6 +557,7 @@ def test_an_interrupt_at_any_moment_of_a_save(path: Path, staging_bytes: int | N
     for number in range(1, 400):
         writer = AsyncWriter(staging_bytes=staging_bytes)
         interrupted = False
+        gc.disable()  # what it calls is no part of this
         sys.setprofile(interrupt_after_call(number))
         try:
             writer.save(NEW, path)
@@ -562,6 +565,7 @@ def test_an_interrupt_at_any_moment_of_a_save(path: Path, staging_bytes: int | N
             interrupted = True
         finally:
             sys.setprofile(None)
+            gc.enable()
         assert writer.save(OLD, path).result(60).durable
         writer.close(60)
         assert_only(path, OLD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,13 +27,17 @@ def state(number: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((1000,), number)}
 
 
-def has_to_wait(gate: Any, action: Callable[[], Any]) -> Any:
-    """What an action returns that a closed gate keeps from ending, once it is open."""
+def has_to_wait(gate: Any, action: Callable[[], Any], *, begun: Callable[[], bool] = lambda: True) -> Any:
+    """What an action returns that a closed gate keeps from ending, once it is open, and the action has ``begun``."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(action()))
     thread.start()
     gate.wait_until_reached()
     thread.join(0.05)
+    deadline = time.monotonic() + 60
+    while not begun():
+        assert time.monotonic() < deadline, "it did not begin"
+        os.sched_yield()
     assert thread.is_alive(), "it did not wait"
     gate.open()
     thread.join(60)
@@ -123,7 +128,8 @@ def test_removing_a_pending_save_gives_it_up(tmp_path: Path, gate: Any) -> None:
         handle = writer.save(state(1), tmp_path / "x")
         queued = writer.save(state(2), tmp_path / "x")
         gate.wait_until_reached()
-        has_to_wait(gate, lambda: writer.remove(tmp_path / "x"))
+        running = handle._save
+        has_to_wait(gate, lambda: writer.remove(tmp_path / "x"), begun=lambda: running._dropped is not None)
         assert not os.listdir(tmp_path)
         assert (handle.stage, queued.stage) == ("cancelled", "cancelled")
         with pytest.raises(SaveDroppedError, match="removed; what was there before is kept"):

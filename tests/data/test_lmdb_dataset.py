@@ -431,6 +431,7 @@ def test_a_sweep_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
         has_begun, may_go_on = threading.Event(), threading.Event()
         monkeypatch.setattr("fastensor.data.sweeping.advise", ask)
+        monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 1 << 40)
         sweep = Sweep(file.fileno(), 1 << 30)
         assert has_begun.wait(20)
         sweep.stop()
@@ -459,6 +460,7 @@ def test_a_sweep_ends_with_its_dataset(cold: Path, values: list[bytes], sweeps: 
 def test_files_are_swept_while_they_fit_into_memory_together(
     cold: Path, values: list[bytes], sweeps: list[Sweep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # sweeps of other tests
     other = cold.with_name("other")
     (shutil.copytree if cold.is_dir() else shutil.copy)(cold, other)
     first: LmdbDataset[bytes] = LmdbDataset(cold)
@@ -484,6 +486,7 @@ def test_files_are_swept_while_they_fit_into_memory_together(
 
 
 def test_a_file_that_is_swept_twice_takes_memory_once(cold: Path) -> None:
+    gc.collect()  # sweeps of other tests
     with LmdbIndex.open(cold) as index, (cold.parent / "empty").open("wb") as other:
         nbytes = os.fstat(index.fileno()).st_size
         before = swept_nbytes(besides=other.fileno())
@@ -506,6 +509,7 @@ def sparse(tmp_path: Path) -> Iterator[list[int]]:
 def test_after_a_sweep_has_given_up_only_what_it_asked_for_counts(
     sparse: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # sweeps of other tests
     asked: list[int] = []
     monkeypatch.setattr("fastensor.data.sweeping.advise", lambda fd, begin, nbytes: asked.append(begin))
     monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 0 if asked else 1 << 40)

@@ -60,6 +60,8 @@ def _read_once(rank: int, path: Path) -> None:
     """The disk delivers every byte once. Files in memory have no disk."""
     with path.open("rb") as file:
         resident = [1.0]
+        cooperative.load(path)  # or else pages of libraries may come from the disk meanwhile
+        dist.barrier()
         if rank == 0:
             os.fsync(file.fileno())
             resident = [posix.evict(file.fileno(), path.stat().st_size)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, join, load, save, sharded, whole
-from programs import run_ranks
+from programs import free_port, run_ranks
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -158,13 +157,11 @@ def _save_and_load_on_meshes(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
 def test_asynchronous_saves(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
-    run_ranks(_save_asynchronously, 1, tmp_path, kind)
+    run_ranks(_save_asynchronously, 1, tmp_path, kind, free_port())
 
 
-def _save_asynchronously(rank: int, folder: Path, kind: AsyncCheckpointerType) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
+def _save_asynchronously(rank: int, folder: Path, kind: AsyncCheckpointerType, port: int) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     join(folder, rank, 1)
     stager = DefaultStager(StagingOptions(False, False, False, False))
     for path, options in (("own", {}), ("torch", {"async_stager": stager})):
@@ -199,7 +196,7 @@ def _fail(rank: int, folder: Path) -> None:
     before = sorted(os.listdir(folder / "x"))
     for failing in (0, 1):
         with (
-            failing_call(20 if rank == failing else 10**9) as fault,
+            failing_call(1 if rank == failing else 10**9, name="pwrite") as fault,
             pytest.raises(dcp.api.CheckpointException) as caught,
         ):
             save(sharded(mesh, 2), writer, no_dist=False)

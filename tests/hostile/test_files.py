@@ -23,7 +23,7 @@ every_entry = pytest.mark.parametrize("entry", EVERY)
 every_suffix = pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 
 
-SECONDS = 20
+SECONDS = 60
 """For a test, or an example of one."""
 
 

@@ -35,7 +35,7 @@ def s3_url(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    retries = {"retries": {"max_attempts": 0}, "connect_timeout": 2, "read_timeout": 10}
+    retries = {"retries": {"max_attempts": 0}, "connect_timeout": 30, "read_timeout": 100}
     monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": s3_endpoint, "config_kwargs": retries})
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()

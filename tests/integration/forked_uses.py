@@ -55,7 +55,7 @@ AUTOGRAD = ("offload",)
 its locks anew in the child, whose ``backward`` can wait for them without end."""
 MOMENTS = ("idle", "busy", "locked")
 FORKS_WHILE_BUSY = 3
-HANG_SECONDS = 20.0
+HANG_SECONDS = 50.0
 SMALL, LARGE, HUGE = 1 << 10, 1 << 18, 1 << 20
 """Elements of 8 bytes: read at once, by several threads, and through a ring of their own."""
 READING = fastensor.Context("read", "cpu", warm=True)

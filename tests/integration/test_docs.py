@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import programs
 import pytest
 import yaml  # type: ignore[import-untyped]  # it has no stubs
-from programs import Program
+from programs import Program, free_port
 
 import fastensor
 from fastensor.cli import main
@@ -89,8 +88,7 @@ def test_python_runs_in_order_and_then_commands_show_what_they_do(tmp_path: Path
     """In the folder in which the Python has left its files. A command that shows no output is not run."""
     code = "\n".join(blocks_of(document, "python"))
     (tmp_path / "tour.py").write_text(code)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = programs.run(
         "tour.py", folder=tmp_path, lightning="lightning" in code, accelerate=document == "docs/accelerate.md",
@@ -233,8 +231,7 @@ def test_the_example_of_the_data_service_goes_on_without_its_server(tmp_path: Pa
 
 def test_the_example_of_shards_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     example = ROOT / "examples" / "shard_lightning.py"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     ranks = [
         Program(
             example, "--epochs", "1", folder=tmp_path, lightning=True, RANK=str(rank), LOCAL_RANK=str(rank),

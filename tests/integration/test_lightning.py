@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from integration.lightning_models import fit, loader, make_module, make_trainer
+from programs import free_port
 from torch import nn
 
 import fastensor
@@ -138,8 +139,9 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.torture)])
-def test_two_processes(tmp_path: Path, start: Any) -> None:
+def test_two_processes(tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 saves, both load. The plugin is pickled."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 

@@ -6,7 +6,6 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from integration.lightning_models import (
     make_trainer,
     without_entry_points,
 )
-from programs import run, run_ranks
+from programs import free_port, run, run_ranks
 
 import fastensor
 from fastensor.backends import snapshot
@@ -722,8 +721,9 @@ def fabric_of_two_processes() -> Any:
     return Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(start_method="forkserver"), plugins=plugins)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 saves, both load at once; and a Trainer does everything that it can do with checkpoints."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     fabric = fabric_of_two_processes()
     fabric.launch(_save_and_load_on_every_rank, str(tmp_path / "x.ckpt"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1", "x.ckpt"]
@@ -739,8 +739,9 @@ def _save_and_load_on_every_rank(fabric: Any, path: str) -> None:
     Path(path).with_name(f"rank{fabric.global_rank}").touch()
 
 
-def test_two_processes_and_a_link(tmp_path: Path) -> None:
+def test_two_processes_and_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is still to replace the link when both load what it will lead to."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     fabric = fabric_of_two_processes()
     fabric.launch(_link_and_load_on_every_rank, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt", "2.ckpt", "last.ckpt", "rank0", "rank1"]
@@ -764,7 +765,8 @@ def _slow_down_rank_0(fabric: Any) -> None:
         SlowDisk(pytest.MonkeyPatch(), 0.1)  # for as long as the process lives
 
 
-def test_a_trainer_of_two_processes(tmp_path: Path) -> None:
+def test_a_trainer_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     import lightning.pytorch as pl
 
     plugin = FastensorCheckpointIO(asynchronous=True)
@@ -781,9 +783,7 @@ def test_a_trainer_of_two_processes(tmp_path: Path) -> None:
 
 def test_a_program_of_two_processes_fits_and_tests(tmp_path: Path) -> None:
     """Each of them looks for the last checkpoint by itself, which rank 0 is still writing when the run ends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_ranks(_fit_and_test, 2, port, tmp_path)
+    run_ranks(_fit_and_test, 2, free_port(), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from disks import leftovers
 from integration.lightning_models import act_as_rank, loader, make_trainer, without_entry_points
-from programs import run_ranks
+from programs import free_port, run_ranks
 from states import assert_equal
 from torch import Tensor, nn
 
@@ -41,9 +40,7 @@ def start(rank: int, program: Callable[[Any, int, Path], Any], brand: str, port:
 
 def run(program: Callable[[Any, int, Path], Any], brand: str, folder: Path) -> None:
     pytest.importorskip(brand)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_ranks(start, 2, program, brand, port, folder)
+    run_ranks(start, 2, program, brand, free_port(), folder)
 
 
 def make_model(pl: Any) -> Any:

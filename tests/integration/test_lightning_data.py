@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from data.databases import make
 from integration.lightning_models import act_as_rank, make_trainer
-from programs import run_ranks
+from programs import free_port, run_ranks
 
 from fastensor.data import LmdbDataset, decoders
 from fastensor_lightning import FastensorDataModule
@@ -184,9 +183,7 @@ def test_other_numbers_of_ranks_resume_an_epoch(tmp_path: Path, database: Path, 
     pytest.importorskip("lightning")
     taken = []
     for world, resumed, steps, saved in ((worlds[0], None, 3, "a"), (worlds[1], "a", -1, "b")):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        run_ranks(train_a_part, world, world, port, tmp_path, resumed, steps, saved)
+        run_ranks(train_a_part, world, world, free_port(), tmp_path, resumed, steps, saved)
         taken += [json.loads((tmp_path / f"{saved}.{rank}.json").read_text()) for rank in range(world)]
     numbers = sorted(number for part in taken for number in part)
     assert numbers == sorted(3 * [*range(COUNT)])

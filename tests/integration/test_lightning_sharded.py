@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from integration.sharded_trainers import (
     start,
     values_of,
 )
-from programs import Program, run_ranks
+from programs import Program, free_port, run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 import fastensor
@@ -41,9 +40,7 @@ OURS_WRITER, OURS_READER = "FastensorStorageWriter", "FastensorStorageReader"
 def run(program: Rank, folder: Path, *, world: int = 2, brand: str = "lightning.pytorch") -> list[Any]:
     """What each rank returns."""
     pytest.importorskip(brand)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_ranks(start, world, program, world, brand, port, folder)
+    run_ranks(start, world, program, world, brand, free_port(), folder)
     return [json.loads((folder / f"{program.__name__}-{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -403,8 +400,7 @@ def kill_ranks(path: Path, mode: str, times: int, tally: Counter[str]) -> None:
     gained = Counter[int]()
     with Program(Path(__file__).with_name("sharded_saver.py"), path, lightning=True) as saver:
         for number in range(times):
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                port = server.getsockname()[1]
+            port = free_port()
             call = moments.randrange(1, MOST_CALLS) if number else 10**6
             print(port, step, moments.randrange(2), call, mode, file=saver.stdin, flush=True)
             word, code = saver.stdout.readline().split()

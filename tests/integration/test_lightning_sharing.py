@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from integration.lightning_models import act_as_rank, fit, loader, make_module, make_trainer
-from programs import run_ranks
+from programs import free_port, run_ranks
 
 import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, checkpoint_monitor, shared_choice
@@ -41,9 +40,7 @@ def start(rank: int, program: Callable[[Any, int, Path], Any], brand: str, port:
 def run(program: Callable[[Any, int, Path], Any], brand: str, folder: Path) -> list[Any]:
     """What each of two ranks returns."""
     pytest.importorskip(brand)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_ranks(start, 2, program, brand, port, folder)
+    run_ranks(start, 2, program, brand, free_port(), folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

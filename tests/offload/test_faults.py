@@ -24,6 +24,7 @@ from models import CASES, equal, gradients, in_threads, large, slot_files
 import fastensor
 from fastensor.backends import direct, numpy
 from fastensor.backends.threads import NoThreadsError, open_pool, shut_down
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, jobs, slots, swapper
@@ -341,7 +342,12 @@ def test_memory_for_what_comes_next_is_bounded_at_all_times(make: Any) -> None:
     assert not idle._idle_nbytes
 
 
+def threads_of_offloads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("fastensor-offload")}
+
+
 def test_closing_in_the_middle_of_a_step_that_has_saved_nothing(make: Any) -> None:
+    before = set(threading.enumerate())
     offload = make()
     x = torch.randn(10_000, requires_grad=True)
     with offload.step():
@@ -349,7 +355,7 @@ def test_closing_in_the_middle_of_a_step_that_has_saved_nothing(make: Any) -> No
         loss = x.exp().sum()
     loss.backward()
     assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]
-    assert not any(thread.name.startswith("fastensor-offload") for thread in threading.enumerate())
+    assert not threads_of_offloads() - before
 
 
 def test_what_is_closed_while_it_is_written_is_no_failure(
@@ -528,7 +534,9 @@ def test_interrupts_wherever_they_may_come(
             loss = inputs.exp().sin().square().sum()
         return torch.autograd.grad(loss, inputs)[0]
 
-    fds = len(os.listdir("/proc/self/fd"))
+    gc.collect()  # what other tests have left
+    wait_for_space()
+    fds, threads = len(os.listdir("/proc/self/fd")), threads_of_offloads()
     offload = make(staging_bytes=16_000, prefetch_bytes=16_000)
     use()
     for number in count(1, step):
@@ -548,7 +556,7 @@ def test_interrupts_wherever_they_may_come(
     )
     offload.close()
     assert len(os.listdir("/proc/self/fd")) == fds
-    assert not any(thread.name.startswith("fastensor-offload") for thread in threading.enumerate())
+    assert not threads_of_offloads() - threads
 
 
 class Interrupt:

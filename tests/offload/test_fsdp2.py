@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from checkpoints import join
 from integration.lightning_models import act_as_rank
 from lightning.pytorch.strategies import ModelParallelStrategy
-from programs import run_ranks
+from offload.lightning_callbacks import WrittenFirst
+from programs import free_port, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -263,9 +263,7 @@ class Net(pl.LightningModule):
 
 
 def test_a_trainer_with_model_parallel_strategy(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run_ranks(_fit, 2, port, tmp_path)
+    run_ranks(_fit, 2, free_port(), tmp_path)
 
 
 def _fit(rank: int, port: int, folder: Path) -> None:
@@ -279,7 +277,7 @@ def _fit(rank: int, port: int, folder: Path) -> None:
             default_root_dir=folder, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
             strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-            callbacks=[callback] if callback else [],
+            callbacks=[callback, WrittenFirst(callback)] if callback else [],
         )  # fmt: skip
         with admitted.watching(first=True):
             trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=2))

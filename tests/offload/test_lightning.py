@@ -18,6 +18,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from offload.lightning_callbacks import WrittenFirst
+from programs import free_port
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -244,7 +246,7 @@ def test_a_line_says_what_was_gained(
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     caplog.set_level(logging.INFO)
     callback = SSDActivationOffload(EVERYTHING)
-    trained(Net, tmp_path, callback)
+    trained(Net, tmp_path, callback, WrittenFirst(callback))
     found = callback.statistics
     assert 0 < found.peak_memory_bytes <= found.peak_saved_bytes
     assert found.written_bytes > 0
@@ -298,7 +300,8 @@ def test_files_are_where_the_trainer_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.torture)])
-def test_two_processes(tmp_path: Path, strategy: str) -> None:
+def test_two_processes(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     options = {"devices": 2, "max_epochs": 1}
     expected = trained(Net, tmp_path, strategy="ddp_fork", **options)  # which begins much sooner than spawned processes
     found = trained(Net, tmp_path, SSDActivationOffload(EVERYTHING), strategy=strategy, **options)

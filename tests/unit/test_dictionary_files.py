@@ -101,7 +101,8 @@ def test_files_learn_from_each_other(path: Path) -> None:
     assert {name: timing.samples for name, timing in timings.items()} == {"numpy": (1.0, 3.0), "direct": (2.0,)}
 
 
-def test_processes_lose_nothing_of_each_other(path: Path) -> None:
+def test_processes_lose_nothing_of_each_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_SECONDS", 60.0)
     start, go = os.pipe()
 
     def work() -> None:
@@ -123,7 +124,9 @@ def test_processes_lose_nothing_of_each_other(path: Path) -> None:
     assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.lock"]
 
 
-def test_threads_lose_nothing_of_each_other(file: DictionaryFile, path: Path) -> None:
+def test_threads_lose_nothing_of_each_other(file: DictionaryFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_SECONDS", 60.0)
+
     def work() -> None:
         for _ in range(20):
             file.note(took())

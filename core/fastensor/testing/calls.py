@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 from unittest import mock
 
+from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.files import posix
 
 OS_CALLS = (
@@ -51,10 +52,12 @@ def intercepted(by: Interceptor) -> Iterator[None]:
 
     Calls of all threads are intercepted if they are made from Python, not those of libraries in C. Blocks may be
     nested; the inner one comes first. Only one thread may enter such blocks at a time. Garbage is not looked for within
-    the block: objects of others, left in cycles before, would close their files here.
+    the block: objects of others, left in cycles before, would close their files here. So would earlier saves, whose
+    files are closed first.
     """
     with ExitStack() as patches:
         if gc.isenabled():
+            wait_for_space()
             gc.disable()
             patches.callback(gc.enable)
         for module, names in ((os, OS_CALLS), (fcntl, FCNTL_CALLS)):
