@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastensor.offload
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
 from fastensor.offload.jobs import Jobs
+from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.statistics import Counters
 from fastensor.offload.swapper import Swapper
@@ -247,3 +249,34 @@ def test_what_was_read_ahead_for_nothing_makes_room(tmp_path: Any) -> None:
     assert set(storage.tolist()[:40_000]) == {2}
     assert swapper.memory_usage()["loaded"] == 40_000
     swapper.close()
+
+
+def test_the_order_of_what_comes_next_is_looked_at_once_for_several_tensors(make: Any) -> None:
+    """And yet the read of each tensor but the first has begun when the tensor is needed."""
+    offload = make(prefetch_bytes=20 * 40_000)
+    x = torch.rand(10_000, requires_grad=True)
+    expected = torch.autograd.grad(chain(x), x)[0]
+    with offload.step():
+        y = chain(x)
+    offload.settle()
+    looks, look = [], PrefetchSchedule.upcoming
+
+    def upcoming(*arguments: Any) -> Any:
+        looks.append(arguments)
+        return look(*arguments)
+
+    with mock.patch.object(PrefetchSchedule, "upcoming", upcoming):
+        (gradient,) = torch.autograd.grad(y, x)
+    assert torch.equal(gradient, expected)
+    found = offload.statistics()
+    assert found.offloaded == 100
+    assert found.misses == 1
+    assert found.prefetch_hits + found.prefetch_late == 99
+    assert len(looks) < 40  # at the end, where little is left, for each
+    assert not offload._engine._swapper._ahead
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(100):
+        x = x.sigmoid()
+    return x.sum()

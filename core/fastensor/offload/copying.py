@@ -24,7 +24,7 @@ STAGED_FIRST = {"cuda"}
 READ_IN_PLACE = {"cpu"}
 """Device types whose memory every backend reads into. For others there are staging blocks between."""
 PAGE_NBYTES = 4096
-ZERO_COPY_NBYTES = 1 << 20
+ZERO_COPY_NBYTES = 256 << 10
 """Smaller storages are copied before they are written. Kernels change some small storages after autograd has saved
 them, without its knowledge (running statistics of batch normalization), so that the checksum would be that of other
 bytes."""
@@ -47,7 +47,9 @@ def page_offset_of(tensor: torch.Tensor, span: range) -> int | None:
     storage = tensor.untyped_storage()
     if is_staged_first(storage.device) or len(span) < ZERO_COPY_NBYTES:
         return None
-    fills = tensor.nbytes == storage.nbytes() and not torch._debug_has_internal_overlap(tensor)
+    fills = tensor.nbytes == storage.nbytes()
+    if not tensor.is_contiguous():
+        fills = fills and not torch._debug_has_internal_overlap(tensor)
     offset = storage.data_ptr() % PAGE_NBYTES
     return offset if fills and offset % ALIGNMENT == 0 else None
 

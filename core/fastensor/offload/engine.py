@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,6 +44,7 @@ _EXPECTED = (OffloadError, MemoryError, torch.OutOfMemoryError, OSError)
 """Exceptions that leave the records whole."""
 _LEAST_SECONDS = 60.0
 """Time before the engine warns about drives that wear out."""
+NOTHING: Mapping[str, int] = {}
 _logger = logging.getLogger("fastensor")
 
 
@@ -198,18 +199,20 @@ class OffloadEngine:
         """Whether tensors that are saved now, in this thread, are offloaded."""
         return self.model is None or self.model.wants
 
-    def count(self, counts: Counter[str], kept: Counter[str], seconds: float) -> None:
+    def count(self, seconds: float, counts: Mapping[str, int] = NOTHING, kept: Mapping[str, int] = NOTHING) -> None:
         """Add what one call of a hook has done.
 
         Args:
+            seconds: time in the hook.
             counts: events, and bytes.
             kept: bytes that stay in memory, by the reason.
-            seconds: time in the hook.
         """
         with self._lock:
-            self._counts += counts
-            self._kept += kept
             self._hook_seconds += seconds
+            for name, count in counts.items():
+                self._counts[name] += count
+            for reason, nbytes in kept.items():
+                self._kept[reason] += nbytes
 
     def begin_unexamined(self) -> UnexaminedPass | None:
         """See :meth:`fastensor.offload.planner.Planner.begin_unexamined`."""
@@ -224,9 +227,10 @@ class OffloadEngine:
         """Note how many bytes of saved tensors graphs hold, and how many of them are in memory, if more than ever."""
         resident = self.planner.resident_bytes()
         saved, in_memory = (0, 0) if swapper is None else swapper.saved_bytes()
-        with self._lock:
-            for name, nbytes in (("peak_saved_bytes", saved), ("peak_memory_bytes", in_memory)):
-                self._counts[name] = max(self._counts[name], resident + nbytes)
+        for name, nbytes in (("peak_saved_bytes", resident + saved), ("peak_memory_bytes", resident + in_memory)):
+            if nbytes > self._counts[name]:
+                with self._lock:
+                    self._counts[name] = max(self._counts[name], nbytes)
 
     def note_use(self, nbytes: int, device: torch.device) -> None:
         """See :meth:`fastensor.offload.swapper.Swapper.note_use`."""

@@ -13,10 +13,8 @@ import torch
 from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.swapper import Swapper
+from fastensor.offload.swapper import MOST_AHEAD, Swapper
 
-_MOST_AHEAD = 64
-"""The most ranges that are read ahead."""
 BeginSchedule: TypeAlias = Callable[[int, Sequence[int]], PrefetchSchedule]
 """See :meth:`fastensor.offload.prefetch_schedule.PrefetchSchedules.begin`. Called by several threads."""
 
@@ -112,13 +110,16 @@ class ForwardPass:
 
         Returns:
             The ranges that will be needed next, in order; and those that were expected next before, and are no more.
+            Nothing if all is as expected, and enough was read ahead.
         """
         with self._lock:
             if self._schedule is None:
                 self._schedule = self._begin_schedule(self._record.form, self._saved)
             schedule = self._schedule
             expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
-            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), _MOST_AHEAD))
+            if expected and self.swapper.has_read_enough:
+                return [], []
+            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), MOST_AHEAD))
             unexpected = set() if expected else set(before).difference(self._upcoming, [position])
             return self._there(self._upcoming), self._there(unexpected)
 

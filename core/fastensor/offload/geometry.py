@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -30,16 +31,23 @@ class View:
     def on(self, storage: torch.UntypedStorage, origin: int) -> torch.Tensor:
         """The tensor on a storage whose first byte is byte ``origin`` of the storage that was saved."""
         offset = (self.offset - origin) // self.dtype.itemsize
-        with torch.inference_mode(False):
-            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            tensor = empty.set_(storage, offset, self.shape, self.stride)
+        tensor = empty(self.dtype, storage.device).data.set_(storage, offset, self.shape, self.stride)
         return tensor.conj() if self.conjugated else tensor
+
+
+@cache
+def empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without elements, always the same: not to be changed."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def spanned(tensor: torch.Tensor) -> range:
     """The bytes of the storage from the tensor's first to its last element."""
     itemsize = tensor.dtype.itemsize
     begin = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return range(begin, begin + tensor.nbytes)
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return range(begin, begin + (steps + 1) * itemsize if tensor.numel() else begin)
 

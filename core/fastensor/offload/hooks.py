@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import event_now, page_offset_of
-from fastensor.offload.engine import OffloadEngine
+from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.geometry import View, bytes_to_move, spanned
+from fastensor.offload.geometry import View, bytes_to_move, empty, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
 from fastensor.offload.planner import ResidentBytes, SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
@@ -93,7 +92,8 @@ class OffloadedTensor:
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        swapper.read_ahead(saved, upcoming, unexpected)  # wakes reader threads, so it is last, as in pack
+        if upcoming or unexpected:
+            swapper.read_ahead(saved, upcoming, unexpected)  # wakes reader threads, so it is last, as in pack
         return tensor
 
 
@@ -175,30 +175,30 @@ class StepHooks:
             self._is_rest = True
         self._note_pass()
         self._clock = started - self._seconds_in_hooks
-        counts, kept = Counter(packed=1), Counter[str]()
+        counts, kept = {"packed": 1}, dict[str, int]()
         try:
-            reason, span = self._why_kept(tensor)
+            reason, span = self._why_kept(tensor, nbytes)
             if not reason:
                 swapper = self._engine.swapper()
                 with self._engine.guarded(swapper):
                     record = self._offload(tensor, span, swapper, counts, kept)
                     self._engine.note_memory(swapper)
                     return record
-            kept[reason] += len(span)
+            kept[reason] = len(span)
             return KeptTensor.of(tensor)
         finally:
             self._saved_nbytes += nbytes
             if self._forward is not None:
                 self._forward.note_saved(self._saved_nbytes)
             self._note_pass()
-            self._note_time(counts, kept, started)
+            self._note_time(started, counts, kept)
 
     def end_unexamined(self) -> None:
         """Count what a pass has saved that was not examined. What it saves from now on is examined."""
         ended, self._unexamined = self._unexamined, None
         if ended is not None:
             self._seconds_in_hooks += ended.seconds
-            self._engine.count(Counter(packed=ended.count), Counter({"unexamined": ended.nbytes}), ended.seconds)
+            self._engine.count(ended.seconds, {"packed": ended.count}, {"unexamined": ended.nbytes})
 
     def _begin_pass(self) -> None:
         """Begin another forward pass."""
@@ -229,7 +229,7 @@ class StepHooks:
             packed.forward.note_needed(packed.position, clock)
             packed.kept.check_version()
             packed.forward.swapper.note_use(packed.handle.resident.nbytes, packed.kept.tensor.device)
-            self._note_time(Counter(), Counter(), started)
+            self._note_time(started)
             return packed.kept.tensor
         packed.forward.note_needed(packed.position, clock, packed.handle.saved)
         packed.handle.swapper.check_process()
@@ -241,12 +241,14 @@ class StepHooks:
                 return tensor
         finally:
             self._note_pass(is_needed=True)
-            self._note_time(Counter(), Counter(), started)
+            self._note_time(started)
 
-    def _note_time(self, counts: Counter[str], kept: Counter[str], started: float) -> None:
+    def _note_time(
+        self, started: float, counts: Mapping[str, int] = NOTHING, kept: Mapping[str, int] = NOTHING
+    ) -> None:
         seconds = time.perf_counter() - started
         self._seconds_in_hooks += seconds
-        self._engine.count(counts, kept, seconds)
+        self._engine.count(seconds, counts, kept)
 
     def _note_pass(self, *, is_needed: bool = False) -> None:
         """Note in the trace, if there is one, that the forward pass is here, or its backward pass."""
@@ -261,11 +263,11 @@ class StepHooks:
                 self._traced = trace.begin_pass()
             self._traced.forward.note_now()
 
-    def _why_kept(self, tensor: torch.Tensor) -> tuple[str, range]:
-        """Why a tensor stays in memory, or an empty string; and its bytes, as a range of its storage."""
+    def _why_kept(self, tensor: torch.Tensor, nbytes: int) -> tuple[str, range]:
+        """Why a tensor of ``nbytes`` stays in memory, or an empty string; and its bytes, as a range of its storage."""
         backward = "backward" if torch._C._current_graph_task_id() != -1 else ""
         if reason := backward or reason_to_keep(tensor):
-            return reason, range(nbytes_of(tensor))
+            return reason, range(nbytes)
         storage = tensor.untyped_storage()
         span = bytes_to_move(spanned(tensor), storage.nbytes())
         if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
@@ -277,25 +279,25 @@ class StepHooks:
         return "" if self._engine.wants_now else "module", span
 
     def _offload(
-        self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: Counter[str], kept: Counter[str]
+        self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
     ) -> KeptTensor | ResidentTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
         shared = self._share(key, tensor, span, swapper)
         if isinstance(shared, SavedHandle):
-            counts["shared_bytes"] += len(span)
+            counts["shared_bytes"] = len(span)
             position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
             return OffloadedTensor.of(tensor, shared, forward, position)
         if shared is not None:
             position = forward.add_again(shared.position if shared.forward is forward else None, None, self._clock)
             return ResidentTensor(KeptTensor.of(tensor), shared, forward, position)
         if len(span) < self._engine.config.min_bytes:
-            kept["small"] += len(span)
+            kept["small"] = len(span)
             return KeptTensor.of(tensor)
         mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
-            kept["externally referenced"] += len(span)
+            kept["externally referenced"] = len(span)
             forward.note_nothing(self._clock)
             forward.add(None)
             return KeptTensor.of(tensor)
@@ -303,7 +305,7 @@ class StepHooks:
         position = forward.next_position
         forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
         if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
-            kept["fits"] += len(span)
+            kept["fits"] = len(span)
             forward.add(None)
             staying = ResidentHandle(resident, forward, position)
             self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(_owner_of(tensor)), span))
@@ -416,9 +418,9 @@ def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory, whose version counter is that of ``tensor``: in-place changes of it and its views
     count."""
-    empty = tensor.detach()
-    empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty
+    found = tensor.detach()
+    found.data = empty(tensor.dtype, tensor.device)
+    return found
 
 
 def _with_version_counter(versioned: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

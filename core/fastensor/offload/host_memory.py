@@ -161,9 +161,8 @@ class HostMemory:
             memory = self._returned.popleft()
             self._idle.setdefault(len(memory), []).append(memory)
             self._idle_nbytes += len(memory)
-        for nbytes in list(self._idle):
-            if self._idle_nbytes <= self._budget:
-                break
+        while self._idle_nbytes > self._budget:
+            nbytes = next(iter(self._idle))
             same = self._idle.pop(nbytes)
             self._idle_nbytes -= nbytes * len(same)
 

@@ -267,6 +267,8 @@ class Jobs:
 
     def _join(self, reading: Reading) -> list[Future[None]]:
         """Cancel the helpers that have not begun, and wait for the others, which are returned."""
+        if reading.is_one_piece:
+            return []
         with self._lock:
             begun = [helper for helper in reading.helpers if not helper.cancel()]
             reading.helpers.clear()

@@ -38,6 +38,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     >>> nbytes_of(torch.zeros(8)), nbytes_of(torch.eye(8).to_sparse()), nbytes_of(torch.eye(8).to_sparse_csr())
     (32, 32, 32)
     """
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return tensor.nbytes
     with torch._C.DisableTorchFunctionSubclass():  # subclasses may say nothing about themselves
         if tensor.layout is torch.sparse_coo:
             tensor = tensor._values()

@@ -250,6 +250,8 @@ class Planner:
 
     def resident_bytes(self) -> int:
         """Bytes that stay in memory by plan, now."""
+        if not self._config.keeps_some:
+            return 0
         with self._lock:
             self._let_go_released()
             return self._resident.total()

@@ -82,8 +82,6 @@ class SavedBytes:
     """The job that reads the bytes back, until that job has ended."""
     unread: int = 1
     """Saved tensors on this range that the backward pass has not asked for."""
-    prefetched: bool = False
-    """Whether ``loaded`` was read ahead, and has not been asked for since."""
     lent: bool = False
     """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False
@@ -129,6 +127,9 @@ class ByteBudget:
 
     def __contains__(self, saved: SavedBytes) -> bool:
         return saved in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def oldest_first(self) -> list[SavedBytes]:
         """The ranges, the one that was added or used longest ago first."""

@@ -99,7 +99,8 @@ class Counters:
     """Threads that read from SSDs."""
 
     def note_peak(self, name: str, nbytes: int) -> None:
-        self.counts[name] = max(self.counts[name], nbytes)
+        if nbytes > self.counts[name]:
+            self.counts[name] = nbytes
 
     def totals(self, hook_seconds: float) -> TransferTotals:
         """What transfers have taken so far.

@@ -46,6 +46,11 @@ _MOST_IDLE_BYTES = 128 << 20
 _LEAST_USE = 32 << 20
 """The least bytes of tensors that are saved or needed before free memory is looked at again, where a part stays. Memory
 counts as short long before so few are free, because operations take more than what they save."""
+MOST_AHEAD = 64
+"""The most ranges that are read ahead."""
+_ENOUGH_AHEAD = 0.75
+"""The share of what may be read ahead with which nothing is added, so that reader threads are woken for several ranges
+at once, and the order of what comes next is not looked at for each one."""
 _SHARE_OF_USE = 8
 """Free memory is looked at again when one in so many of the bytes that were left until it is short has been used."""
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -77,6 +82,8 @@ class Swapper:
         """Ranges that stay in host memory while there is room."""
         self._loaded = ByteBudget(config.prefetch_bytes)
         """Ranges that have been read back, or are being read."""
+        self._ahead = ByteBudget(config.prefetch_bytes)
+        """Those of them that were not needed since."""
         self._saved = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, wherever the bytes are."""
         self._away = ByteBudget(sys.maxsize)
@@ -87,7 +94,7 @@ class Swapper:
         self._ratios: dict[int, float] = {}
         """By mark, how many times smaller codecs have made a saved tensor last."""
         self._used_nbytes = 0
-        """Bytes that were saved or needed since memory was last looked at."""
+        """Bytes that were saved or needed since memory was last looked at, about: threads do not wait to add theirs."""
         self._look_after_nbytes = _LEAST_USE if config.keeps_some else _MOST_IDLE_BYTES
         """After the use of how many it is looked at again."""
         self.externally_referenced: set[int] = set()
@@ -174,6 +181,12 @@ class Swapper:
             self._prefetch(needed, upcoming)
             self._trace_bytes()
 
+    @property
+    def has_read_enough(self) -> bool:
+        """Whether so much was read ahead that :meth:`read_ahead` would add little."""
+        ahead = self._ahead
+        return ahead.nbytes > _ENOUGH_AHEAD * ahead.limit or len(ahead) > _ENOUGH_AHEAD * MOST_AHEAD
+
     def _wait_for(self, job: Future[Any], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
         _wait_until_done([job])
@@ -193,11 +206,13 @@ class Swapper:
         Where nothing stays, a writer thread does that. Where a part stays, the next step takes the same memory again:
         it is returned if memory is short, and then at once."""
         config = self._config
-        if device.type != "cpu" or not config.return_freed_memory or os.getpid() != self._process:
+        if device.type != "cpu" or not config.return_freed_memory:
+            return
+        self._used_nbytes += nbytes
+        if self._used_nbytes < self._look_after_nbytes or os.getpid() != self._process:
             return
         with self._lock:
-            self._used_nbytes += nbytes
-            if self._used_nbytes < self._look_after_nbytes or self._jobs.closed:
+            if self._jobs.closed:
                 return
             self._used_nbytes = 0
             if not config.keeps_some:
@@ -255,9 +270,9 @@ class Swapper:
             return self._ratios.get(mark, 1.0)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Bytes that graphs hold, and those of them that take memory on their device."""
+        """Bytes that graphs hold, and those of them that take memory on their device. What graphs have let go of since
+        a range was last saved or needed counts."""
         with self._lock:
-            self._let_go_released()
             return self._saved.nbytes, self._saved.nbytes - self._away.nbytes
 
     def memory_usage(self) -> dict[str, int]:
@@ -391,7 +406,7 @@ class Swapper:
             saved.lent = True
             return saved.source, 0
         if saved.loaded is not None:
-            saved.prefetched = False
+            self._ahead.remove(saved)
             self._loaded.use(saved)
             return saved.loaded, saved.origin - saved.lead
         if saved.read is None and (original := self._original(saved)) is not None:
@@ -399,7 +414,7 @@ class Swapper:
         if self._jobs.closed:
             raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
         read = saved.read or self._begin_read(saved, urgent=True)
-        saved.prefetched = False
+        self._ahead.remove(saved)
         return read
 
     def _take_back(self, saved: SavedBytes) -> None:
@@ -446,7 +461,7 @@ class Swapper:
             for saved in self._loaded.oldest_first():
                 if self._loaded.fits(nbytes):
                     return True
-                if saved.loaded is None or saved in sooner or saved.prefetched:
+                if saved.loaded is None or saved in sooner or saved in self._ahead:
                     continue
                 if was_needed_before or not saved.unread:
                     self._evict(saved)
@@ -460,15 +475,15 @@ class Swapper:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
         """
         if urgent:
-            for other in self._loaded.oldest_first():
-                if other.prefetched:
-                    self._cancel_read(other)
+            for other in self._ahead.oldest_first():
+                self._cancel_read(other)
             self._make_room(saved.nbytes)
         reading = Reading.of(saved, self._host)
         saved.read = read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
         self._loaded.add(saved, saved.nbytes, beyond=urgent)
+        if not urgent:
+            self._ahead.add(saved, saved.nbytes)
         self._note_place(saved)
-        saved.prefetched = not urgent
         self._note_peaks()
         return read
 
@@ -502,6 +517,7 @@ class Swapper:
             self._tidy(saved)
 
     def _evict(self, saved: SavedBytes) -> None:
+        self._ahead.remove(saved)
         self._loaded.remove(saved)
         saved.loaded = None
         self._note_place(saved)
@@ -517,9 +533,9 @@ class Swapper:
         """Let go of ranges that were read ahead for nothing; of those that are being read, when room is needed."""
         for saved in ranges:
             self._cancel_read(saved)
-            if saved.loaded is not None and saved.prefetched:
+            if saved.loaded is not None and saved in self._ahead:
                 self._evict(saved)
-            saved.prefetched = False
+            self._ahead.remove(saved)
 
     # Ends, and numbers. -----------------------------------------------------------------------------------------------
 
@@ -584,8 +600,9 @@ class Swapper:
 
     def _note_peaks(self) -> None:
         self._trace_bytes()
-        for name, budget in (("pending", self._pending), ("dram", self._in_dram), ("loaded", self._loaded)):
-            self._counters.note_peak(f"peak_{name}_bytes", budget.nbytes)
+        self._counters.note_peak("peak_pending_bytes", self._pending.nbytes)
+        self._counters.note_peak("peak_dram_bytes", self._in_dram.nbytes)
+        self._counters.note_peak("peak_loaded_bytes", self._loaded.nbytes)
 
 
 def _wait_until_done(jobs: Iterable[Future[Any]]) -> None:
