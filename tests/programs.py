@@ -44,7 +44,7 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis", "pytest")
 """What their first use imports, too."""
 PROVISION = ("fastensor.provision", "fastensor.provision.embedded.server")
-_ports = itertools.count()
+_ports = itertools.count(os.getpid())  # another run of the tests on this machine takes others
 
 
 class Program:
@@ -199,11 +199,11 @@ def free_port() -> int:
     """A port of this machine at which nothing listens, and that no other test gets: the system gives programs that do
     not name a port higher ones, and each worker of pytest has some for itself."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
-    for number in _ports:
+    for number in itertools.islice(_ports, 1_000):
         port = 12_000 + 1_000 * (worker % 20) + number % 1_000
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise AssertionError  # it counts for ever
+    raise AssertionError("no port is free")
 
 
 def command_line(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

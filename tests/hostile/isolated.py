@@ -77,7 +77,7 @@ class Laboratory:
         return {entry: Outcome(**outcome) for entry, outcome in json.loads(answer).items()}
 
     def close(self) -> int:
-        self._server.communicate()
+        self._server.communicate(timeout=120)
         return self._server.wait()
 
     def _ask(self, line: str) -> str:

@@ -25,9 +25,9 @@ READ_IN_PLACE = {"cpu"}
 """Device types whose memory every backend reads into. For others there are staging blocks between."""
 PAGE_NBYTES = 4096
 ZERO_COPY_NBYTES = 256 << 10
-"""Smaller storages are copied before they are written. Kernels change some small storages after autograd has saved
-them, without its knowledge (running statistics of batch normalization), so that the checksum would be that of other
-bytes."""
+"""Smaller storages are copied before they are written: none by default, whose ``min_bytes`` is as large. Kernels change
+some small storages after autograd has saved them, without its knowledge (running statistics of batch normalization), so
+that the checksum would be that of other bytes."""
 _streams = threading.local()
 
 

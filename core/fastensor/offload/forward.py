@@ -13,8 +13,13 @@ import torch
 from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.swapper import MOST_AHEAD, Swapper
+from fastensor.offload.swapper import Swapper
 
+_MOST_AHEAD = 64
+"""The most ranges that are read ahead."""
+_LOOK_AGAIN_AFTER = 4
+"""A backward pass looks at what comes next when it has taken one in so many of the ranges that were in memory or being
+read at the last look. So reader threads are woken for several ranges at once, and most tensors cost less."""
 BeginSchedule: TypeAlias = Callable[[int, Sequence[int]], PrefetchSchedule]
 """See :meth:`fastensor.offload.prefetch_schedule.PrefetchSchedules.begin`. Called by several threads."""
 
@@ -41,7 +46,9 @@ class ForwardPass:
         self._record = record
         self._schedule: PrefetchSchedule | None = None
         self._upcoming: list[int] = []
-        """Positions that were expected next when a range was needed last."""
+        """Positions that were expected next when that was looked at last."""
+        self._expected_takes = 0
+        """So many ranges more may be needed before it is looked at again, if they come as expected."""
 
     @property
     def next_position(self) -> int:
@@ -110,18 +117,25 @@ class ForwardPass:
 
         Returns:
             The ranges that will be needed next, in order; and those that were expected next before, and are no more.
-            Nothing if all is as expected, and enough was read ahead.
+            Nothing if all is as expected, and most of what :meth:`note_read_ahead` has counted is still to come.
         """
         with self._lock:
             if self._schedule is None:
                 self._schedule = self._begin_schedule(self._record.form, self._saved)
             schedule = self._schedule
             expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
-            if expected and self.swapper.has_read_enough:
+            if expected and self._expected_takes and not needed.is_to_be_read:
+                self._expected_takes -= 1
                 return [], []
-            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), MOST_AHEAD))
+            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), _MOST_AHEAD))
             unexpected = set() if expected else set(before).difference(self._upcoming, [position])
             return self._there(self._upcoming), self._there(unexpected)
+
+    def note_read_ahead(self, count: int) -> None:
+        """Note how many of the ranges that will be needed next will not have to be waited for long: see
+        :meth:`fastensor.offload.swapper.Swapper.read_ahead`."""
+        with self._lock:
+            self._expected_takes = count // _LOOK_AGAIN_AFTER
 
     def _is_there(self, position: int) -> bool:
         return self._ranges[position]() is not None

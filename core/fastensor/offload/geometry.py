@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 ALIGNMENT = 64
 """Alignment of memory that torch allocates. Kernels find the bytes aligned as they were."""
+_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,15 @@ class View:
         return tensor.conj() if self.conjugated else tensor
 
 
-@cache
 def empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without elements, always the same: not to be changed."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=device)
+    """A tensor without elements, the same one each time: not to be changed."""
+    found = _empty.get((dtype, device))
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.empty(0, dtype=dtype, device=device)
+        if type(found) is torch.Tensor:  # and not a compiler's fake
+            _empty[dtype, device] = found
+    return found
 
 
 def spanned(tensor: torch.Tensor) -> range:

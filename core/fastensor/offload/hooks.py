@@ -93,7 +93,8 @@ class OffloadedTensor:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if upcoming or unexpected:
-            swapper.read_ahead(saved, upcoming, unexpected)  # wakes reader threads, so it is last, as in pack
+            # It wakes reader threads, so it is last, as in pack.
+            self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))
         return tensor
 
 

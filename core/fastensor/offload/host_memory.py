@@ -161,7 +161,7 @@ class HostMemory:
             memory = self._returned.popleft()
             self._idle.setdefault(len(memory), []).append(memory)
             self._idle_nbytes += len(memory)
-        while self._idle_nbytes > self._budget:
+        while self._idle and self._idle_nbytes > self._budget:
             nbytes = next(iter(self._idle))
             same = self._idle.pop(nbytes)
             self._idle_nbytes -= nbytes * len(same)

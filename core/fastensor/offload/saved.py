@@ -82,6 +82,8 @@ class SavedBytes:
     """The job that reads the bytes back, until that job has ended."""
     unread: int = 1
     """Saved tensors on this range that the backward pass has not asked for."""
+    prefetched: bool = False
+    """Whether ``loaded`` was read ahead, and has not been asked for since."""
     lent: bool = False
     """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False
@@ -98,6 +100,11 @@ class SavedBytes:
     def is_away(self) -> bool:
         """Whether the bytes have to be copied back before they can be used."""
         return self.source is None and (bool(self.blocks) or self.stored is not None)
+
+    @property
+    def is_to_be_read(self) -> bool:
+        """Whether the bytes are away, and nothing brings them back yet."""
+        return self.is_away and self.loaded is None and self.read is None
 
 
 class ByteBudget:
@@ -127,9 +134,6 @@ class ByteBudget:
 
     def __contains__(self, saved: SavedBytes) -> bool:
         return saved in self._held
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def oldest_first(self) -> list[SavedBytes]:
         """The ranges, the one that was added or used longest ago first."""

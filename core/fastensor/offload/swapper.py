@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
@@ -46,11 +46,6 @@ _MOST_IDLE_BYTES = 128 << 20
 _LEAST_USE = 32 << 20
 """The least bytes of tensors that are saved or needed before free memory is looked at again, where a part stays. Memory
 counts as short long before so few are free, because operations take more than what they save."""
-MOST_AHEAD = 64
-"""The most ranges that are read ahead."""
-_ENOUGH_AHEAD = 0.75
-"""The share of what may be read ahead with which nothing is added, so that reader threads are woken for several ranges
-at once, and the order of what comes next is not looked at for each one."""
 _SHARE_OF_USE = 8
 """Free memory is looked at again when one in so many of the bytes that were left until it is short has been used."""
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -82,8 +77,6 @@ class Swapper:
         """Ranges that stay in host memory while there is room."""
         self._loaded = ByteBudget(config.prefetch_bytes)
         """Ranges that have been read back, or are being read."""
-        self._ahead = ByteBudget(config.prefetch_bytes)
-        """Those of them that were not needed since."""
         self._saved = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, wherever the bytes are."""
         self._away = ByteBudget(sys.maxsize)
@@ -134,7 +127,7 @@ class Swapper:
     # In. --------------------------------------------------------------------------------------------------------------
 
     def bring(
-        self, saved: SavedBytes, upcoming: Iterable[SavedBytes] = (), unexpected: Iterable[SavedBytes] = ()
+        self, saved: SavedBytes, upcoming: Sequence[SavedBytes] = (), unexpected: Iterable[SavedBytes] = ()
     ) -> tuple[torch.UntypedStorage, int]:
         """A storage with the bytes, and the offset in the original storage at which that storage begins.
 
@@ -167,25 +160,26 @@ class Swapper:
         return found
 
     def read_ahead(
-        self, needed: SavedBytes, upcoming: Iterable[SavedBytes], unexpected: Iterable[SavedBytes] = ()
-    ) -> None:
+        self, needed: SavedBytes, upcoming: Sequence[SavedBytes], unexpected: Iterable[SavedBytes] = ()
+    ) -> int:
         """Begin to read ranges that will be needed next.
 
         Args:
             needed: the range that is needed now.
             upcoming: the ranges that will be needed next, in order: they are read ahead within ``prefetch_bytes``.
             unexpected: ranges that were read ahead, and are not upcoming any more.
+
+        Returns:
+            How many of the upcoming ranges, in order, stay in memory or are being read.
         """
         with self._lock:
             self._drop(unexpected)
             self._prefetch(needed, upcoming)
             self._trace_bytes()
-
-    @property
-    def has_read_enough(self) -> bool:
-        """Whether so much was read ahead that :meth:`read_ahead` would add little."""
-        ahead = self._ahead
-        return ahead.nbytes > _ENOUGH_AHEAD * ahead.limit or len(ahead) > _ENOUGH_AHEAD * MOST_AHEAD
+            for number, saved in enumerate(upcoming):
+                if saved.is_to_be_read or saved.write is not None:
+                    return number
+            return len(upcoming)
 
     def _wait_for(self, job: Future[Any], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
@@ -270,9 +264,10 @@ class Swapper:
             return self._ratios.get(mark, 1.0)
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Bytes that graphs hold, and those of them that take memory on their device. What graphs have let go of since
-        a range was last saved or needed counts."""
+        """Bytes that graphs hold, and those of them that take memory on their device."""
         with self._lock:
+            if self._released:
+                self._let_go_released()
             return self._saved.nbytes, self._saved.nbytes - self._away.nbytes
 
     def memory_usage(self) -> dict[str, int]:
@@ -406,7 +401,7 @@ class Swapper:
             saved.lent = True
             return saved.source, 0
         if saved.loaded is not None:
-            self._ahead.remove(saved)
+            saved.prefetched = False
             self._loaded.use(saved)
             return saved.loaded, saved.origin - saved.lead
         if saved.read is None and (original := self._original(saved)) is not None:
@@ -414,7 +409,7 @@ class Swapper:
         if self._jobs.closed:
             raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
         read = saved.read or self._begin_read(saved, urgent=True)
-        self._ahead.remove(saved)
+        saved.prefetched = False
         return read
 
     def _take_back(self, saved: SavedBytes) -> None:
@@ -461,7 +456,7 @@ class Swapper:
             for saved in self._loaded.oldest_first():
                 if self._loaded.fits(nbytes):
                     return True
-                if saved.loaded is None or saved in sooner or saved in self._ahead:
+                if saved.loaded is None or saved in sooner or saved.prefetched:
                     continue
                 if was_needed_before or not saved.unread:
                     self._evict(saved)
@@ -475,15 +470,15 @@ class Swapper:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
         """
         if urgent:
-            for other in self._ahead.oldest_first():
-                self._cancel_read(other)
+            for other in self._loaded.oldest_first():
+                if other.prefetched:
+                    self._cancel_read(other)
             self._make_room(saved.nbytes)
         reading = Reading.of(saved, self._host)
         saved.read = read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
         self._loaded.add(saved, saved.nbytes, beyond=urgent)
-        if not urgent:
-            self._ahead.add(saved, saved.nbytes)
         self._note_place(saved)
+        saved.prefetched = not urgent
         self._note_peaks()
         return read
 
@@ -517,14 +512,13 @@ class Swapper:
             self._tidy(saved)
 
     def _evict(self, saved: SavedBytes) -> None:
-        self._ahead.remove(saved)
         self._loaded.remove(saved)
         saved.loaded = None
         self._note_place(saved)
 
     def _note_place(self, saved: SavedBytes) -> None:
         """Count a range as away, or not."""
-        if saved in self._saved and saved.is_away and saved.loaded is None and saved.read is None:
+        if saved in self._saved and saved.is_to_be_read:
             self._away.add(saved, saved.nbytes)
         else:
             self._away.remove(saved)
@@ -532,10 +526,12 @@ class Swapper:
     def _drop(self, ranges: Iterable[SavedBytes]) -> None:
         """Let go of ranges that were read ahead for nothing; of those that are being read, when room is needed."""
         for saved in ranges:
+            if not saved.prefetched:
+                continue
             self._cancel_read(saved)
-            if saved.loaded is not None and saved in self._ahead:
+            if saved.loaded is not None:
                 self._evict(saved)
-            self._ahead.remove(saved)
+            saved.prefetched = False
 
     # Ends, and numbers. -----------------------------------------------------------------------------------------------
 
