@@ -15,7 +15,7 @@ import fastensor
 
 PROGRAM = Path(__file__).with_name("program.py")
 OLD, NEW = {"w": torch.zeros(3)}, {"w": torch.full((3 << 20,), 2.0)}
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 60
 
 
 @pytest.fixture

@@ -349,7 +349,7 @@ def _be_killed(rank: int, folder: Path, when: str) -> None:
     cooperative.save(state(1), path)
     if rank != 1:
         if when == "after":
-            cooperative.save(state(2), path)
+            cooperative.save(state(2), path, timeout=SHORT_SECONDS)
         else:
             message = f"rank 1 did not come within {SHORT_SECONDS:g} s"
             with pytest.raises(fastensor.CheckpointWriteError, match=message):

@@ -276,7 +276,8 @@ def test_the_order_of_what_comes_next_is_looked_at_once_for_several_tensors(make
 
 
 def test_a_graph_is_read_ahead_beside_what_was_read_ahead_of_another(make: Any) -> None:
-    """Of which half stays in memory for nothing, as in adversarial training."""
+    """As in adversarial training, whose first backward pass needs half of its graph only. What was read ahead of the
+    other half stays in memory, and the second graph is read ahead all the same."""
     offload = make(prefetch_bytes=300 * 40_000)
     x = torch.rand(10_000, requires_grad=True)
     with offload.step():

@@ -161,8 +161,7 @@ def test_two_servers_read_each_sample_once_and_replace_each_other(
     assert [[row[0] for row in rows] for rows in values] == [list(range(N))] * 3
     assert len({tuple(row[1] for row in rows) for rows in values}) == 1
     assert len({row[2] for rows in values for row in rows}) == 3 * N
-    assert min(seconds) < 5
-    assert max(seconds) < 60
+    assert max(seconds) < 5
     assert loaders[0].state_dict() == loaders[1].state_dict()
     status = service.status()
     assert (status["clients"], len(status["loaders"])) == (1, 2)

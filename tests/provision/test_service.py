@@ -429,7 +429,7 @@ def test_a_descriptor_that_nobody_wants_is_closed(shared: DataService) -> None:
             client.receive()
         pytest.fail("the server goes on listening")
     client.close()
-    wait_until(lambda: files() <= before)
+    wait_until(lambda: files() == before)
 
 
 def test_who_connects_when_no_descriptor_is_free_waits(start: Start) -> None:

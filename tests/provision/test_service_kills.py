@@ -94,8 +94,7 @@ def test_a_killed_server_is_started_again_and_no_sample_is_lost(
         found = []
         assert loaders[0].state_dict() == loaders[1].state_dict()
     assert len(warm_services) == 3
-    assert min(seconds) < 5
-    assert max(seconds) < 60
+    assert max(seconds) < 5
     assert loaders[0].stats().recoveries >= 2
 
 

@@ -47,9 +47,8 @@ def page_offset_of(tensor: torch.Tensor, span: range) -> int | None:
     storage = tensor.untyped_storage()
     if is_staged_first(storage.device) or len(span) < ZERO_COPY_NBYTES:
         return None
-    fills = tensor.nbytes == storage.nbytes()
-    if not tensor.is_contiguous():
-        fills = fills and not torch._debug_has_internal_overlap(tensor)
+    has_overlap = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor)
+    fills = tensor.nbytes == storage.nbytes() and not has_overlap
     offset = storage.data_ptr() % PAGE_NBYTES
     return offset if fills and offset % ALIGNMENT == 0 else None
 

@@ -45,6 +45,7 @@ _EXPECTED = (OffloadError, MemoryError, torch.OutOfMemoryError, OSError)
 _LEAST_SECONDS = 60.0
 """Time before the engine warns about drives that wear out."""
 NOTHING: Mapping[str, int] = {}
+"""No counts, for hooks that count only their time."""
 _logger = logging.getLogger("fastensor")
 
 

@@ -93,7 +93,7 @@ class OffloadedTensor:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if upcoming or unexpected:
-            # It wakes reader threads, so it is last, as in pack.
+            # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
             self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))
         return tensor
 
