@@ -14,7 +14,18 @@ from torch import nn
 
 from fastensor.backends import registry
 from fastensor.checkpoint.catalog import read_catalog
-from fastensor.checkpoint.into import Filling, Pairing, check_fit, check_present, fill, naming, targets_in
+from fastensor.checkpoint.contested import check_agree, contested
+from fastensor.checkpoint.into import (
+    LEAVE_OUT,
+    Filling,
+    Pairing,
+    check_fit,
+    check_present,
+    fill,
+    incoming,
+    naming,
+    targets_in,
+)
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import resolve
@@ -288,4 +299,5 @@ def _fill(
                 warn_unverified(file.where, catalog.unchecked, stacklevel=4)
         check_present(targets, {one.name for pairing in pairings for one in pairing.fillings}, where)
         check_fit(pairings)
+        check_agree(contested(incoming(pairings, request)), where, LEAVE_OUT)
         fill(pairings, request, overwritten, verify_first=verify_first)

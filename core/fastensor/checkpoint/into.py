@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 
 from fastensor.backends.to_device import is_filled_at_once
 from fastensor.checkpoint.catalog import Catalog, Located, read_catalog
+from fastensor.checkpoint.contested import Incoming, check_agree, contested, held
 from fastensor.checkpoint.names import walk
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.reader import PartReader, extents_of, is_joined, new_array
@@ -26,6 +28,8 @@ from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import has_own_memory
 
 _SHOWN = 5
+LEAVE_OUT = "To load only one of them, leave the others out of into"
+"""What to do with tensors that share memory and have different values in the file."""
 
 
 class Filling(NamedTuple):
@@ -98,7 +102,8 @@ def load_into(
         overwritten: names of tensors that have been overwritten are added here.
 
     Raises:
-        StateMismatchError: a tensor is not in the file, or does not fit. Nothing is overwritten.
+        StateMismatchError: a tensor is not in the file, or does not fit, or shares memory with one that gets other
+            values. Nothing is overwritten.
         Exception: as :func:`fastensor.load`.
     """
     catalog = _catalog_of(file, request)
@@ -111,6 +116,8 @@ def load_into(
     others = load(file, replace(request, keys=rest, map_location="cpu")) if rest else None
     values = {} if others is None else dict(walk(others.result))
     _check_values(values, {name: targets[name] for name in rest}, file.where)
+    together = [*incoming([pairing], request), *(held(name, targets[name], values[name]) for name in rest)]
+    check_agree(contested(together), file.where, LEAVE_OUT)
     backend, reason = fill([pairing], request, overwritten, verify_first=verify_first)
     with torch.no_grad():
         for name in rest:
@@ -189,6 +196,38 @@ def _check_values(values: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
     for name, why in misfits.items():
         if why:
             raise StateMismatchError(f"{where}: values do not fit, nothing was overwritten: {name!r}: {why}")
+
+
+def incoming(pairings: Sequence[Pairing], request: LoadRequest) -> list[Incoming]:
+    """The tensors that are to be filled, and how to get their values without filling them."""
+    return [
+        Incoming(
+            one.name,
+            one.target,
+            id(pairing.file),
+            one.source.part.begin + one.source.span[0],
+            one.source.info.dtype,
+            one.source.stride,
+            partial(_read_alone, pairing.file, one.source, request),
+        )
+        for pairing in pairings
+        for one in pairing.fillings
+    ]
+
+
+def _read_alone(file: OpenedFile, source: Located, request: LoadRequest) -> torch.Tensor:
+    """A tensor of a file, verified."""
+    order = extents_of([source.part])
+    with PartReader(file, order, request.options, verify=request.checked, fallbacks=request.fallbacks) as reader:
+        return _values(reader, source)
+
+
+def in_turn(pairings: Sequence[Pairing], groups: Sequence[Sequence[Incoming]]) -> list[Pairing]:
+    """The same fillings. The tensors of each group are filled in its order, whatever the order of the files."""
+    names = dict.fromkeys(one.name for group in groups for one in group)
+    alone = {one.name: Pairing(pairing.file, [one]) for pairing in pairings for one in pairing.fillings}
+    others = [Pairing(pairing.file, [one for one in pairing.fillings if one.name not in names]) for pairing in pairings]
+    return [*others, *(alone[name] for name in names)]
 
 
 def fill(

@@ -74,7 +74,8 @@ def load(
         FileNotFoundError: there is no such file.
         CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
         UnknownKeyError: a name or pattern in ``keys`` chooses nothing.
-        StateMismatchError: a tensor of ``into`` is not in the file, or its shape differs. Nothing is overwritten.
+        StateMismatchError: a tensor of ``into`` is not in the file, or its shape differs, or it shares memory with
+            another one that has other values in the file. Nothing is overwritten.
         UnsafeCheckpointError: ``weights_only=True`` met a global that is not allow-listed.
         PlacementError: torch cannot put tensors where ``map_location``, or else the file, says.
         UnsupportedContentError: the file is sound, but this torch cannot rebuild what it holds, such as a dtype that it
@@ -85,7 +86,8 @@ def load(
 
     Memory beyond the object: a ring of 32 MiB. When loading to a device, one tensor on the host, or, if several are
     read at a time from the page cache, 128 MiB of them. Tensors of up to
-    64 KiB that are neighbours in the file share memory of up to 1 MiB, which goes with the last of them. The backend
+    64 KiB that are neighbours in the file share memory of up to 1 MiB, which goes with the last of them. Tensors of
+    ``into`` that share memory, if the file has each of them, are compared on the host before. The backend
     ``direct`` leaves the page cache alone; the others fill it.
 
     >>> import os, tempfile, torch, fastensor

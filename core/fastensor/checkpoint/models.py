@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,8 @@ from fastensor.checkpoint.catalog import (
     read_catalog,
     roots_in_words,
 )
-from fastensor.checkpoint.into import Filling, Pairing, check_fit, fill, naming
+from fastensor.checkpoint.contested import Incoming, check_agree, contested, held
+from fastensor.checkpoint.into import Filling, Pairing, check_fit, fill, in_turn, incoming, naming
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import OpenedFile, opened
@@ -44,6 +46,7 @@ _METADATA = "_metadata"
 """The attribute of a state dict that has the versions of modules."""
 _OF_TORCH: tuple[Any, ...] = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 """What modules copy their tensors by, if they do nothing else with them."""
+_NOT_STRICT = "strict=False keeps the one that load_state_dict would: the last in the order of the model"
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
@@ -135,7 +138,9 @@ def load_model(
             gives them some before. In an inference model, or one that trains, the same tensors stay in use.
         path: a file of torch or of safetensors, as for :func:`fastensor.load`; or the index of a model in several
             files, or the folder that it is in.
-        strict: whether names that the model or the file lacks are an error, as for ``load_state_dict``.
+        strict: whether names that the model or the file lacks are an error, as for ``load_state_dict``; and tied
+            tensors of the model that have different values in the file, of which otherwise the last one counts, in the
+            order of the model, as in ``load_state_dict``.
         root: the name of the dict in the file that has the weights: ``state_dict`` for checkpoints of Lightning.
         weights_only: as for :func:`fastensor.load`; used only for files that cannot be read tensor by tensor.
         verify: as for :func:`fastensor.load` with ``into``.
@@ -145,7 +150,7 @@ def load_model(
         ``missing_keys`` and ``unexpected_keys``, both empty if ``strict``.
 
     Raises:
-        StateMismatchError: names or shapes differ.
+        StateMismatchError: names or shapes differ, or a file has two values for the same memory.
         Exception: as :func:`fastensor.load`. ``error.overwritten`` names the tensors whose old values are gone.
 
     >>> import os, tempfile, torch, fastensor
@@ -226,9 +231,10 @@ def _entries(
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a state dict of the model has, themselves, by name. Tied ones occur under each name."""
-    yield from model.named_parameters(remove_duplicate=False)
+    """The tensors that a state dict of the model has, themselves, by name, in the order in which ``load_state_dict``
+    copies them. Tied ones occur under each name."""
     for prefix, module in model.named_modules(remove_duplicate=False):
+        yield from module.named_parameters(prefix, recurse=False, remove_duplicate=False)
         for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
@@ -253,13 +259,17 @@ def _why_beside(model: nn.Module, own: Mapping[str, torch.Tensor], sources: Sequ
         return f"{odd_names[0]!r} of the model is a {type(own[odd_names[0]]).__name__}"
     if torch.__future__.get_swap_module_params_on_conversion():
         return "torch is to swap parameters"
-    if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
+    if _has_own_load(model):
         return f"{type(model).__name__} has a load_state_dict of its own"
     names = [*own, *entries]
     for prefix, module in model.named_modules():
         if (what := _does_more(module)) and _concerns(prefix, names):
             return f"the module {prefix!r} ({type(module).__name__}) has {what}"
     return ""
+
+
+def _has_own_load(model: nn.Module) -> bool:
+    return type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
 
 
 def _does_more(module: nn.Module) -> str:
@@ -286,6 +296,7 @@ def _load_in_place(
     first: bool,
 ) -> LoadedNames:
     where = sources[0].file.where
+    order = {name: rank for rank, name in enumerate(own)}
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     pairings = []
     for source in sources:
@@ -306,8 +317,17 @@ def _load_in_place(
     if strict:
         _check_names(names, model, where, sources, "nothing was overwritten")
     check_fit(pairings)
-    fill(pairings, request, overwritten, verify_first=first)
+    groups = contested(sorted(incoming(pairings, request), key=lambda one: order[one.name]))
+    if strict:
+        check_agree(groups, _all_in_words(sources), _NOT_STRICT)
+    fill(in_turn(pairings, groups), request, overwritten, verify_first=first)
     return names
+
+
+def _all_in_words(sources: Sequence[_Source]) -> str:
+    """The name of the file, or of the folder that all files are in."""
+    where = sources[0].file.where
+    return where if len(sources) == 1 else os.path.dirname(where)
 
 
 def _stand_in(tensor: torch.Tensor | None, located: Located | None) -> torch.Tensor:
@@ -343,6 +363,8 @@ def _load_beside(
         state.update(branch if not source.entries else {name: branch[name] for name in source.entries})
         if hasattr(branch, _METADATA):
             setattr(state, _METADATA, getattr(branch, _METADATA))
+    if strict:
+        check_agree(contested(_copied(model, own, state)), _all_in_words(sources), _NOT_STRICT)
     written = [name for name in state if name in own]
     overwritten += written
     found = model.load_state_dict(state, strict=False)
@@ -351,6 +373,20 @@ def _load_beside(
         _check_names(names, model, sources[0].file.where, sources, "what fits has been overwritten")
     overwritten.clear()
     return names
+
+
+def _copied(model: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Iterator[Incoming]:
+    """The tensors that ``load_state_dict`` copies as they are, as far as that can be known: not those of modules whose
+    own code decides."""
+    if _has_own_load(model):
+        return
+    deciding = [prefix for prefix, module in model.named_modules(remove_duplicate=False) if _does_more(module)]
+    for name, tensor in own.items():
+        values = state.get(name)
+        if not isinstance(values, torch.Tensor) or values.shape != tensor.shape:
+            continue
+        if not any(_concerns(prefix, [name]) for prefix in deciding):
+            yield held(name, tensor, values)
 
 
 def _names(

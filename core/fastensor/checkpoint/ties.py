@@ -14,7 +14,7 @@ from fastensor.stitch.safetensors import has_own_memory
 _SHOWN = 5
 
 
-def _area_of(tensor: torch.Tensor) -> Area | None:
+def area_of(tensor: torch.Tensor) -> Area | None:
     """The memory from the first to the last byte of a tensor. None if it has no elements, or no memory of its own."""
     if not tensor.numel() or tensor.layout != torch.strided or tensor.device.type == "meta":
         return None
@@ -39,7 +39,7 @@ def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "le
     >>> copies_of({"b": weight, "a": weight, "half": weight[:2], "c": torch.ones(4)}, keep="least")
     {'b': 'a', 'half': 'a'}
     """
-    areas = {name: area for name, tensor in tensors.items() if (area := _area_of(tensor)) is not None}
+    areas = {name: area for name, tensor in tensors.items() if (area := area_of(tensor)) is not None}
     left_out: dict[str, str] = {}
     for names in overlapping(areas):
         whole = Area(areas[names[0]].within, areas[names[0]].begin, max(areas[name].end for name in names))
@@ -61,6 +61,6 @@ def covered_by(names: Iterable[str], written: Iterable[str], tensors: Mapping[st
     >>> covered_by({"half", "c"}, {"a"}, {"a": weight, "half": weight[:2], "c": torch.ones(4)})
     {'half'}
     """
-    areas = [area for name in written if name in tensors and (area := _area_of(tensors[name])) is not None]
-    wanted = {name: area for name in names if name in tensors and (area := _area_of(tensors[name])) is not None}
+    areas = [area for name in written if name in tensors and (area := area_of(tensors[name])) is not None]
+    wanted = {name: area for name in names if name in tensors and (area := area_of(tensors[name])) is not None}
     return {name for name, area in wanted.items() if any(one.contains(area) for one in areas)}

@@ -1,0 +1,132 @@
+"""Tensors of a load that share memory, and get values from several places. Only one value can stay in each byte."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fastensor.checkpoint.ties import area_of
+from fastensor.errors import StateMismatchError
+from fastensor.stitch.areas import overlapping
+
+_SHOWN = 5
+_ALIGNMENT = 16
+"""Of the largest element, in bytes."""
+
+
+class Incoming(NamedTuple):
+    """A tensor that is to get values."""
+
+    name: str
+    target: torch.Tensor
+    within: Hashable
+    """What the values are a part of: a file, or the memory of this process."""
+    begin: int
+    """Where in it they begin, in bytes."""
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    """Gives the values, on the host."""
+
+    @property
+    def origin(self) -> Hashable:
+        """Tensors of one origin get the same values wherever they share memory."""
+        target = self.target
+        if area_of(target) is None:
+            return self.within, self.begin, id(target)
+        distance = self.begin - target.data_ptr()
+        if (target.dtype, target.stride()) == (self.dtype, self.stride):
+            return self.within, distance  # every byte is moved as far
+        return self.within, distance, self.begin, self.dtype, self.stride, target.dtype, target.stride()
+
+
+def held(name: str, target: torch.Tensor, values: torch.Tensor) -> Incoming:
+    """A tensor that is to get the values of one on the host."""
+    if area_of(values) is None:
+        return Incoming(name, target, id(values), 0, values.dtype, (), lambda: values)
+    return Incoming(name, target, "memory", values.data_ptr(), values.dtype, values.stride(), lambda: values)
+
+
+def contested(incoming: Iterable[Incoming]) -> list[list[Incoming]]:
+    """Groups of those that share memory, directly or by others between them, and are of several origins. The tensors of
+    a group are in the order of ``incoming``. Nothing is read."""
+    ranked = {str(rank): one for rank, one in enumerate(incoming)}
+    areas = {rank: area for rank, one in ranked.items() if (area := area_of(one.target)) is not None}
+    hidden = defaultdict(list)  # DTensors show no memory, and may be tied all the same
+    for rank, one in ranked.items():
+        if rank not in areas and one.target.numel():
+            hidden[id(one.target)].append(rank)
+    groups = [*overlapping(areas), *(ranks for ranks in hidden.values() if len(ranks) > 1)]
+    ordered = [[ranked[rank] for rank in sorted(ranks, key=int)] for ranks in groups]
+    return [group for group in ordered if len({one.origin for one in group}) > 1]
+
+
+def check_agree(groups: Iterable[Sequence[Incoming]], where: str, advice: str) -> None:
+    """Make sure that each tensor would have its own values when all have been filled. The values are read for it.
+
+    Args:
+        groups: as :func:`contested` gives them. Shapes and dtypes fit.
+        where: the name of the file, for messages.
+        advice: what to do, for messages.
+
+    Memory on the host: that of a group, and one tensor.
+
+    Raises:
+        StateMismatchError: one would lose values to another one.
+        Exception: what ``read`` raises.
+    """
+    for group in groups:
+        with torch.no_grad():
+            agree = _agree(group)
+        if not agree:
+            names = " and ".join(repr(one.name) for one in group[:_SHOWN])
+            more = f" and {len(group) - _SHOWN} more" if len(group) > _SHOWN else ""
+            raise StateMismatchError(
+                f"{where}: {names}{more} share memory, and have different values in the file, of which only one can "
+                f"stay; nothing was overwritten. {advice}"
+            )
+
+
+def _agree(group: Sequence[Incoming]) -> bool:
+    if not all(_is_plain(one.target) for one in group):
+        first = group[0].read()
+        return all(_are_equal(first, one.read()) for one in group[1:])
+    views = _host_views([one.target for one in group])
+    for one, view in zip(group, views, strict=True):
+        view.copy_(one.read())
+    # the last one has lost nothing
+    return all(_are_equal(view, one.read().to(view.dtype)) for one, view in zip(group[:-1], views, strict=False))
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether the memory of a tensor holds its elements as they are."""
+    return area_of(target) is not None and not (target.is_quantized or target.is_conj() or target.is_neg())
+
+
+def _host_views(targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors on the host that share memory as these do."""
+    areas = [area for target in targets if (area := area_of(target)) is not None]
+    begin = min(area.begin for area in areas) // _ALIGNMENT * _ALIGNMENT
+    memory = torch.empty(max(area.end for area in areas) - begin, dtype=torch.uint8, device="cpu").untyped_storage()
+    return [
+        torch.empty(0, dtype=one.dtype, device="cpu").set_(
+            memory, (one.data_ptr() - begin) // one.itemsize, one.shape, one.stride()
+        )
+        for one in targets
+    ]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one shape have the same bits, if they are dense ones of one dtype."""
+    if one.dtype != other.dtype or not (_is_plain(one) and _is_plain(other)):
+        return torch.equal(one, other)
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.detach().contiguous()
+    begin = dense.storage_offset() * dense.itemsize
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(dense.untyped_storage(), begin, (dense.nbytes,), (1,))
