@@ -149,6 +149,24 @@ def test_files_of_the_replaced_checkpoint_are_removed(tmp_path: Path, replaced: 
     assert torch.equal(load({"x": torch.zeros(7, dtype=torch.int64)}, FileSystemReader(tmp_path))["x"], torch.arange(7))
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+@pytest.mark.parametrize("parts", [slice(None), slice(1, 3)], ids=["tied", "overlapping"])
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}], ids=["one file", "files"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_two_values_for_one_memory(
+    tmp_path: Path, names: str, parts: slice, options: dict[str, Any], writer: str
+) -> None:
+    """The same one stays as with torch's reader, whatever the order of the file."""
+    values = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0)[parts], "c": torch.zeros(2)}
+    save({name: values[name] for name in f"{names}c"}, WRITERS[writer](tmp_path, **options))
+    found = {}
+    for kind, reader in READERS.items():
+        memory = torch.zeros(4)
+        load({"a": memory, "b": memory[parts], "c": torch.ones(2)}, reader(tmp_path))
+        found[kind] = memory.tolist()
+    assert found["ours"] == found["torch"]
+
+
 def test_urls(tmp_path: Path) -> None:
     state = state_of_all_kinds()
     for url in ("memory://fastensor-dcp/v1.0", f"file://{tmp_path}/step"):

@@ -129,9 +129,7 @@ def test_into_refuses_them(tmp_path: Path, kind: str, names: tuple[str, str]) ->
     model = Tied()
     before = of_model(model)
     load = fastensor.load_sharded if kind == "sharded" else fastensor.load
-    with pytest.raises(
-        StateMismatchError, match=r"' and '.*' share memory.*leave the others out"
-    ):
+    with pytest.raises(StateMismatchError, match=r"' and '.*' share memory.*leave the others out"):
         load(path, into=model.state_dict())
     assert of_model(model) == before
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from fastensor.checkpoint.ties import area_of
+from fastensor.checkpoint.ties import area_of, sharing
 from fastensor.errors import StateMismatchError
-from fastensor.stitch.areas import overlapping
 
 _SHOWN = 5
 _ALIGNMENT = 16
@@ -53,15 +51,9 @@ def held(name: str, target: torch.Tensor, values: torch.Tensor) -> Incoming:
 def contested(incoming: Iterable[Incoming]) -> list[list[Incoming]]:
     """Groups of those that share memory, directly or by others between them, and are of several origins. The tensors of
     a group are in the order of ``incoming``. Nothing is read."""
-    ranked = {str(rank): one for rank, one in enumerate(incoming)}
-    areas = {rank: area for rank, one in ranked.items() if (area := area_of(one.target)) is not None}
-    hidden = defaultdict(list)  # DTensors show no memory, and may be tied all the same
-    for rank, one in ranked.items():
-        if rank not in areas and one.target.numel():
-            hidden[id(one.target)].append(rank)
-    groups = [*overlapping(areas), *(ranks for ranks in hidden.values() if len(ranks) > 1)]
-    ordered = [[ranked[rank] for rank in sorted(ranks, key=int)] for ranks in groups]
-    return [group for group in ordered if len({one.origin for one in group}) > 1]
+    by_name = {one.name: one for one in incoming}
+    groups = [[by_name[name] for name in names] for names in sharing({n: one.target for n, one in by_name.items()})]
+    return [group for group in groups if len({one.origin for one in group}) > 1]
 
 
 def check_agree(groups: Iterable[Sequence[Incoming]], where: str, advice: str) -> None:

@@ -24,6 +24,24 @@ def area_of(tensor: torch.Tensor) -> Area | None:
     return Area(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize)
 
 
+def sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of names whose tensors share memory, directly or by others between them, each in the order of ``tensors``.
+    A tensor that shows no memory, such as a DTensor, shares it with itself.
+
+    >>> weight = torch.ones(4)
+    >>> sharing({"a": weight[:3], "b": torch.ones(4), "c": weight[2:]})
+    [['a', 'c']]
+    """
+    areas = {name: area for name, tensor in tensors.items() if (area := area_of(tensor)) is not None}
+    hidden: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if name not in areas and tensor.numel():
+            hidden.setdefault(id(tensor), []).append(name)
+    rank = {name: at for at, name in enumerate(tensors)}
+    groups = [*overlapping(areas), *(names for names in hidden.values() if len(names) > 1)]
+    return [sorted(names, key=rank.__getitem__) for names in groups]
+
+
 def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "least"]) -> dict[str, str]:
     """The names to leave out so that no bytes are stored twice, and for each the name that has them.
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fastensor.backends import registry
@@ -22,6 +24,7 @@ from fastensor.checkpoint.dcp.storage import directory_at
 from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.ties import sharing
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.arguments import check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -123,7 +126,8 @@ class FastensorStorageReader(FileSystemReader):
         self._metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items of a plan, file by file, from front to back.
+        """Read all items of a plan, file by file, from front to back. Those of tied tensors come last, in the order of
+        torch's reader, so that the same one of two values stays.
 
         Raises:
             CorruptCheckpointError: an item is damaged; the message names it.
@@ -140,8 +144,12 @@ class FastensorStorageReader(FileSystemReader):
                 requests[key] = []
                 items.append(Item.of(index, self.storage_data[index], chunks.get((index.fqn, index.offset))))
             requests[key].append(request)
-        for name, ordered in items_by_file(items).items():
+        tied = _tied_in(planner)
+        for name, ordered in items_by_file(item for item in items if item.fqn not in tied).items():
             self._read_file(name, ordered, requests, planner)
+        for item in _by_first_use_of_file(items):
+            if item.fqn in tied:
+                self._read_file(item.file, [item], requests, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -192,6 +200,22 @@ class FastensorStorageReader(FileSystemReader):
             return data
         stream = self.transforms.transform_load_stream(request, item.transforms, io.BytesIO(data))
         return stream.read(-1)
+
+
+def _tied_in(planner: LoadPlanner) -> set[str]:
+    """The names of the tensors that share memory with others, of the state that torch's planners fill."""
+    state = getattr(planner, "state_dict", None)
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)} if state else {}
+    local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
+    return {name for names in sharing(local) for name in names}
+
+
+def _by_first_use_of_file(items: Iterable[Item]) -> list[Item]:
+    """The items of a plan in the order in which torch reads them."""
+    files: dict[str, list[Item]] = {}
+    for item in items:
+        files.setdefault(item.file, []).append(item)
+    return [item for of_file in files.values() for item in of_file]
 
 
 def _takes_all(request: ReadItem, item: Item) -> bool:
