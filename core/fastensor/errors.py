@@ -44,6 +44,13 @@ class CorruptCheckpointError(FastensorError, RuntimeError):
     """
 
 
+class EmptyCheckpointError(CorruptCheckpointError, EOFError):
+    """A file is empty, or an open file is at its end, so there is nothing to load.
+
+    ``torch.load`` raises ``EOFError``, by which a loop over objects in one file ends, so this is one too.
+    """
+
+
 class UnsafeCheckpointError(FastensorError, pickle.UnpicklingError):
     """``weights_only=True`` met a global that is not allow-listed; the message names it and the ways out."""
 

@@ -14,13 +14,15 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import pytest
 import states
 import torch
 
 import fastensor
+from fastensor.checkpoint.borrowed import BorrowedFile
+from fastensor.checkpoint.opened import FileView, StreamFile
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "large": torch.arange(300_000), "n": {"epoch": 3}}
 
@@ -153,3 +155,48 @@ def test_no_open_file_is_called_durable(folder: str | None, tmp_path: Path) -> N
         pytest.skip("there is no folder in memory")
     with tempfile.TemporaryFile(dir=folder or tmp_path) as file:
         assert not fastensor.save(STATE, file, durable=True).durable
+
+
+class Counting(io.BytesIO):
+    """A file that notes how much each call of ``read`` has copied."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.copied = [0]
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.copied.append(len(data))
+        return data
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.filterwarnings("ignore::fastensor.UnverifiedCheckpointWarning")
+def test_tensors_are_read_to_their_place(is_zip: bool, weights_only: bool) -> None:
+    """As by ``torch.load``: ``read`` would take memory of the size of the tensor beside it."""
+    file = Counting(b"")
+    torch.save({"w": torch.zeros(16 << 20, dtype=torch.uint8)}, file, _use_new_zipfile_serialization=is_zip)
+    file.seek(0)
+    fastensor.load(file, weights_only=weights_only)
+    assert max(file.copied) < 4096
+
+
+def test_what_has_no_readinto_is_read_in_pieces() -> None:
+    file = Counting(b"")
+    torch.save(torch.zeros(16 << 20, dtype=torch.uint8), file, _use_new_zipfile_serialization=False)
+
+    class Reading(Silent):
+        def __init__(self, data: bytes) -> None:
+            super().__init__(data)
+            self.largest = 0
+            self._read, self.read = self.read, self.counted
+
+        def counted(self, size: int = -1) -> bytes:
+            self.largest = max(self.largest, size)
+            return self._read(size)
+
+    reading = Reading(file.getvalue())
+    view = FileView(StreamFile(BorrowedFile(cast(BinaryIO, reading)), "x"))
+    assert torch.equal(torch.load(cast(IO[bytes], view)), torch.zeros(16 << 20, dtype=torch.uint8))
+    assert reading.largest <= 4 << 20

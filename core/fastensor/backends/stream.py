@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from isal import isal_zlib
@@ -63,7 +64,8 @@ def _windows(source: Source, stager: HostStager) -> Iterator[tuple[int, memoryvi
 
 
 class Readable(Protocol):
-    """The methods of a binary file that :class:`StreamReader` calls."""
+    """The methods of a binary file that :class:`StreamReader` calls. If it has ``readinto``, that takes the place of
+    ``read``, as for ``torch.load``."""
 
     def seek(self, offset: int, whence: int = ..., /) -> object: ...
 
@@ -94,11 +96,18 @@ class StreamReader:
 
 def read_block(file: Readable, block: memoryview) -> int:
     """Fill ``block`` from the file's position. Returns the number of bytes read, fewer only at the end."""
+    readinto: Callable[[memoryview], int | None] = getattr(file, "readinto", partial(_read_copy, file))
     filled = 0
     while filled < block.nbytes:
-        data = file.read(block.nbytes - filled)
-        if not data:
+        count = readinto(block[filled : filled + BUFFER_NBYTES])
+        if not count:
             break
-        block[filled : filled + len(data)] = data
-        filled += len(data)
+        filled += count
     return filled
+
+
+def _read_copy(file: Readable, block: memoryview) -> int:
+    """``readinto`` of a file that has none."""
+    data = file.read(block.nbytes)
+    block[: len(data)] = data
+    return len(data)

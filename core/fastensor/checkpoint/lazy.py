@@ -42,7 +42,8 @@ def open(  # users write fastensor.open
     """Open a checkpoint to read single tensors of it.
 
     Args:
-        path: a file of torch or of safetensors, as for :func:`fastensor.load`.
+        path: a file of torch or of safetensors, as for :func:`fastensor.load`. The position of an open file is
+            undefined until this is closed, and then what it was.
         map_location: where tensors go, as for ``torch.load``. None means the host.
         mmap: tensors are the pages of the page cache, mapped privately, which takes no copy: what is written to them
             stays in this process. For files of this machine. While tensors are in use, the file must not be written

@@ -9,7 +9,8 @@ the file, checks the record's CRC32, and only then does the storage reach the un
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from fastensor.backends import registry
@@ -22,6 +23,7 @@ from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
 from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
+from fastensor.errors import CorruptCheckpointError
 from fastensor.select.current import explores
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
@@ -44,8 +46,11 @@ def load(
     Args:
         path: a file that :func:`fastensor.save`, ``torch.save`` (any version of torch) or ``safetensors`` wrote; which
             of them is seen from its first bytes. A path, a URL that ``fsspec`` knows, or an open binary file that can
-            seek, whose checkpoint begins at its position and ends where it ends. What a server sends only whole is
-            downloaded to a file in ``$TMPDIR`` first.
+            seek, whose checkpoint begins at its position. An archive of torch, or a safetensors file, ends where the
+            open file ends. The position is left where ``torch.load`` leaves it, also by a failure: behind a file that
+            torch wrote before 1.6, so that several of them may stand in one open file; somewhere within an archive;
+            and at the end of what torch does not read. What a server sends only whole is downloaded to a file in
+            ``$TMPDIR`` first.
         map_location: as for ``torch.load``, in all its forms.
         keys: names of what to load, such as ``state_dict.layer.weight``: keys of dicts and positions in lists, joined
             by dots. They may be glob patterns (a star also stands for dots), and may name whole branches
@@ -73,6 +78,7 @@ def load(
     Raises:
         FileNotFoundError: there is no such file.
         CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
+        EmptyCheckpointError: the file is empty, or the position of an open file is at its end.
         UnknownKeyError: a name or pattern in ``keys`` chooses nothing.
         StateMismatchError: a tensor of ``into`` is not in the file, or its shape differs, or it shares memory with
             another one that has other values in the file. Nothing is overwritten.
@@ -142,7 +148,7 @@ def load_with_report(
         checked = verify is not False and not mmap
         request = LoadRequest(map_location, names, weights_only, mmap, checked, backend, meter=meter)
         begin_to_use(map_location)
-        with opened(path) as file:
+        with opened(path) as file, _leaving_the_position(file):
             if mmap and file.path is None:
                 raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
             load_file = _LOADERS[container_of(file)]
@@ -167,6 +173,20 @@ def load_with_report(
     if request.checked and not loaded.verified:
         warn_unverified(report.path, loaded.unchecked, stacklevel=3)
     return loaded.result if into is None else into, report
+
+
+@contextmanager
+def _leaving_the_position(file: OpenedFile) -> Iterator[None]:
+    """Have a file that the caller has opened left where ``torch.load`` leaves it; or, if torch has no part in the load,
+    at its end, so that no loop loads the same again and again."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        if file.borrowed is not None and file.borrowed.stopped_at is None:
+            file.borrowed.stop_where_torch_refuses()
+        raise
+    if file.borrowed is not None and file.borrowed.stopped_at is None:
+        file.borrowed.stopped_at = file.nbytes
 
 
 Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]

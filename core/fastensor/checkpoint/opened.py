@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -19,13 +18,14 @@ from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.backends.memory import map_file
+from fastensor.checkpoint.borrowed import BorrowedFile
 from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
 from fastensor.checkpoint.sharded import find_weights
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError, EmptyCheckpointError
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 from fastensor.select.context import Context
@@ -34,8 +34,6 @@ from fastensor.select.transfer import Transfer
 from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
-_OF_ONE_PROCESS = (io.BytesIO, mmap.mmap)
-"""Kinds of files whose position no forked process shares."""
 _NEARLY_ALL = 0.9
 """Reading this fraction of a file is learned as reading the whole file, so that it compares with writing the file."""
 
@@ -59,6 +57,10 @@ class OpenedFile(Protocol):
     def resident_fraction(self) -> float:
         """How much of it was in the page cache when it was opened, estimated."""
 
+    @property
+    def borrowed(self) -> BorrowedFile | None:
+        """The caller's open file, whose position the load leaves as torch does; None if the caller gave a name."""
+
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill ``buffer`` from ``offset``; returns the number of bytes read, fewer only at the end of the file."""
 
@@ -72,11 +74,15 @@ class LocalFile:
 
     Args:
         copied: why the file is read from a local copy, if it is one of a remote file.
+        borrowed: the caller's file, if the caller has opened it. Reading from ``fd`` does not move its position.
     """
 
-    def __init__(self, fd: int, where: str, *, copied: Fallback | None = None) -> None:
+    def __init__(
+        self, fd: int, where: str, *, copied: Fallback | None = None, borrowed: BorrowedFile | None = None
+    ) -> None:
         self._fd = fd
         self._copied = copied
+        self.borrowed = borrowed
         self.where = where
         # by its name, another file might be there by now
         self.path = f"/proc/self/fd/{fd}" if posix.has_proc() else where
@@ -128,12 +134,13 @@ class StreamFile:
     path = None
     resident_fraction = 0.0
 
-    def __init__(self, file: BinaryIO, where: str) -> None:
-        self._file: stream.Readable = file if isinstance(file, _OF_ONE_PROCESS) else _SharedPosition(file)
-        self._start = file.tell()
+    def __init__(self, borrowed: BorrowedFile, where: str) -> None:
+        self.borrowed = borrowed
+        self._file = borrowed.for_reading()
+        self._start = borrowed.begin
         self.where = where
-        file.seek(0, os.SEEK_END)  # which may return nothing, as that of mmap.mmap does
-        self.nbytes = file.tell() - self._start
+        borrowed.file.seek(0, os.SEEK_END)  # which may return nothing, as that of mmap.mmap does
+        self.nbytes = borrowed.file.tell() - self._start
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         self._file.seek(self._start + offset)
@@ -141,22 +148,6 @@ class StreamFile:
 
     def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
         return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(self._file, self._start))
-
-
-class _SharedPosition:
-    """An open file that is not used in forked processes: each would move the position that the others read from."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._process = os.getpid()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> object:
-        if self._process != os.getpid():
-            raise OSError(errno.EBUSY, "a forked process shares its position; open the checkpoint again in each")
-        return self._file.seek(offset, whence)
-
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size)
 
 
 class FileView(io.RawIOBase):
@@ -190,12 +181,12 @@ class FileView(io.RawIOBase):
 
 @contextmanager
 def opened(location: Location) -> Iterator[OpenedFile]:
-    """Open a checkpoint for reading. An open file is borrowed, and its position undefined afterwards.
+    """Open a checkpoint for reading. An open file is borrowed: its position is undefined until the block ends.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointReadError: it cannot be opened, or is not a file.
-        CorruptCheckpointError: it is empty.
+        EmptyCheckpointError: it is empty.
     """
     where = name_of(location)
     wait_to_read(location)
@@ -209,7 +200,7 @@ def opened(location: Location) -> Iterator[OpenedFile]:
             else:
                 file = _borrow(target, where, stack)
         if file.nbytes <= 0:
-            raise CorruptCheckpointError(_emptiness(location, where))
+            raise EmptyCheckpointError(_emptiness(location, where))
         yield file
 
 
@@ -257,14 +248,16 @@ def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
             "read a pipe or a network stream into a file or an io.BytesIO first",
             where,
         )
+    borrowed = BorrowedFile(file)
+    stack.callback(borrowed.give_back)
     raw: Any = getattr(file, "raw", None) if type(file) in _BUFFERED else file
-    if type(raw) is not io.FileIO or file.tell() != 0 or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
-        return StreamFile(file, where)
+    if type(raw) is not io.FileIO or borrowed.begin != 0 or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        return StreamFile(borrowed, where)
     if isinstance(file, io.BufferedRandom):
         file.flush()
     fd = os.dup(raw.fileno())  # the user may close the file before we are done
     stack.callback(posix.close_read_only, fd)
-    return LocalFile(fd, where)
+    return LocalFile(fd, where, borrowed=borrowed)
 
 
 def can(file: object, question: str, method: str) -> bool:

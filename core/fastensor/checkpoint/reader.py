@@ -22,7 +22,7 @@ from isal import isal_zlib
 
 from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.fallback import Fallback
-from fastensor.backends.to_device import Filler
+from fastensor.backends.to_device import Filler, storage_on
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.progress import Meter
@@ -174,6 +174,14 @@ def new_array(nbytes: int) -> npt.NDArray[np.uint8]:
     storage would grow."""
     memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memory
+
+
+def empty_storage() -> torch.UntypedStorage:
+    """An empty storage of fixed size, without an address: ``torch.save`` takes two storages at one address for one, and
+    refuses it with two dtypes."""
+    growing: torch.UntypedStorage = storage_on(torch.device("cpu"), 0)
+    fixed: torch.UntypedStorage = growing[:0]
+    return fixed
 
 
 class PartReader:

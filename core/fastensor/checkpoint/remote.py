@@ -203,6 +203,7 @@ class RemoteFile:
 
     path = None
     resident_fraction = 0.0
+    borrowed = None
 
     def __init__(self, target: RemotePath, where: str, resources: ExitStack) -> None:
         self.where = where

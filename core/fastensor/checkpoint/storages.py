@@ -21,7 +21,7 @@ import torch
 from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
-from fastensor.checkpoint.reader import PartReader, is_joined, new_array
+from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, new_array
 from fastensor.stitch.source import skips_values
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -88,6 +88,8 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
         result = unpickler.load()
     finally:
         private.serialization._serialization_tls.map_location = None
+        if storages.end:
+            view.seek(storages.end)  # where torch.load would be now
     private._utils._validate_loaded_sparse_tensors()
     return result
 
@@ -106,7 +108,10 @@ class Storages:
         self._records = archive.storages
         self._reader = reader
         self._loaded: dict[str, Any] = {}
-        """The typed storages that have been loaded, by their keys."""
+        """The typed storages that have been loaded, by their keys. An empty one is loaded again each time, as by torch:
+        it may be asked for with several dtypes."""
+        self.end = 0
+        """Where in the file the storage ends that was read last; 0 if none was."""
 
     def load(self, saved_id: Any) -> Any:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.
@@ -125,7 +130,7 @@ class Storages:
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         placed = place(self._read(key, numel * dtype.itemsize), location, self.map_location)
         typed = _TYPED(wrap_storage=placed, dtype=dtype, _internal=True)
-        if placed.data_ptr():
+        if placed.nbytes():
             self._loaded[key] = typed
         return typed
 
@@ -133,11 +138,17 @@ class Storages:
         record = self._records.get(key)
         if record is None or record.nbytes != nbytes:
             raise NotOrdinaryError(f"storage {key!r} of {nbytes} bytes, whose record is {record}")
-        if nbytes and is_joined(record):
+        if not nbytes:
+            return empty_storage()
+        if is_joined(record):
             begin = self._reader.read_small(record)
             data = self._reader.window.array(begin, nbytes)
-            return torch.from_numpy(data if begin % ALIGNMENT == 0 else _aligned_copy(data)).untyped_storage()
-        return torch.from_numpy(self._reader.read_array(record) if nbytes else new_array(0)).untyped_storage()
+            array = data if begin % ALIGNMENT == 0 else _aligned_copy(data)
+        else:
+            array = self._reader.read_array(record)
+            begin = self._reader.data_begin(record)
+        self.end = begin + nbytes
+        return torch.from_numpy(array).untyped_storage()
 
 
 def _aligned_copy(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -211,12 +211,14 @@ def _fill_on_device(view: CheckedFile, otherwise: MapLocation, map_location: Map
 
 @contextmanager
 def _failures_raised(view: CheckedFile) -> Iterator[None]:
-    """Raise the failure of a read in place of the exception that torch makes of it."""
+    """Raise the failure of a read in place of the exception that torch makes of it. It is noted where torch stops."""
     try:
         yield
     except Exception:
         _raise_failure(view)
         raise
+    finally:
+        view.note_stop()
     _raise_failure(view)
 
 
@@ -238,14 +240,17 @@ def _chosen(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
 
 
 def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> Any:
-    """Let torch read the file."""
+    """Let torch read the file. A file that the caller has opened is read by torch as if the caller had asked for it."""
 
-    def attempt(map_location: MapLocation) -> Any:
-        where: Any = file.path or FileView(file)
+    def attempt(where: Any, map_location: MapLocation) -> Any:
         return torch.load(where, map_location, weights_only=request.weights_only, mmap=request.mmap)
 
     try:
-        return attempt(request.map_location)
+        if file.borrowed is None or request.mmap:
+            return attempt(file.path or FileView(file), request.map_location)
+        with file.borrowed.lent_to_torch() as borrowed:
+            return attempt(borrowed, request.map_location)
     except Exception as error:
-        explain(error, file, request, rebuild_on_host=None if is_zip else lambda: attempt("cpu"))
+        on_host = None if is_zip else lambda: attempt(FileView(file), "cpu")
+        explain(error, file, request, rebuild_on_host=on_host)
         raise

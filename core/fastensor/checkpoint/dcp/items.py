@@ -318,6 +318,7 @@ class _Slice:
 
     path = None
     resident_fraction = 0.0
+    borrowed = None
 
     def __init__(self, file: OpenedFile, item: Item) -> None:
         self._file = file
