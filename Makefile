@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
 GDS := $(VENV)/gds
+TRANSFORMERS_4 := $(VENV)/transformers4
 
 # What is compiled once, tests included, is not compiled again by each process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,6 +65,10 @@ $(GDS)/.installed: $(STAMP) tests/gds/install.sh
 	tests/gds/install.sh $(VENV) $(GDS)
 	touch $@
 
+$(TRANSFORMERS_4)/.installed: $(STAMP) tests/transformers4/install.sh
+	tests/transformers4/install.sh $(VENV) $(TRANSFORMERS_4)
+	touch $@
+
 # Warnings, such as links that lead nowhere, are errors, but not with --quiet. NO_MKDOCS_2_WARNING leaves an announcement
 # out that is no warning of ours.
 docs: $(VENV)/.docs
@@ -82,7 +87,9 @@ check: $(STAMP)
 	$(MAKE) docs
 	$(MAKE) test
 
+# Without the packages, what is written is not read by transformers 4, and the tests say so.
 torture: $(STAMP)
+	-$(MAKE) --no-print-directory $(TRANSFORMERS_4)/.installed
 	$(PYTEST) -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,48 @@ def test_golden_files_are_written_byte_by_byte(tmp_path: Path, name: str, backen
         pytest.skip(f"the golden files were written with torch {TORCH_OF_GOLDEN_FILES}, this is {torch.__version__}")
     fastensor.save(state(name), tmp_path / "x", backend=backend)
     assert (tmp_path / "x").read_bytes() == (HERE / f"{name}.pt").read_bytes()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {name: one for name, one in state("mixed").items() if name in ("weight", "bf16", "fp8", "scalar", "empty")}
+
+
+def test_a_golden_file_of_safetensors_loads() -> None:
+    loaded, report = fastensor.load_with_report(HERE / "weights.safetensors")
+    assert report.verified
+    assert {name: (one.dtype, one.tolist()) for name, one in loaded.items()} == {
+        name: (one.dtype, one.tolist()) for name, one in weights().items()
+    }
+
+
+@pytest.mark.parametrize("backend", ["direct", "numpy"])
+def test_a_golden_file_of_safetensors_is_written_byte_by_byte(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "x.safetensors"
+    fastensor.save(weights(), path, metadata={"step": "3"}, backend=backend)
+    assert path.read_bytes() == (HERE / "weights.safetensors").read_bytes()
+
+
+def test_the_layout_of_safetensors_is_that_of_format_md() -> None:
+    """A reading of FORMAT.md with nothing but struct, json and zlib."""
+    data = (HERE / "weights.safetensors").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    base = 8 + length
+    assert base % 8 == 0
+    header = json.loads(data[8:base])
+    metadata = header.pop("__metadata__")
+    assert [*metadata] == ["format", "step", "fastensor.crc32"]
+    assert (metadata["format"], metadata["step"]) == ("pt", "3")
+    assert [*header] == ["scalar", "empty", "weight", "bf16", "fp8"], "larger dtypes first, then by name"
+    own, *others = metadata["fastensor.crc32"].split(" ")
+    at = data.index(b'"fastensor.crc32":  "') + len(b'"fastensor.crc32":  "')
+    assert f"{zlib.crc32(data[:at] + b'00000000' + data[at + 8 : base]):08x}" == own
+    end = 0
+    for entry, crc32 in zip(header.values(), others, strict=True):
+        begin, stop = entry["data_offsets"]
+        assert begin == end
+        assert f"{zlib.crc32(data[base + begin : base + stop]):08x}" == crc32
+        end = stop
+    assert base + end == len(data)
 
 
 def test_the_layout_is_that_of_format_md() -> None:

@@ -72,7 +72,8 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
 
 def test_metadata_of_the_user_and_names_that_were_left_out(tmp_path: Path) -> None:
     fastensor.save_model(trained(), tmp_path / "x.safetensors", metadata={"by": "us"})
-    assert fastensor.inspect(tmp_path / "x.safetensors").metadata == {"by": "us", "head.weight": "embedding.weight"}
+    expected = {"format": "pt", "by": "us", "head.weight": "embedding.weight"}
+    assert fastensor.inspect(tmp_path / "x.safetensors").metadata == expected
 
 
 def test_views_of_one_storage(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_everyone_reads_the_same(state: dict[str, Tensor], metadata: Any, checks
             found = dict(opened.metadata() or {})
         assert ("fastensor.crc32" in found) == checksums
         found.pop("fastensor.crc32", None)
-        assert found == (metadata or {})
+        assert found == ({"format": "pt"} if checksums else {}) | (metadata or {})
 
 
 @given(state=dicts)
@@ -169,6 +169,23 @@ def test_disjoint_views_of_one_storage_are_no_ties(tmp_path: Path) -> None:
 def test_metadata_is_texts(tmp_path: Path, metadata: Any) -> None:
     with pytest.raises(UnsupportedContentError, match="metadata"):
         fastensor.save(STATE, tmp_path / "x.safetensors", metadata=metadata)
+
+
+def test_a_format_stands_beside_checksums_unless_the_caller_names_one(tmp_path: Path) -> None:
+    """Some libraries refuse a file whose metadata name none."""
+    expected: list[tuple[Any, list[tuple[str, str]]]] = [
+        (None, [("format", "pt")]),
+        ({}, [("format", "pt")]),
+        ({"k": "v"}, [("format", "pt"), ("k", "v")]),
+        ({"k": "v", "format": "np"}, [("k", "v"), ("format", "np")]),
+    ]
+    for metadata, entries in expected:
+        fastensor.save(STATE, tmp_path / "x.safetensors", metadata=metadata)
+        header = header_of((tmp_path / "x.safetensors").read_bytes())
+        assert [*header["__metadata__"].items()][:-1] == entries
+        fastensor.save(STATE, tmp_path / "x.safetensors", metadata=metadata, checksums=False)
+        header = header_of((tmp_path / "x.safetensors").read_bytes())
+        assert header.get("__metadata__") == metadata
 
 
 def test_names_that_look_like_the_entry_for_checksums(tmp_path: Path) -> None:

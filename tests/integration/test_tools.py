@@ -198,7 +198,8 @@ def test_what_is_inside(ckpt: Path, tensors: Path) -> None:
     assert dict(found.others) == {"epoch": "3", "lists.1": "'text'"}
     assert (found.container, found.checked, found.tensor_bytes, found.refused) == ("torch", True, 2430, ())
     found = fastensor.inspect(tensors)
-    assert (found.container, found.checked, dict(found.metadata)) == ("safetensors", True, {"made": "here"})
+    assert (found.container, found.checked) == ("safetensors", True)
+    assert found.metadata == {"format": "pt", "made": "here"}
     assert {one.name: one.crc32 is not None for one in found.tensors} == dict.fromkeys(WEIGHTS, True)
 
 
@@ -248,7 +249,7 @@ def test_anything_can_be_looked_into(tree: Any) -> None:
 def test_there_and_back(ckpt: Path, tmp_path: Path, backend: str) -> None:
     fastensor.convert(ckpt, tmp_path / "a.safetensors", root="state_dict", metadata={"k": "v"}, backend=backend)
     assert all(torch.equal(safetensors.torch.load_file(tmp_path / "a.safetensors")[k], v) for k, v in WEIGHTS.items())
-    assert fastensor.inspect(tmp_path / "a.safetensors").metadata == {"k": "v"}
+    assert fastensor.inspect(tmp_path / "a.safetensors").metadata == {"format": "pt", "k": "v"}
     assert fastensor.verify(tmp_path / "a.safetensors").complete
     fastensor.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", backend=backend)
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
@@ -281,7 +282,7 @@ def test_checksums_are_added_to_files_of_others(tmp_path: Path) -> None:
     safetensors.torch.save_file(WEIGHTS, tmp_path / "x.safetensors", {"k": "v"})
     fastensor.convert(tmp_path / "x.safetensors", tmp_path / "x.safetensors")
     assert fastensor.verify(tmp_path / "x.safetensors").complete
-    assert fastensor.inspect(tmp_path / "x.safetensors").metadata == {"k": "v"}
+    assert fastensor.inspect(tmp_path / "x.safetensors").metadata == {"format": "pt", "k": "v"}
 
 
 def hard_link(path: Path, name: str) -> Path:
@@ -331,7 +332,17 @@ def test_metadata_is_not_lost_in_place(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedContentError, match="metadata"):
             fastensor.convert(path, path, **options)  # type: ignore[arg-type]
     fastensor.convert(path, path, metadata={"k": "new", "more": "x"})
-    assert fastensor.inspect(path).metadata == {"k": "new", "more": "x"}
+    assert fastensor.inspect(path).metadata == {"format": "pt", "k": "new", "more": "x"}
+
+
+def test_the_format_that_files_with_checksums_name_is_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    fastensor.save({"w": torch.ones(2)}, path)
+    fastensor.convert(path, path, metadata={"made": "here"}, checksums=False)
+    assert fastensor.inspect(path).metadata == {"made": "here"}
+    fastensor.save({"w": torch.ones(2)}, path)
+    fastensor.convert(path, path, container="torch")
+    assert fastensor.inspect(path).container == "torch"
 
 
 @pytest.mark.parametrize("spelling", SAME)

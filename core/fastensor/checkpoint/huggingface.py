@@ -35,11 +35,12 @@ from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.request import LoadRequest, check_arguments, is_restricted
 from fastensor.checkpoint.save import save
-from fastensor.checkpoint.sharded import OF_TORCH, SHARD_NBYTES, check_holds, files_behind, write_sharded
+from fastensor.checkpoint.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
 from fastensor.errors import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch.safetensors import with_format
 
 
 def save_sharded(
@@ -70,7 +71,7 @@ def save_sharded(
         folder: is created if it is missing. One writer at a time may save there.
         shard_nbytes: the most bytes of tensors in a file, unless one tensor has more: a number, or a text such as
             ``"5GB"``.
-        metadata: texts for each file. None means ``{"format": "pt"}``, which transformers asks for.
+        metadata: texts for each file. ``{"format": "pt"}`` is added unless they name a format.
         checksums: as for :func:`fastensor.save`. Without them all files are byte for byte those of ``save_pretrained``
             when the folder is new.
         backend, durable: as for :func:`fastensor.save`.
@@ -127,7 +128,7 @@ def save_sharded(
             return save(
                 {name: tensors[name].contiguous() for name in names},
                 path,
-                metadata=OF_TORCH if metadata is None else metadata,
+                metadata=with_format(metadata or {}),
                 checksums=checksums,
                 backend=backend,
                 durable=durable,

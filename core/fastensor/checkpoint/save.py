@@ -66,8 +66,9 @@ def save(
             written is not replaced.
         metadata: texts for the ``__metadata__`` of a safetensors file.
         checksums: whether a safetensors file carries CRC32s, in an additional entry of ``__metadata__`` that other
-            readers ignore. Without them the file is byte for byte that of ``safetensors``. Files of torch always carry
-            CRC32s.
+            readers ignore. As some of them refuse metadata that name no format, ``{"format": "pt"}`` is added then,
+            unless ``metadata`` name one. Without checksums the file is byte for byte that of ``safetensors``. Files of
+            torch always carry CRC32s.
         container: ``"torch"`` or ``"safetensors"``; None decides by the name.
         backend: ``"auto"`` for the backend that size and circumstances recommend, until another one was measured to be
             faster for such files on this machine; the name of a backend; or a :class:`~fastensor.Selector` that

@@ -27,8 +27,6 @@ WHOLE = ("model.safetensors", "pytorch_model.bin")
 """What ``save_pretrained`` and ``Accelerator.save_model`` call the file of a model that is not sharded."""
 SHARD_NBYTES = 5_000_000_000
 """The largest shard that ``save_pretrained`` writes by default."""
-OF_TORCH = {"format": "pt"}
-"""The metadata by which transformers knows that the tensors of a file are torch's."""
 _INDEX = f"{WHOLE[0]}{INDEX_SUFFIX}"
 _SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 """The names of shards that are written here."""

@@ -2,7 +2,8 @@
 
 A file is the length of the header (8 bytes, little endian), the header (a JSON object, padded with spaces to a multiple
 of 8), and the tensors' bytes, one behind the other, larger dtypes first, then by name. A planned file is byte for byte
-what ``safetensors.torch.save_file`` writes, plus one entry of ``__metadata__`` for the checksums (``FORMAT.md``).
+what ``safetensors.torch.save_file`` writes. With checksums, ``__metadata__`` has an entry for them, and names a format
+(``FORMAT.md``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _MARK = b"  "
 """Stands between the name and the text of that entry. JSON ignores it, and tools that copy metadata do not copy it."""
 _ENTRY = re.compile(rb'(?<!\\)"' + re.escape(CHECKSUM_KEY.encode()) + b'":(' + _MARK + b')?"')
 """The beginning of the entry. Within a text, the first quote would be escaped."""
+OF_TORCH = {"format": "pt"}
+"""The metadata by which other libraries know that the tensors are torch's. Accelerate, huggingface_hub and transformers
+before 5 take a file without metadata, and refuse one whose metadata name no format."""
 METADATA_KEY = "__metadata__"
 LENGTH_NBYTES = 8
 MAX_HEADER_NBYTES = 100_000_000
@@ -110,7 +114,8 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
     Args:
         tensors: a dict from names to dense, contiguous tensors that share no memory. They are borrowed.
         metadata: texts for the ``__metadata__`` of the file.
-        checksums: whether one more entry of the metadata is to hold CRC32s of all tensors and of the header.
+        checksums: whether the metadata are to hold CRC32s of all tensors and of the header. Then they also name a
+            format: that of torch, if ``metadata`` name none.
 
     Raises:
         UnsupportedContentError: the container cannot hold these tensors; the message says why and what to do.
@@ -120,7 +125,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
     texts = _checked_metadata(metadata)
     order = sorted(checked, key=lambda name: (_RANK[_TO_FILE[checked[name].dtype]], name.encode()))
     if checksums:
-        texts = {**(texts or {}), CHECKSUM_KEY: " ".join([_BLANK] * (len(order) + 1))}
+        texts = {**with_format(texts or {}), CHECKSUM_KEY: " ".join([_BLANK] * (len(order) + 1))}
     header, begins = _header(order, checked, texts, is_ours=checksums)
     segments: list[Segment] = [Header(0, header)]
     for index, name in enumerate(order):
@@ -248,6 +253,20 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | No
         if not (_is_text(key) and _is_text(value)):
             raise UnsupportedContentError(f"metadata {key!r} holds a lone surrogate, which UTF-8 does not have")
     return {key: value for key, value in metadata.items() if key != CHECKSUM_KEY}  # of another file
+
+
+def with_format(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """The metadata, which name the format of torch if they name none.
+
+    >>> with_format({"step": "3"}), with_format({"step": "3", "format": "np"})
+    ({'format': 'pt', 'step': '3'}, {'step': '3', 'format': 'np'})
+    """
+    return metadata if metadata.keys() >= OF_TORCH.keys() else {**OF_TORCH, **metadata}
+
+
+def beyond_format(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What metadata say beside that tensors are torch's, as those of every file with checksums do."""
+    return {name: text for name, text in metadata.items() if (name, text) not in OF_TORCH.items()}
 
 
 def _is_text(text: str) -> bool:

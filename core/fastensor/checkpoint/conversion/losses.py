@@ -16,7 +16,8 @@ from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.save import SavedContainer, choose_container
-from fastensor.checkpoint.sharded import OF_TORCH, is_index, weights_at
+from fastensor.checkpoint.sharded import is_index, weights_at
+from fastensor.stitch.safetensors import beyond_format
 
 
 def left_out(source: Location, target: Location, settings: ConvertSettings) -> tuple[str, ...]:
@@ -57,4 +58,4 @@ def _left_out_of_directories(source: Location, settings: ConvertSettings) -> tup
 
 
 def _metadata(found: Mapping[str, str]) -> list[str]:
-    return [f"metadata {name!r}" for name, text in found.items() if (name, text) not in OF_TORCH.items()]
+    return [f"metadata {name!r}" for name in beyond_format(found)]

@@ -11,6 +11,7 @@ from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.conversion.sources import Source
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.safetensors import beyond_format
 
 
 def is_same_file(source: Location, target: Location) -> bool:
@@ -67,7 +68,7 @@ def _losses(
         f"everything beside {settings.root!r}": settings.root is not None,
         "what is no tensor": settings.root is None and bool(selection.left_out),
         "which tensors share memory": bool(ties_in(tensors)),
-        "metadata": not catalog.metadata.keys() <= texts.keys(),
+        "metadata": not beyond_format(catalog.metadata).keys() <= texts.keys(),
         "which tensors are parameters": any(one.info.kind != "Tensor" for one in tensors.values()),
         "attributes of the dict": bool(getattr(catalog.structure, "__dict__", {})),
         "names of tensors": bool(settings.rename),

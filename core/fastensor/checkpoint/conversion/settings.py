@@ -11,10 +11,10 @@ import torch
 
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.save import SavedContainer
-from fastensor.checkpoint.sharded import OF_TORCH
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch.safetensors import with_format
 
 WrittenContainer: TypeAlias = SavedContainer | Literal["dcp", "huggingface"]
 MIN_MEMORY_NBYTES = 1 << 20
@@ -80,10 +80,10 @@ class ConvertSettings:
         return self.dtype if self.dtype is not None and dtype in CAST_DTYPES else dtype
 
     def texts(self, found: Mapping[str, str]) -> Mapping[str, str] | None:
-        """The metadata of safetensors files.
+        """The metadata of safetensors files, without those that every file with checksums has.
 
         Args:
             found: the metadata of the source, which are kept if none are given.
         """
         texts = (found or None) if self.metadata is None else self.metadata
-        return texts or OF_TORCH if self.container == "huggingface" else texts
+        return with_format(texts or {}) if self.container == "huggingface" else texts
