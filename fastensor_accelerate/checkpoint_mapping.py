@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, islice
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import torch
-from accelerate.utils import find_tied_parameters
 from torch import nn
 
 from fastensor.backends import registry
 from fastensor.backends.to_device import entered
-from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.errors import UnknownKeyError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice
-from fastensor_accelerate.weight_files import open_weights
+from fastensor_accelerate.matching import fill_buffers, match, no_weight, parameters_of
+from fastensor_accelerate.weight_files import WeightFiles, open_weights
 
 _MOST_AHEAD = 16
 """How many tensors are read ahead at most: each request goes through all of them. Small ones are read in no time."""
@@ -133,7 +133,12 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
     - ``dispatch_model(model, device_map, main_device, state_dict=mapping)`` does that for modules that the map sends to
       ``"cpu"``. With ``"disk"``, Accelerate would copy the weights to ``offload_dir`` first.
 
-    The model may be on the meta device (``init_empty_weights``).
+    The model may be on the meta device (``init_empty_weights``). Its persistent buffers, which Accelerate leaves in the
+    model, are filled when the mapping is made: with the pages of their file, in their dtype and on their device. Other
+    buffers are in no checkpoint; they keep the values that the model has computed.
+
+    If transformers 5 converts the checkpoint when it loads it, because experts are stacked or names have changed, the
+    mapping does the same. What is converted takes memory, on the host as well, and is converted again in each pass.
 
     On the host, a tensor is the pages of its file in the page cache, so that nothing is copied, and the system may drop
     them when memory is short. What a program writes to such a tensor stays in this process, and is gone with the
@@ -152,9 +157,10 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         path: a file of safetensors or torch (Fastensor's or anyone's); an index of shards, ``*.index.json``; a folder
             that holds one of these as ``save_pretrained`` names them; or a folder that ``disk_offload`` has written, or
             its ``index.json``.
-        model: the model that will run, on any device. Its parameters must be there, in their shapes; dtypes may differ.
-            Names that the checkpoint lacks because they are tied are found under the other name. Without a model, the
-            first pass reads nothing ahead. The mapping does not keep the model.
+        model: the model that will run, on any device. Its parameters and persistent buffers must be there, in their
+            shapes; dtypes may differ. Names that the checkpoint lacks because they are tied are found under the other
+            name. Without a model, the first pass reads nothing ahead, no buffer is filled, and nothing is converted.
+            The mapping does not keep the model.
         device: where tensors go: the device that the modules run on.
         read_ahead_bytes: how much memory tensors may take that were read and not asked for yet. 0 reads nothing ahead.
         prefix: what names in the file begin with before the model's names, such as ``"state_dict."`` for a checkpoint
@@ -164,8 +170,10 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     Raises:
         FileNotFoundError: a file is missing.
-        UnknownKeyError: the checkpoint lacks a parameter of the model, or has no name with the prefix.
-        UnsupportedContentError: a tensor has another shape than the model's; or a file can only be loaded whole.
+        UnknownKeyError: the checkpoint lacks a parameter or a persistent buffer of the model, or has no name with the
+            prefix; or another buffer of the model is on the meta device.
+        UnsupportedContentError: a tensor has another shape than the model's; or a file can only be loaded whole; or
+            transformers fails to convert a tensor.
         CorruptCheckpointError: a file is damaged, cut off, or not a checkpoint.
         CheckpointReadError: the operating system failed to deliver bytes.
         PlacementError: there is no such device.
@@ -199,13 +207,16 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         self._device = _with_index(torch.device(device))
         self._read_ahead_bytes = as_nbytes(read_ahead_bytes, "read_ahead_bytes")
         self._process = os.getpid()
-        self._files = open_weights(path, self._device, verify=verify, backend=backend)
+        opened = partial(open_weights, path, verify=verify, backend=backend)
+        files = opened(self._device)
         try:
-            self._names = self._match(prefix, model)
+            self._files, self._names = match(files, self._path, prefix, model)
+            if model is not None:
+                self._fill_buffers(model, opened, prefix)
         except BaseException:
-            self._files.close()
+            files.close()
             raise
-        self._order = Order([] if model is None else [name for name, _ in _parameters_of(model)])
+        self._order = Order([] if model is None else [name for name, _ in parameters_of(model)])
         self._lock = threading.Lock()
         self._used: dict[str, _Used] = {}
         self._ahead: dict[str, _Ahead] = {}
@@ -227,7 +238,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         with self._lock:
             self._check_usable()
             if name not in self._names:
-                raise UnknownKeyError(f"{self._path}: {self._no_weight(name, self._names)}")
+                raise UnknownKeyError(no_weight(name, self._path, self._names, self._files.weights))
             stored = self._names[name]
             self._order.add(name)
             tensor = self._in_use(stored)
@@ -277,6 +288,14 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
             self._thread.shutdown(cancel_futures=True)
         self._ahead.clear()
         self._files.close()
+
+    def _fill_buffers(self, model: nn.Module, opened: Callable[[torch.device], WeightFiles], prefix: str) -> None:
+        """Fill buffers from the page cache: Accelerate moves them to the device, or frees them again."""
+        if self._device.type == "cpu":
+            fill_buffers(model, self._files, self._names)
+            return
+        with closing(opened(torch.device("cpu"))) as files:
+            fill_buffers(model, *match(files, self._path, prefix, model))
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -337,55 +356,9 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
                 taken += nbytes
                 self._ahead[stored] = _Ahead(self._begin(stored), nbytes)
 
-    def _match(self, prefix: str, model: nn.Module | None) -> dict[str, str]:
-        """The names of weights, and what they are called in the files."""
-        weights, ties = self._files.weights, self._files.ties
-        names = {name[len(prefix) :]: ties.get(name, name) for name in weights if name.startswith(prefix)}
-        if not names:
-            raise UnknownKeyError(
-                f"{self._path}: expected names that begin with {prefix!r}, found {_some(weights)}"
-                if weights
-                else f"{self._path}: there are no tensors in it"
-            )
-        if model is None:
-            return names
-        for group in find_tied_parameters(model):
-            if known := [names[name] for name in group if name in names]:
-                names |= {name: known[0] for name in group if name not in names}
-        if missing := [name for name, _ in _parameters_of(model) if name not in names]:
-            raise UnknownKeyError(
-                f"{self._path}: {self._no_weight(missing[0], names)}; {len(missing)} parameters of "
-                f"{type(model).__name__} are missing in all"
-            )
-        for name, tensor in chain(_parameters_of(model), model.named_buffers()):
-            found = weights[names[name]].shape if name in names else tensor.shape
-            if found != tensor.shape:
-                raise UnsupportedContentError(
-                    f"{self._path}: expected {name!r} in the shape {list(tensor.shape)} that it has in "
-                    f"{type(model).__name__}, found {list(found)}"
-                )
-        return names
-
-    def _no_weight(self, name: str, names: Mapping[str, str]) -> str:
-        """Why a name is not there: in words for people."""
-        longer = [known for known in self._files.weights if known.endswith(f".{name}")]
-        if longer:
-            return f"no weight is called {name!r}, but {longer[0]!r} is there: pass prefix={longer[0][: -len(name)]!r}"
-        nearest = difflib.get_close_matches(name, names, 1, cutoff=0.0)
-        return f"no weight is called {name!r}; the nearest name is {nearest[0]!r}"
-
-
-def _parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters in the order of the modules, tied ones under each name."""
-    return model.named_parameters(remove_duplicate=False)
-
 
 def _with_index(device: torch.device) -> torch.device:
     """The device, also for threads, whose current device is another one."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join([*map(repr, islice(names, 3)), "…"])

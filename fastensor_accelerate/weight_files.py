@@ -31,6 +31,7 @@ class Weight:
 
     shape: tuple[int, ...]
     nbytes: int
+    dtype: torch.dtype
 
 
 class WeightFiles(Protocol):
@@ -110,7 +111,7 @@ class Checkpoints:
         check_holds(name_of(path), file.info, names)
         for name, info in file.info.items():
             if name in names:
-                self.weights[name] = Weight(info.shape, info.nbytes)
+                self.weights[name] = Weight(info.shape, info.nbytes, info.dtype)
                 self._file_of[name] = file
         self.ties |= {name: other for name, other in file.ties.items() if name in names and other in names}
 
@@ -134,7 +135,6 @@ class OffloadFolder:
 
     def __init__(self, index: Path, device: torch.device) -> None:
         self._device = device
-        self._dtypes: dict[str, torch.dtype] = {}
         self.weights: dict[str, Weight] = {}
         self.ties: Mapping[str, str] = {}
         self._paths: dict[str, Path] = {}
@@ -142,8 +142,7 @@ class OffloadFolder:
         for name, entry in read_json(index).items():
             dtype, shape = _of_entry(entry, f"{index}: {name!r}")
             path = index.parent / f"{name}.dat"
-            self._dtypes[name] = dtype
-            self.weights[name] = weight = Weight(shape, math.prod(shape) * dtype.itemsize)
+            self.weights[name] = weight = Weight(shape, math.prod(shape) * dtype.itemsize, dtype)
             self._paths[name] = path
             self._found[name] = found = os.stat(path)
             if found.st_size != weight.nbytes and weight.nbytes:  # of an empty tensor, too, a file has bytes
@@ -156,7 +155,7 @@ class OffloadFolder:
         weight = self.weights[name]
         with self._opened(name) as fd:
             storage, _ = map_file(fd, 0, weight.nbytes, checksum=False)
-        mapped = torch.empty(0, dtype=self._dtypes[name], device="cpu").set_(storage).reshape(weight.shape)
+        mapped = torch.empty(0, dtype=weight.dtype, device="cpu").set_(storage).reshape(weight.shape)
         return mapped.to(self._device)
 
     @contextmanager

@@ -84,6 +84,12 @@ def empty(**options: Any) -> Model:
         return Model(**options).eval()
 
 
+def with_buffers() -> Model:
+    """On the meta device, but for buffers, which have the values that they begin with."""
+    with init_empty_weights():
+        return Model().eval()
+
+
 def to_safetensors(model: nn.Module, folder: Path) -> Path:
     fastensor.save(model.state_dict(), folder / "model.safetensors", durable=False)
     return folder / "model.safetensors"
@@ -241,6 +247,89 @@ def test_tied_weights_have_one_memory_and_are_read_once(tmp_path: Path, reads: l
     assert reads == ["embedding.weight"] * 2
 
 
+# --- buffers ---
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("make", [empty, with_buffers, Model])
+def test_persistent_buffers_are_those_of_the_checkpoint(
+    write: Callable[[nn.Module, Path], Path], make: Callable[[], Model], tmp_path: Path
+) -> None:
+    """Accelerate leaves them in the model, on the meta device or with the values that a new model has."""
+    expected, model = trained()(TOKENS), make().eval()
+    with CheckpointMapping(write(trained(), tmp_path), model) as weights:
+        cpu_offload(model, CPU, state_dict=weights)
+        assert torch.equal(model(TOKENS), expected)
+
+
+class Scaled(nn.Module):
+    """Buffers of all kinds, and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("same", self.scale)
+        self.register_buffer("computed", torch.arange(3.0), persistent=False)
+        self.register_buffer("nothing", None)
+        self.inner = nn.BatchNorm1d(3, affine=False)
+
+
+def scales(path: Path, **more: Tensor) -> Path:
+    state = Scaled().state_dict() | {"scale": torch.tensor([1.0, 1.5, 2.0])} | more
+    del state["same"]
+    fastensor.save(state, path / "model.safetensors", durable=False)
+    return path
+
+
+def test_buffers_keep_their_dtypes_and_stay_tied(tmp_path: Path) -> None:
+    model = Scaled()
+    with CheckpointMapping(scales(tmp_path, computed=torch.zeros(3)), model):
+        assert model.scale is model.same
+        assert torch.equal(model.scale, torch.tensor([1.0, 1.5, 2.0], dtype=torch.bfloat16))
+        assert torch.equal(model.computed, torch.arange(3.0))  # load_state_dict would leave it as it is, too
+    model.scale += 1  # of this process, and with the file closed
+    assert list(model.state_dict()) == list(Scaled().state_dict())
+
+
+def test_a_buffer_that_no_checkpoint_holds_has_to_have_values(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Scaled()
+    with pytest.raises(UnknownKeyError, match=r"buffer 'computed' of Scaled is not persistent.*init_empty_weights\(\)"):
+        CheckpointMapping(scales(tmp_path), model)
+    model.computed = torch.arange(3.0)
+    with CheckpointMapping(tmp_path, model):
+        assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_a_buffer_that_is_missing(tmp_path: Path) -> None:
+    """``load_state_dict`` refuses that as well, but for the number of batches, which early torch did not count."""
+    state = Scaled().state_dict()
+    del state["inner.num_batches_tracked"], state["same"]
+    fastensor.save(state, tmp_path / "model.safetensors", durable=False)
+    with CheckpointMapping(tmp_path, Scaled()):
+        pass
+    del state["inner.running_var"]
+    fastensor.save(state, tmp_path / "model.safetensors", durable=False)
+    with pytest.raises(
+        UnknownKeyError, match=r"'inner.running_var'.*; 0 parameters and 1 buffers of Scaled are missing in all"
+    ):
+        CheckpointMapping(tmp_path, Scaled())
+
+
+def test_a_buffer_of_another_shape(tmp_path: Path) -> None:
+    model = Scaled()
+    with pytest.raises(UnsupportedContentError, match=r"'scale' in the shape \[3\] that it has in Scaled, found \[4\]"):
+        CheckpointMapping(scales(tmp_path, scale=torch.zeros(4)), model)
+    assert torch.equal(model.scale, torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_the_buffers_of_another_device_come_by_way_of_the_host(tmp_path: Path) -> None:
+    """The model's buffers stay where they are. Accelerate moves them."""
+    model = Scaled()
+    with CheckpointMapping(scales(tmp_path), model, device="meta", backend="numpy"):
+        assert model.scale.tolist() == [1.0, 1.5, 2.0]
+
+
 # --- the order of reading ---
 
 
@@ -302,8 +391,10 @@ def wait_for_reads(weights: CheckpointMapping) -> None:
 def test_the_first_pass_reads_ahead_in_the_order_of_the_model(path: Path, reads: list[str]) -> None:
     model = empty()
     parameters = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers()]
     with CheckpointMapping(path, model) as weights:
-        assert reads == []
+        assert reads == buffers
+        reads.clear()
         weights["embedding.weight"]
         wait_for_reads(weights)
         assert reads == parameters
@@ -373,9 +464,9 @@ def test_what_is_asked_for_is_read_before_what_is_expected(path: Path, monkeypat
             assert may_read.wait(60)
         return read(self, name)
 
-    monkeypatch.setattr(Checkpoints, "read", noted)
     model = empty()
     with CheckpointMapping(path, model) as weights:
+        monkeypatch.setattr(Checkpoints, "read", noted)
         weights["embedding.weight"]
         assert begun.wait(60)  # the second one is being read, all others wait
         taken = weights._take("head.weight")

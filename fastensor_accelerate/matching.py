@@ -1,0 +1,161 @@
+"""Which tensor of a checkpoint is which of a model's."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+
+import torch
+from accelerate.utils import check_tied_parameters_in_config, find_tied_parameters
+from torch import nn
+
+from fastensor.errors import FastensorError, UnknownKeyError, UnsupportedContentError
+from fastensor_accelerate.conversions import converted
+from fastensor_accelerate.weight_files import WeightFiles
+
+
+def match(files: WeightFiles, path: str, prefix: str, model: nn.Module | None) -> tuple[WeightFiles, Mapping[str, str]]:
+    """Find a model's tensors in a checkpoint. No tensor is read.
+
+    Args:
+        files: the checkpoint.
+        path: of the checkpoint, for messages.
+        prefix: what names begin with before those of the model.
+        model: the model; None takes all tensors that begin with the prefix.
+
+    Returns:
+        The files, which may convert tensors; and the names of tensors as the model has them, with their names there.
+
+    Raises:
+        UnknownKeyError: no name has the prefix; the checkpoint lacks a parameter or a persistent buffer of the model;
+            or another buffer of the model is on the meta device.
+        UnsupportedContentError: a tensor has another shape than the model's, or cannot be converted.
+    """
+    names = {name[len(prefix) :]: files.ties.get(name, name) for name in files.weights if name.startswith(prefix)}
+    if not names:
+        raise UnknownKeyError(
+            f"{path}: expected names that begin with {prefix!r}, found {_some(files.weights)}"
+            if files.weights
+            else f"{path}: there are no tensors in it"
+        )
+    if model is None:
+        return files, names
+    _check_computed_buffers(model, path)
+    found = _with_ties(names, model)
+    if _misfit(files, path, found, model) is not None:
+        files, converted_names = converted(files, names, model, path)
+        found = _with_ties(converted_names, model)
+        if (error := _misfit(files, path, found, model)) is not None:
+            raise error
+    return files, found
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters in the order of the modules, tied ones under each name."""
+    return model.named_parameters(remove_duplicate=False)
+
+
+def fill_buffers(model: nn.Module, files: WeightFiles, names: Mapping[str, str]) -> None:
+    """Give a model's persistent buffers the values that they have in a checkpoint.
+
+    Each keeps its dtype and its device; one on the meta device becomes the tensor of the files. Buffers that are one
+    under several names stay one.
+    """
+    filled = dict[torch.Tensor, torch.Tensor]()
+    for name, buffer in list(_persistent_buffers_of(model)):
+        if buffer not in filled and name in names:
+            device = None if buffer.is_meta else buffer.device
+            filled[buffer] = files.read(names[name]).to(device=device, dtype=buffer.dtype)
+        if buffer in filled:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, filled[buffer])
+
+
+def no_weight(name: str, path: str, names: Iterable[str], stored: Iterable[str]) -> str:
+    """Why a name is not there: in words for people."""
+    longer = [known for known in stored if known.endswith(f".{name}")]
+    if longer:
+        why = f"{longer[0]!r} is there: pass prefix={longer[0][: -len(name)]!r}"
+        return f"{path}: no weight is called {name!r}, but {why}"
+    nearest = difflib.get_close_matches(name, names, 1, cutoff=0.0)
+    return f"{path}: no weight is called {name!r}; the nearest name is {nearest[0]!r}"
+
+
+def _with_ties(names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
+    """The names, with those that the checkpoint lacks because they are tied to others."""
+    found = dict(names)
+    for group in _ties(model):
+        if known := [names[name] for name in group if name in names]:
+            found |= {name: known[0] for name in group if name not in names}
+    return found
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Names of the same parameter or the same buffer."""
+    buffers = defaultdict[torch.Tensor, list[str]](list)
+    for name, buffer in _persistent_buffers_of(model):
+        buffers[buffer].append(name)
+    return [*find_tied_parameters(model), *buffers.values()]
+
+
+def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.Module) -> FastensorError | None:
+    """What is wrong with the first tensor of the model that the checkpoint lacks, or has in another shape."""
+    parameters, buffers = dict(parameters_of(model)), dict(_persistent_buffers_of(model))
+    lacks = [name for name in parameters if name not in names]
+    lacks_buffers = [name for name in buffers if name not in names and not _may_be_missing(name)]
+    for name in (lacks + lacks_buffers)[:1]:
+        why = _not_tied(name, path, names, model) or no_weight(name, path, names, files.weights)
+        return UnknownKeyError(
+            f"{why}; {len(lacks)} parameters and {len(lacks_buffers)} buffers of {type(model).__name__} are missing "
+            "in all"
+        )
+    for name, tensor in chain(parameters.items(), buffers.items()):
+        if name in names and (found := files.weights[names[name]].shape) != tensor.shape:
+            return UnsupportedContentError(
+                f"{path}: expected {name!r} in the shape {list(tensor.shape)} that it has in "
+                f"{type(model).__name__}, found {list(found)}"
+            )
+    return None
+
+
+def _not_tied(name: str, path: str, names: Mapping[str, str], model: nn.Module) -> str:
+    """What to do if a tensor is missing because the checkpoint holds tied ones once, and the model's are not tied."""
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}  # of transformers 5
+    partners = [other for tied in ties.items() if name in tied for other in tied if other in names]
+    if not partners and (ties or not check_tied_parameters_in_config(model)):
+        return ""
+    other = repr(partners[0]) if partners else "another weight"
+    return (
+        f"{path}: {name!r} is not there because it is tied to {other}, but in this model it is a tensor of its own "
+        f"(init_empty_weights unties weights): call model.tie_weights() before the mapping is made"
+    )
+
+
+def _persistent_buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that checkpoints hold, tied ones under each name."""
+    saved = model.state_dict(keep_vars=True)
+    return ((name, one) for name, one in model.named_buffers(remove_duplicate=False) if name in saved)
+
+
+def _may_be_missing(buffer: str) -> bool:
+    """Whether a checkpoint may do without a buffer, as for ``load_state_dict``. Files of early torch lack this one, and
+    nothing but training needs it."""
+    return buffer.rpartition(".")[2] == "num_batches_tracked"
+
+
+def _check_computed_buffers(model: nn.Module, path: str) -> None:
+    """Raise UnknownKeyError if a buffer that the model computes by itself has no values."""
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in saved:
+            raise UnknownKeyError(
+                f"{path}: the buffer {name!r} of {type(model).__name__} is not persistent, so that no checkpoint holds "
+                "it, and has no values on the meta device: make the model under accelerate.init_empty_weights(), which "
+                "leaves buffers with their values, or compute it before the mapping is made"
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join([*map(repr, islice(names, 3)), "…"])
