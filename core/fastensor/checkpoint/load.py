@@ -64,7 +64,8 @@ def load(
         weights_only: as for ``torch.load``. None means True, unless ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` is set in the
             environment; ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` makes it True whatever is given. With False a crafted file
             can run any code; with True it is as safe as torch's restricted unpickler. A safetensors file runs none.
-        mmap: as for ``torch.load``: map the file instead of reading it.
+        mmap: as for ``torch.load``: map the file instead of reading it. A file that torch would map wrongly is read, as
+            the report of :func:`load_with_report` says then.
         verify: compare everything that is loaded with the CRC32s in the file. None means True, but False with
             ``mmap``, which reads nothing that could be compared. A file without checksums is loaded with an
             :class:`~fastensor.errors.UnverifiedCheckpointWarning`. ``"first"`` compares everything before anything of

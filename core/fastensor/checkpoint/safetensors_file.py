@@ -14,7 +14,7 @@ from fastensor.backends.to_device import storage_on
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
-from fastensor.checkpoint.reader import PartReader, is_joined, open_reader
+from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.parts import Part
@@ -90,7 +90,8 @@ def _as_tensor(placed: torch.UntypedStorage, part: Part, where: str) -> torch.Te
 def _map(file: OpenedFile, parts: Sequence[Part], map_location: MapLocation) -> dict[str, torch.Tensor]:
     """Tensors that are read when they are used. Changes stay private, as with ``torch.load(mmap=True)``."""
     mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
+    storages = (mapped[part.begin : part.end] if part.nbytes else empty_storage() for part in parts)
     return {
-        part.name: _as_tensor(place(mapped[part.begin : part.end], _SAVED_FROM, map_location), part, file.where)
-        for part in parts
+        part.name: _as_tensor(place(storage, _SAVED_FROM, map_location), part, file.where)
+        for part, storage in zip(parts, storages, strict=True)
     }

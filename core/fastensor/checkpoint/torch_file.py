@@ -25,7 +25,7 @@ from fastensor.checkpoint.torch_errors import explain, is_refused_global
 from fastensor.errors import CorruptCheckpointError, FastensorError
 from fastensor.stitch.parts import Part
 from fastensor.stitch.pickle_parts import cut
-from fastensor.stitch.pickle_records import PickledStorage, all_in
+from fastensor.stitch.pickle_records import PickledStorage, all_in, storages_in
 from fastensor.stitch.torch_pickle import read_program
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -44,6 +44,9 @@ def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load a zip archive of torch."""
     archive = read_archive(file)
+    if request.mmap and (reason := _why_not_mapped(file, archive)):
+        record_fallback(request.fallbacks, "mapping", reason)
+        request = replace(request, mmap=False)
     if request.mmap or archive.why_torch:
         compare = request.checked and archive.compressed
         if compare:
@@ -60,6 +63,21 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     except Exception as error:
         explain(error, file, request)
         raise
+
+
+def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
+    """Why the file cannot be mapped by ``torch.load``; empty if it can. Mapped, an empty storage has an address, by
+    which torch takes the storage for loaded, and gives all tensors in it the dtype of the first one."""
+    empty = {key for key, part in archive.storages.items() if not part.nbytes}
+    if not empty or archive.why_torch:
+        return ""
+    try:
+        structure = read_program(read_pickle(file, archive, verify=False), where=file.where).structure
+    except CorruptCheckpointError:  # torch's own unpickler may know what to make of it
+        return ""
+    named = {(one.key, one.dtype) for one in storages_in(structure) if one.key in empty}
+    twice = len(named) > len({key for key, _ in named})
+    return "an empty storage has tensors of several dtypes, of which torch.load(mmap=True) keeps one" if twice else ""
 
 
 @dataclass(frozen=True, slots=True)
