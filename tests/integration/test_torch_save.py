@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from programs import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastensor
-from fastensor import CheckpointWriteError, UnsupportedContentError
+from fastensor import CheckpointWriteError, SaveReport, UnsupportedContentError
+from fastensor.checkpoint.dcp import FastensorStorageWriter
 
 STATE = {"w": torch.arange(300_000), "b": torch.ones(3)}
 SMALL = {"w": torch.arange(10)}
@@ -98,41 +102,76 @@ def test_a_save_that_writes_nothing_replaces_nothing(tmp_path: Path) -> None:
 # --- files without values
 
 
-def save_now(state: Any, path: Path) -> None:
-    fastensor.save(state, path)
+def save_now(state: Any, path: Path) -> SaveReport:
+    return fastensor.save(state, path)
 
 
-def save_to_an_open_file(state: Any, path: Path) -> None:
+def save_to_an_open_file(state: Any, path: Path) -> SaveReport:
     with path.open("wb") as file:
-        try:
-            fastensor.save(state, file)
-        finally:
-            assert file.tell() == 0
-            path.unlink()
+        return fastensor.save(state, file)
 
 
-def save_later(state: Any, path: Path) -> None:
+def save_in_place(state: Any, path: Path) -> SaveReport:
+    path.touch()
+    return fastensor.save(state, path)
+
+
+def save_to_a_url(state: Any, path: Path) -> SaveReport:
+    report = fastensor.save(state, f"memory:/{path}")
+    path.write_bytes(fsspec.filesystem("memory").cat_file(f"{path}"))
+    return report
+
+
+def save_later(state: Any, path: Path) -> SaveReport:
     with fastensor.AsyncWriter() as writer:
-        writer.save(state, path)
+        return writer.save(state, path).result()
 
 
-@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
-@pytest.mark.parametrize("save", [save_now, save_to_an_open_file, save_later])
-@pytest.mark.parametrize("materialize", [False, True])
-def test_no_file_is_written_without_values(
-    tmp_path: Path, save: Callable[[Any, Path], None], name: str, materialize: bool
-) -> None:
+SAVES = [save_now, save_to_an_open_file, save_in_place, save_to_a_url, save_later]
+
+
+def fake_state() -> dict[str, torch.Tensor]:
     with FakeTensorMode():
-        fake = {"w": torch.empty(5)}
-    for state in (STATE, fake):
-        with torch.serialization.skip_data(materialize), pytest.raises(UnsupportedContentError, match="skip_data is"):
-            save(state, tmp_path / name)
-    assert not list(tmp_path.iterdir())
+        return {"w": torch.empty(500_000), "b": torch.empty(3)}
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_torch_writes_files_without_values(
+    tmp_path: Path, save: Callable[[Any, Path], SaveReport], is_fake: bool
+) -> None:
+    state = fake_state() if is_fake else STATE
+    expected = io.BytesIO()
+    with torch.serialization.skip_data(materialize_fake_tensors=is_fake):
+        torch.save(state, expected)
+        report = save(state, tmp_path / "x.ckpt")
+    assert (tmp_path / "x.ckpt").read_bytes() == expected.getvalue()
+    assert report.backend == "torch"
+    assert report.nbytes == len(expected.getvalue())
+    assert ["skip_data is active" in fallback.reason for fallback in report.fallbacks] == [True]
+
+
+def test_skip_data_says_nothing_about_safetensors(tmp_path: Path) -> None:
+    """``safetensors`` writes values there, too."""
+    with torch.serialization.skip_data():
+        safetensors.torch.save_file(STATE, tmp_path / "x.safetensors")
+        fastensor.save(STATE, tmp_path / "y.safetensors", checksums=False)
+    assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "x.safetensors").read_bytes()
+    with torch.serialization.skip_data(True), pytest.raises(UnsupportedContentError, match="memory of its own"):
+        fastensor.save(fake_state(), tmp_path / "z.safetensors")
+
+
+def test_distributed_checkpoints_without_values(tmp_path: Path) -> None:
+    with torch.serialization.skip_data():
+        dcp.save(STATE, storage_writer=FastensorStorageWriter(tmp_path / "x"))
+    found = {name: torch.ones_like(tensor) for name, tensor in STATE.items()}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "x"))
+    assert not any(tensor.any() for tensor in found.values())
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
-@pytest.mark.parametrize("save", [save_now, save_to_an_open_file, save_later])
-def test_fake_tensors_are_refused_as_by_torch(tmp_path: Path, save: Callable[[Any, Path], None], name: str) -> None:
+@pytest.mark.parametrize("save", [save_now, save_later])
+def test_fake_tensors_are_refused_as_by_torch(tmp_path: Path, save: Callable[[Any, Path], object], name: str) -> None:
     mode = FakeTensorMode()
     with mode:
         fake = {"w": torch.empty(5)}

@@ -94,8 +94,7 @@ def save(
             there. If the path is a URL, and the upload was about to end, this save's file may be there instead.
         StateChangedError: a storage was resized meanwhile. The old file is still at ``path``, unless it is written in
             place.
-        UnsupportedContentError: a safetensors file cannot hold the object, or ``torch.serialization.skip_data`` is
-            active.
+        UnsupportedContentError: a safetensors file cannot hold the object.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
@@ -103,7 +102,7 @@ def save(
     May be called from several threads at once, and by signal handlers. A handler that interrupts Fastensor itself saves
     independently of what it interrupts, and in a simpler way: without threads, through the page cache. Two saves to one
     path at a time leave one of both files, whole. A ``torch.save`` that was wrapped or mocked is called once, and
-    writes the file.
+    writes the file. So does torch's own under ``torch.serialization.skip_data``: then the file has no values.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")

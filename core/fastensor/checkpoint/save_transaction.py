@@ -35,6 +35,8 @@ from fastensor.select.transfer import BackendChoice, Transfer, check_choice
 from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
+_GAP_NBYTES = 1 << 20
+"""Zeros that are written at a time."""
 _ONLY_TORCH = "it could not be laid out without torch"
 _FAILED = "the save failed"
 _STREAMED = (("torch", _ONLY_TORCH), (stream.NAME, NO_LOCAL_FILE))
@@ -396,7 +398,7 @@ class SaveTransaction:
         if source is not None:
             stream.write_stream(source, counted.write)
             return counted.nbytes
-        with file_for_torch(lambda data, offset: counted.write(data)) as own:
+        with file_for_torch(counted.write_at) as own:
             self._let_torch_write(own)
         return counted.nbytes
 
@@ -468,6 +470,12 @@ class _Counted:
     def __init__(self, file: BinaryIO | InPlace) -> None:
         self._file = file
         self.nbytes = 0
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write data that may leave a gap behind what was written before. Zeros fill the gap."""
+        while gap := offset - self.nbytes:
+            self.write(memoryview(bytes(min(gap, _GAP_NBYTES))))
+        self.write(data)
 
     def write(self, data: memoryview) -> None:
         while data.nbytes:

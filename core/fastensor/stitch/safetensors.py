@@ -28,7 +28,7 @@ from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.parts import Part
 from fastensor.stitch.shape import MAX_SIZE, is_shape
-from fastensor.stitch.source import Plan, check_values_are_wanted
+from fastensor.stitch.source import Plan
 
 CHECKSUM_KEY = "fastensor.crc32"
 _MARK = b"  "
@@ -120,7 +120,6 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
     Raises:
         UnsupportedContentError: the container cannot hold these tensors; the message says why and what to do.
     """
-    check_values_are_wanted()
     checked = _checked_tensors(tensors)
     texts = _checked_metadata(metadata)
     order = sorted(checked, key=lambda name: (_RANK[_TO_FILE[checked[name].dtype]], name.encode()))

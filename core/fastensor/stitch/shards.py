@@ -23,7 +23,7 @@ from fastensor.errors import LayoutError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Blank, Header, Image, Payload, Segment
 from fastensor.stitch.plain_tensors import lazy_state, storage_class
 from fastensor.stitch.shape import is_dense, row_major
-from fastensor.stitch.source import FileBytes, Plan, check_values_are_wanted
+from fastensor.stitch.source import FileBytes, Plan, skips_values
 from fastensor.stitch.torch_zip import TORCH_ALIGNMENT, pickle_of, small_records_of_torch
 
 _PROTOCOL = 2
@@ -101,10 +101,8 @@ def plan(contents: Iterable[torch.Tensor | bytes]) -> ShardPlan:
             objects.
 
     Raises:
-        UnsupportedContentError: ``torch.serialization.skip_data`` is active.
         Exception: what ``torch.save`` raises for a tensor.
     """
-    check_values_are_wanted()
     builder = _ShardBuilder()
     for one in contents:
         builder.add(one)
@@ -212,7 +210,8 @@ def _borrowed(tensor: torch.Tensor) -> tuple[TensorArchive, torch.UntypedStorage
     None if ``torch.save`` has to write the tensor.
     """
     if (
-        type(tensor) is not torch.Tensor
+        skips_values()
+        or type(tensor) is not torch.Tensor
         or tensor.layout is not torch.strided
         or tensor.is_quantized
         or tensor.is_nested

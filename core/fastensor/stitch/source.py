@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fastensor.errors import StateChangedError, UnsupportedContentError
+from fastensor.errors import StateChangedError
 from fastensor.stitch.image import Image, Payload
 
 
@@ -115,20 +115,11 @@ def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
         )
 
 
+NO_VALUES = "torch.serialization.skip_data is active, which asks torch.save for a file without values"
+"""Why torch itself writes a file."""
+
+
 def skips_values() -> bool:
     """Whether ``torch.serialization.skip_data`` is active in this thread."""
     options = getattr(torch.serialization, "_serialization_tls", None)
     return bool(getattr(options, "skip_data", False))
-
-
-def check_values_are_wanted() -> None:
-    """Refuse to save where the caller has asked torch for files without values.
-
-    Raises:
-        UnsupportedContentError: ``torch.serialization.skip_data`` is active in this thread.
-    """
-    if skips_values():
-        raise UnsupportedContentError(
-            "torch.serialization.skip_data is active here, which asks for a file without values; found that Fastensor "
-            "is to write it, which writes none such: save outside of its block, or with torch.save"
-        )

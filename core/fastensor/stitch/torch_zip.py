@@ -31,7 +31,7 @@ from torch.utils.serialization import config as torch_config
 from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
-from fastensor.stitch.source import Plan, check_size, check_values_are_wanted
+from fastensor.stitch.source import NO_VALUES, Plan, check_size, skips_values
 from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name
 from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
 
@@ -116,11 +116,12 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
         pickle_protocol: as for ``torch.save``.
 
     Raises:
-        LayoutError: torch wrote something that this module does not understand.
-        UnsupportedContentError: ``torch.serialization.skip_data`` is active.
+        LayoutError: torch wrote something that this module does not understand, or
+            ``torch.serialization.skip_data`` is active.
         Exception: whatever pickling the object raises, as from ``torch.save``.
     """
-    check_values_are_wanted()
+    if skips_values():
+        raise LayoutError(NO_VALUES)
     recording = _Recorder(pickle_module).record(obj, pickle_protocol)
     sizes = [storage.nbytes() for storage in recording.storages]
     for storage, nbytes in zip(recording.storages, sizes, strict=True):

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fastensor.backends import registry, stream
-from fastensor.backends.fallback import Fallback
+from fastensor.backends.fallback import Fallback, announce
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
@@ -61,7 +61,7 @@ from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch import safetensors, shards
-from fastensor.stitch.source import Plan
+from fastensor.stitch.source import NO_VALUES, Plan, skips_values
 
 _TOKEN_NBYTES = 4
 _OUR_NAME = re.compile(r"__\d+_[0-9a-f]{16}_\d+\.distcp")
@@ -328,6 +328,8 @@ class FastensorStorageWriter(FileSystemWriter):
         ordered += [item for item in items if item.type != WriteItemType.BYTE_IO]
         if self.serialization_format == SerializationFormat.SAFETENSORS:
             return self._write_safetensors(planner, name, ordered)
+        if skips_values():
+            announce("stitching", NO_VALUES)
         plan = shards.plan(_content(planner, item) for item in ordered)
         checksums = self._write_plan(name, plan)
         results = []
