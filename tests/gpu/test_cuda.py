@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import fastensor
 from fastensor.backends import gds, registry
-from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.backends.device_crc32 import PendingCrc32s
 
 pytestmark = [
@@ -25,7 +26,7 @@ CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 @pytest.fixture(autouse=True, scope="module")
 def cuda() -> None:
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # gds is available only then
+    torch.cuda.init()  # gds is available only then
 
 
 def skip_unless_available(backend: str) -> None:
@@ -51,23 +52,23 @@ def test_device_tensors_come_back_equal(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["direct", "gds", "numpy"])
-def test_a_save_waits_for_work_that_is_queued(tmp_path: Path, backend: str) -> None:
+def test_a_save_waits_for_work_that_is_queued(tmp_path: Path, backend: str, occupy: Callable[[int], None]) -> None:
     """The tensor gets its value only after a second of other work on the stream; nothing synchronizes before."""
     skip_unless_available(backend)
     tensor = torch.zeros(32 << 20, device="cuda")
     fastensor.save(tensor, tmp_path / "warm", backend=backend)
     for attempt in range(5):
-        torch.cuda._sleep(200_000_000)
+        occupy(200_000_000)
         tensor.fill_(attempt + 1)
         fastensor.save(tensor, tmp_path / "x", backend=backend)
         tensor.zero_()
         assert (torch.load(tmp_path / "x", "cpu") == attempt + 1).all()
 
 
-def test_work_on_another_current_stream_is_waited_for(tmp_path: Path) -> None:
+def test_work_on_another_current_stream_is_waited_for(tmp_path: Path, occupy: Callable[[int], None]) -> None:
     tensor = torch.zeros(8 << 20, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(200_000_000)
+        occupy(200_000_000)
         tensor.fill_(3)
         fastensor.save(tensor, tmp_path / "x", backend="direct")
     assert (torch.load(tmp_path / "x", "cpu") == 3).all()
@@ -82,11 +83,13 @@ def test_saving_takes_no_device_memory(tmp_path: Path) -> None:
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
-def test_an_asynchronous_save_waits_for_queued_work_and_for_nothing_that_comes_later(tmp_path: Path) -> None:
+def test_an_asynchronous_save_waits_for_queued_work_and_for_nothing_that_comes_later(
+    tmp_path: Path, occupy: Callable[[int], None]
+) -> None:
     tensor = torch.zeros(32 << 20, device="cuda")
     with fastensor.AsyncWriter() as writer:
         for attempt in range(5):
-            torch.cuda._sleep(200_000_000)
+            occupy(200_000_000)
             tensor.fill_(attempt + 1)
             handle = writer.save({"w": tensor, "host": torch.full((5,), attempt)}, tmp_path / "x")
             tensor.zero_()
@@ -96,14 +99,13 @@ def test_an_asynchronous_save_waits_for_queued_work_and_for_nothing_that_comes_l
             assert found["host"][0] == attempt
 
 
-def test_an_asynchronous_save_takes_no_device_memory_and_pins_its_own(tmp_path: Path) -> None:
+def test_an_asynchronous_save_takes_no_device_memory(tmp_path: Path) -> None:
     """What others do instead: clone the state on the device."""
     tensor = torch.randn(64 << 20, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()
     with fastensor.AsyncWriter() as writer:
         writer.save({"w": tensor}, tmp_path / "x").result()
-        assert all(block._pinned_for is not None for block in writer._pool._idle if block._touched)
     assert torch.cuda.max_memory_allocated() == before
     assert torch.equal(torch.load(tmp_path / "x", "cpu")["w"], tensor.cpu())
 
@@ -167,12 +169,6 @@ def test_parameters_on_the_device_are_filled_where_they_are(tmp_path: Path, back
         assert torch.equal(one, expected)
 
 
-def test_the_plugin_loads_straight_to_the_device(tmp_path: Path) -> None:
-    plugin = pytest.importorskip("fastensor_lightning", exc_type=ImportError).FastensorCheckpointIO(map_location="cuda")
-    plugin.save_checkpoint({"w": torch.arange(5)}, tmp_path / "x")
-    assert plugin.load_checkpoint(tmp_path / "x")["w"].is_cuda
-
-
 @pytest.mark.parametrize("backend", ["auto", *registry.names()])
 def test_stored_tensors_come_back_to_the_device(tmp_path: Path, backend: str) -> None:
     skip_unless_available(backend)
@@ -192,11 +188,11 @@ def test_stored_tensors_come_back_to_the_device(tmp_path: Path, backend: str) ->
     assert store.get(store.put(large.contiguous(memory_format=torch.channels_last))).stride(1) == 1
 
 
-def test_a_store_waits_for_work_that_is_queued(tmp_path: Path) -> None:
+def test_a_store_waits_for_work_that_is_queued(tmp_path: Path, occupy: Callable[[int], None]) -> None:
     tensor = torch.zeros(8 << 20, device="cuda")
     store = fastensor.TensorStore(tmp_path)
     for attempt in range(12):
-        torch.cuda._sleep(50_000_000)
+        occupy(50_000_000)
         tensor.fill_(attempt + 1)
         ref = store.put(tensor)
         tensor.zero_()
@@ -230,7 +226,7 @@ def resident_nbytes(field: str) -> int:
 
 
 @pytest.mark.parametrize("backend", registry.names())
-def test_loads_and_saves_race_with_the_training(tmp_path: Path, backend: str) -> None:
+def test_loads_and_saves_race_with_the_training(tmp_path: Path, backend: str, occupy: Callable[[int], None]) -> None:
     """Memory is freed and given out again all the time, on two streams, while kernels are still queued on it: a load
     must not write to what they still use, and what is queued behind it must find its values."""
     skip_unless_available(backend)
@@ -239,7 +235,7 @@ def test_loads_and_saves_race_with_the_training(tmp_path: Path, backend: str) ->
     side = torch.cuda.Stream()
     for attempt in range(6):
         busy = [torch.ones(2 << 20, device="cuda") for _ in range(12)]
-        torch.cuda._sleep(50_000_000)
+        occupy(50_000_000)
         sums = [one.mul_(2.0).sum() for one in busy]  # still to be done when its memory is free
         del busy
         with torch.cuda.stream(side if attempt % 2 else torch.cuda.current_stream()):
@@ -280,9 +276,19 @@ def test_checksums_are_computed_on_the_device(nbytes: int) -> None:
 
 def test_compat_mode_is_told_apart_from_gpudirect_storage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     skip_unless_available("gds")
-    gds._announce_mode.cache_clear()
+    gds.announce_mode.cache_clear()
     fastensor.save({"w": torch.ones(1 << 20, device="cuda")}, tmp_path / "x", backend="gds")
     assert ("compat mode" in caplog.text) == bool(gds.compat_reason())
+
+
+def test_buffers_for_a_device_are_pinned_until_they_are_released() -> None:
+    pool = BufferPool()
+    with pool.lending() as lent:
+        buffer = pool.take(lent)
+        buffer.prepare(torch.device("cuda"))
+        assert buffer.as_tensor().is_pinned()
+        buffer.release()
+        assert not buffer.as_tensor().is_pinned()
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_to_later_calls() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,25 +12,32 @@ from torch import nn
 
 from fastensor.backends import registry
 from fastensor.offload import ActivationOffload, OffloadConfig
+from fastensor.offload.codecs import Codec
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"staging_bytes": 8 << 20, "prefetch_bytes": 8 << 20},
-    {"prefetch_bytes": 0},
-    {"dram_bytes": 64 << 20},
-    {"target": "dram"},
-    {"ssd_bytes": 16 << 20},
-    {"backend": "numpy"},
-    {"backend": "gds"},
-    {"backend": "gds", "verify": False},
-    {"codecs": ("csr",)},
-    {"codecs": ("csr",), "dram_bytes": 32 << 20},
-    {"codecs": ("csr",), "backend": "gds"},
+CONFIGS = [
+    OffloadConfig(schedule="all"),
+    OffloadConfig(schedule="all", staging_bytes=8 << 20, prefetch_bytes=8 << 20),
+    OffloadConfig(schedule="all", prefetch_bytes=0),
+    OffloadConfig(schedule="all", dram_bytes=64 << 20),
+    OffloadConfig(schedule="all", target="dram"),
+    OffloadConfig(schedule="all", ssd_bytes=16 << 20),
+    OffloadConfig(schedule="all", backend="numpy"),
+    OffloadConfig(schedule="all", backend="gds"),
+    OffloadConfig(schedule="all", backend="gds", verify=False),
+    OffloadConfig(schedule="all", codecs=("csr",)),
+    OffloadConfig(schedule="all", codecs=("csr",), dram_bytes=32 << 20),
+    OffloadConfig(schedule="all", codecs=("csr",), backend="gds"),
 ]
+
+
+def what_is_configured(config: OffloadConfig) -> str:
+    default = OffloadConfig()
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name))
 
 
 def encoder() -> nn.Module:
@@ -50,19 +58,19 @@ def gradients(net: nn.Module, x: torch.Tensor, offload: ActivationOffload | None
 
 
 @pytest.fixture(autouse=True)
-def deterministic() -> Any:
+def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradients_are_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    if options.get("backend") and registry.get(options["backend"]).why_unavailable():
-        pytest.skip(f"{options['backend']} is not available")
+@pytest.mark.parametrize("config", CONFIGS, ids=what_is_configured)
+def test_gradients_are_the_same(tmp_path: Path, config: OffloadConfig) -> None:
+    if config.backend != registry.AUTO and (reason := registry.get(config.backend).why_unavailable()):
+        pytest.skip(f"{config.backend}: {reason}")
     net, x = encoder(), torch.randn(16, 128, 256, device="cuda")
     expected = gradients(net, x, None)
-    with ActivationOffload(OffloadConfig(schedule="all", directories=(str(tmp_path),), **options)) as offload:
+    with ActivationOffload(replace(config, directories=(str(tmp_path),))) as offload:
         for _ in range(3):
             found = gradients(net, x, offload)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -84,7 +92,7 @@ def test_memory_of_the_device_is_freed(tmp_path: Path) -> None:
         assert peak(offload) < usual / 2
 
 
-def test_streams_race_with_the_copies(tmp_path: Path) -> None:
+def test_streams_race_with_the_copies(tmp_path: Path, occupy: Callable[[int], None]) -> None:
     """Activations are made late on one stream, are freed while they are copied, and are wanted on another one."""
     side = torch.cuda.Stream()
     x = torch.randn(8 << 20, device="cuda", requires_grad=True)
@@ -93,7 +101,7 @@ def test_streams_race_with_the_copies(tmp_path: Path) -> None:
     ) as offload:
         for attempt in range(6):
             with torch.cuda.stream(side if attempt % 2 else torch.cuda.current_stream()):
-                torch.cuda._sleep(50_000_000)
+                occupy(50_000_000)
                 with offload.step():
                     loss = (x * 2).exp().sin().square().tanh().sum()
                 noise = [torch.full_like(x, attempt) for _ in range(3)]  # takes what has been freed
@@ -105,7 +113,7 @@ def test_streams_race_with_the_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codecs", [("csr",), ("fp16",), ("csr", "fp16")], ids=str)
-def test_codecs_make_outputs_of_relu_smaller(tmp_path: Path, codecs: tuple[Any, ...]) -> None:
+def test_codecs_make_outputs_of_relu_smaller(tmp_path: Path, codecs: tuple[Codec, ...]) -> None:
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]).cuda()
     x = torch.randn(8192, 1024, device="cuda")
     expected = gradients(net, x, None)

@@ -17,11 +17,12 @@ pytestmark = [
 
 def test_copies_are_whole_although_the_source_is_overwritten() -> None:
     copies = DeviceCopies(torch.device("cuda"))
-    source = {"a": torch.empty(1 << 20), "b": (torch.empty(3, dtype=torch.int64), "text"), "none": None}
+    values, numbers = torch.empty(1 << 20), torch.empty(3, dtype=torch.int64)
+    source = {"a": values, "b": (numbers, "text"), "none": None}
     found: list[Any] = []
     for number in range(20):
-        source["a"].fill_(number)
-        source["b"][0].fill_(number)
+        values.fill_(number)
+        numbers.fill_(number)
         found.append(copies(source))
     for number, batch in enumerate(found):
         assert batch["a"].device.type == "cuda"

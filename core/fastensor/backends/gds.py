@@ -98,11 +98,11 @@ class GdsSlots:
         posix.check_end(uninterrupted_call(_read_part, self._file, buffer, offset), buffer.nbytes, offset)
 
     def write_from_device(self, values: torch.Tensor, offset: int) -> None:
-        _announce_mode()
+        announce_mode()
         uninterrupted_call(_write_part, self._file, values, offset)
 
     def read_to_device(self, values: torch.Tensor, offset: int) -> None:
-        _announce_mode()
+        announce_mode()
         posix.check_end(uninterrupted_call(_read_part, self._file, values, offset), values.nbytes, offset)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ def _write_all(source: Source, fd: int) -> Sequence[int]:
     with opened(fd, "r+") as file:
         write = partial(_write, file)
         if isinstance(source, Plan) and (device := gathering_device(source)) is not None:
-            _announce_mode()
+            announce_mode()
             return write_windows(source.nbytes, DeviceStager(source, device, prepare=_register), write)
         return write_windows(source.nbytes, open_stager(source), write)
 
@@ -135,7 +135,7 @@ class _GdsReader(RingReader):
     def read_to_device(self, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
         if offset + target.nbytes > self.nbytes:
             raise posix.EndOfFile(f"the file ends before offset {offset + target.nbytes}")
-        _announce_mode()
+        announce_mode()
         self._fills_devices = True
         if target.stream is not None:
             target.stream.synchronize()  # queued work may use the memory, and kvikio knows no streams
@@ -249,7 +249,7 @@ def _deregister(memory: torch.Tensor) -> None:
 
 
 @cache
-def _announce_mode() -> None:
+def announce_mode() -> None:
     if compat := compat_reason():
         _logger.warning("kvikio is in compat mode, not using GPUDirect Storage: %s", compat)
 
