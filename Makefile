@@ -26,7 +26,7 @@ help:
 	@echo "make check     what has to pass: formatting, lint, types, direction of imports, make docs, make test"
 	@echo "make torture   all tests with their long tails: random states, killed processes, fuzzed files"
 	@echo "make bench     the figures of docs/figures.md, on this machine"
-	@echo "make gpu       tests and benchmarks that need a GPU (wheels from WHEELS, see make wheels)"
+	@echo "make gpu       all that is worth doing on a GPU, in seven minutes and one table (WHEELS: see make wheels)"
 	@echo "make wheels    fill WHEELS for a machine without network"
 	@echo "make test-gds  tests of the backend gds alone"
 	@echo "make clean     remove .venv and caches"
@@ -101,7 +101,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/async_checkpoint.py
 	$(BIN)/python benchmarks/tensor_io.py
 	$(BIN)/python benchmarks/offload.py
-	$(BIN)/python benchmarks/codecs.py
+	$(BIN)/python benchmarks/offload_codecs.py
 	$(BIN)/python benchmarks/offload_memory.py
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/accelerate_state.py

@@ -70,6 +70,37 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait for a GPU. A CPU has done what it was asked for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def peak_of(device: torch.device | str) -> Iterator[Callable[[], int]]:
+    """How far the memory of the device rises in the block: on a CPU that of the process, known when the block ends."""
+    if torch.device(device).type == "cpu":
+        with peak_memory() as peak:
+            yield peak
+        return
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield lambda: torch.cuda.max_memory_allocated() - before
+
+
+def describe_gpu_machine(folder: Path, device: str) -> dict[str, str]:
+    """What matters for a GPU, too, and of which commit the program is."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found = describe_machine(folder, device) | {"Python": platform.python_version(), "torch": torch.__version__}
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        driver = Path("/proc/driver/nvidia/version")
+        found["device"] = f"{torch.cuda.device_count()} × {found['device']} ({total / 2**30:.0f} GiB)"
+        found["CUDA"] = str(torch.version.cuda)
+        found["driver"] = driver.read_text().splitlines()[0] if driver.exists() else "?"
+    return found | {"commit": git.stdout.strip() or "?"}
+
+
 def describe_machine(folder: Path, device: str) -> dict[str, str]:
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
     filesystem = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=True)

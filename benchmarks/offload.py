@@ -55,7 +55,7 @@ from unittest import mock
 import offload_beside
 import offload_largest
 import torch
-from measuring import describe_machine, peak_memory, settle
+from measuring import describe_machine, peak_of, settle, synchronize
 from offload_contenders import MODELS, NPY, PT, Counted, Dropped, FilePerTensor, Streamed, checkpoint_blocks
 
 from fastensor.backends import registry
@@ -229,23 +229,6 @@ def sparse_nbytes(task: Task) -> tuple[int, int]:
     with counted.step():
         net.to(task.device)(data.to(task.device)).square().mean()
     return counted.sparse_nbytes, counted.nbytes
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-@contextmanager
-def peak_of(device: str) -> Iterator[Callable[[], int]]:
-    """How far the memory of the device rises in the block."""
-    if device == "cpu":
-        with peak_memory() as peak:
-            yield peak
-        return
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    yield lambda: torch.cuda.max_memory_allocated() - before
 
 
 def _so_far(offload: Any) -> tuple[float, int, int]:

@@ -162,33 +162,39 @@ class FilePerTensor(Hooks):
 
 class Streamed(Hooks):
     """Host memory as the target, as in torchtune: copies on a stream of their own, into pinned memory. The latest five
-    tensors are kept on the device until their copies have ended, and what is needed is copied back when it is."""
+    tensors are kept on the device until their copies have ended, and what is needed is copied back when it is.
+
+    On a CPU, the same calls have nothing to wait for.
+    """
 
     KEPT = 5
 
-    def __init__(self, least_nbytes: int) -> None:
+    def __init__(self, least_nbytes: int, device: torch.device | str = "cuda") -> None:
         super().__init__(least_nbytes)
-        self._stream = torch.cuda.Stream()
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._streams: Any = torch.get_device_module(device)
+        self._stream = self._streams.Stream()
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def put(self, tensor: Tensor) -> tuple[Tensor, torch.device]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        self._stream.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._stream):
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self._on_gpu)
             copy.copy_(tensor, non_blocking=True)
             self._leaving.append((tensor, self._stream.record_event()))
         while len(self._leaving) > self.KEPT:
-            torch.cuda.current_stream().wait_event(self._leaving.popleft()[1])
+            self._streams.current_stream().wait_event(self._leaving.popleft()[1])
         return copy, tensor.device
 
     def get(self, packed: tuple[Tensor, torch.device]) -> Tensor:
         self._leaving.clear()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        self._streams.current_stream().wait_stream(self._stream)
         copy, device = packed
-        with torch.cuda.stream(self._stream):
+        with self._streams.stream(self._stream):
             found = copy.to(device, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        found.record_stream(torch.cuda.current_stream())
+        self._streams.current_stream().wait_stream(self._stream)
+        if self._on_gpu:
+            found.record_stream(self._streams.current_stream())
         return found
 
 
@@ -205,4 +211,4 @@ def checkpoint_each(net: nn.Module) -> None:
 
 
 def checkpoint_module(block: nn.Module) -> None:
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)

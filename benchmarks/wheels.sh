@@ -28,5 +28,8 @@ for version in ${versions:?}; do
     # Without what they ask for: CUDA, NumPy and torch are there.
     download --no-deps "kvikio-cu$cuda" "libkvikio-cu$cuda" "$cufile" rapids-logger cuda-pathfinder isal safetensors
     download fsspec platformdirs typer rich pytest hypothesis
+    # For the programs of benchmarks/gpu_use.py.
+    download --no-deps lightning torchmetrics accelerate transformers
+    download lightning-utilities huggingface-hub tokenizers regex psutil
 done
 ls "$folder"

@@ -9,11 +9,12 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
 import programs
@@ -304,7 +305,9 @@ def test_the_example_of_accelerate_is_killed_and_resumes_as_without_the_flag(tmp
     ends as Accelerate alone does."""
     example, last = str(ROOT / "examples" / "train_accelerate.py"), {}
 
-    def train(project: str, *options: str, asynchronous: bool = False, **settings: Any) -> CompletedProcess[str]:
+    def train(
+        project: str, *options: str, asynchronous: bool = False, **settings: Any
+    ) -> subprocess.CompletedProcess[str]:
         enabled = () if project == "stock" else ("-m", "fastensor_accelerate")
         return programs.run(
             *enabled, example, "--epochs", "3", "--project", project, *options, accelerate=True, folder=tmp_path,
@@ -492,8 +495,11 @@ def test_the_benchmark_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
         assert word in out
     assert "- tiny: kvikio alone: ModuleNotFoundError" in out
     found = json.loads((tmp_path / "out.json").read_text())
-    assert [verdict["measured"] is not None for verdict in found["verdicts"]] == [True] * 6
-    assert {row["resident"] is not None for row in found["medians"] if row["contender"] == "torch"} == {True, False}
+    assert [verdict["measured"] is not None for verdict in found["details"]["verdicts"]] == [True] * 6
+    assert {row["resident"] is not None for row in found["details"]["medians"] if row["contender"] == "torch"} == {
+        True,
+        False,
+    }
     assert (tmp_path / "out.md").read_text() in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
     assert not os.listdir(tmp_path / "files")
@@ -507,14 +513,71 @@ def test_the_benchmark_of_a_gpu_shows_what_it_has_when_it_is_terminated(tmp_path
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "| torch | 0 |" in out
     assert "## promises" in out
-    assert json.loads((tmp_path / "out.json").read_text())["samples"]
+    assert json.loads((tmp_path / "out.json").read_text())["details"]["samples"]
+    assert not os.listdir(tmp_path / "files")
+
+
+GPU_PROGRAMS_THAT_TAKE_LONG = ("transformers.Trainer: a small Llama in bf16", "torch.compile and offload")
+"""To be imported, or to be compiled."""
+
+
+def test_users_programs_for_a_gpu_run_without_one(tmp_path: Path) -> None:
+    listed = run("-c", "import gpu_use; print(*gpu_use.PROGRAMS, sep='\\n')", cwd=ROOT / "benchmarks").splitlines()
+    assert {*GPU_PROGRAMS_THAT_TAKE_LONG} < {*listed}
+    programs = [title for title in listed if title not in GPU_PROGRAMS_THAT_TAKE_LONG]
+    assert gpu_rows(tmp_path, "gpu_use.py", "--programs", *programs) == dict.fromkeys(programs, True)
+
+
+def test_the_offload_of_a_transformer_on_a_gpu_runs_without_one(tmp_path: Path) -> None:
+    rows = gpu_rows(tmp_path, "gpu_offload.py", "--steps", "1")
+    unpromised = [name for name, holds in rows.items() if holds is None]
+    assert unpromised == ["nothing offloaded", "nothing offloaded, again"]
+    assert len(rows) == 12
+    assert False not in rows.values()
+
+
+def gpu_rows(folder: Path, program: str, *options: str) -> dict[str, bool | None]:
+    """What a part of `make gpu` finds on a CPU: what is in its rows, and whether that is as it was promised."""
+    where = ["--device", "cpu", "--tiny", "--folder", str(folder), "--output", str(folder / "out.json")]
+    run(str(ROOT / "benchmarks" / program), *where, *options, cwd=folder)
+    found = json.loads((folder / "out.json").read_text())
+    assert found["doing"] == ""
+    assert os.listdir(folder) == ["out.json"]
+    return {row["what"]: row["holds"] for row in found["rows"]}
+
+
+def test_the_table_of_a_gpu_is_shown_when_its_programs_are_told_to_end(tmp_path: Path) -> None:
+    tiny = ["--tiny", "--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    with Program(str(ROOT / "benchmarks" / "gpu.py"), *tiny, folder=tmp_path) as process:
+        next(line for line in process.stderr if "=== tests" in line)
+        process.terminate()
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert re.search(r"^\| tests \|.*\| cut off(: begun| after \d+ s)", out, re.MULTILINE)
+    assert "| saves and loads |  | saves and loads | cut off: not begun | **no** |" in out
+    assert (tmp_path / "out.md").read_text() in out
+    assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
+def test_all_that_make_gpu_does_runs_without_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    command = [str(ROOT / "benchmarks" / "gpu.sh"), sys.executable, str(tmp_path / "no-wheels")]
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "GPU_SECONDS": "3000"}
+    tiny = ["--tiny", "--folder", str(tmp_path / "files")]
+    done = subprocess.run([*command, *tiny], env=environment, capture_output=True, text=True, check=False)
+    table = (tmp_path / "out" / "gpu.md").read_text()
+    assert "cut off" not in table
+    assert table in done.stdout
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "out" / "gpu.log").read_text() == done.stdout
     assert not os.listdir(tmp_path / "files")
 
 
 def gpu_benchmark(folder: Path, *, rounds: int) -> list[str]:
     tiny = ["--device", "cpu", "--model", "tiny", "--gib", "0.002", "--rounds", str(rounds), "--seconds", "600"]
-    folders = ["--folder", str(folder / "files"), "--output", str(folder / "out")]
-    return [str(ROOT / "benchmarks" / "gpu.py"), *tiny, *folders]
+    folders = ["--folder", str(folder / "files"), "--output", str(folder / "out.json")]
+    return [str(ROOT / "benchmarks" / "gpu_saves.py"), *tiny, *folders]
 
 
 @pytest.mark.torture

@@ -1,6 +1,6 @@
 """How fast one thread encodes and decodes activations, and how much smaller they get: of the outputs of a ReLU.
 
-    python benchmarks/codecs.py
+    python benchmarks/offload_codecs.py
 
 A writer or reader thread of an offload does what is measured here; there are four of each.
 """
