@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import doctest
 import importlib
 import json
 import math
@@ -162,6 +163,14 @@ def test_what_was_measured_becomes_rows_of_the_table(benchmark: Any, folder: Pat
     assert found.doing == "x, round 1, torch"
     assert [row.holds for row in found.rows] == [True, False, None]
     assert [row.found for row in found.rows][2] == "not measured"
+
+
+@pytest.mark.parametrize("module", ["gpu", "gpu_saves", "gpu_offload"])
+def test_examples_in_docstrings(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted
+    assert not found.failed
 
 
 WELL = """
