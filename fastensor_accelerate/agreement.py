@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fastensor.checkpoint.agreement import PATIENCE, Agreement, has_others
 from fastensor.errors import CheckpointWriteError
+from fastensor.files.bounded_call import call_within
 
 _ARRIVAL_SECONDS = 30.0
 """How long the main process waits for the others to call ``save_state``, too, before it goes on alone."""
@@ -69,9 +71,10 @@ def _everyone_calls() -> bool:
     here = [f"{key}{one}" for one in range(size)]
     started = time.monotonic()
     try:
+        ask = partial(call_within, PATIENCE.total_seconds())
         store = _get_default_store()
-        store.set(here[rank], "here")
-        while not (arrived := store.check(here)) and not store.check([f"{key}decision"]):
+        ask(store.set, here[rank], "here")
+        while not (arrived := ask(store.check, here)) and not ask(store.check, [f"{key}decision"]):
             waited = time.monotonic() - started
             if rank == 0 and waited > _ARRIVAL_SECONDS:
                 break
@@ -79,8 +82,8 @@ def _everyone_calls() -> bool:
                 raise CheckpointWriteError("the main process does not call save_state, but other processes do")
             time.sleep(_POLL_SECONDS)
         # the first answer is that of all
-        decision = store.compare_set(f"{key}decision", "", "everyone" if arrived else "alone")
-    except (RuntimeError, ValueError) as error:
+        decision = ask(store.compare_set, f"{key}decision", "", "everyone" if arrived else "alone")
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise CheckpointWriteError(f"the main process cannot be reached: {error}") from error
     if decision != b"everyone" and rank == 0:
         _logger.warning(

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+from fastensor.testing.calls import Call, intercepted
 
 TIMEOUT_SECONDS = 40
 
@@ -193,3 +194,19 @@ def shard_writers() -> list[FastensorStorageWriter]:
     """The writers that are alive."""
     gc.collect()
     return [one for one in gc.get_objects() if type(one) is FastensorStorageWriter]
+
+
+@contextmanager
+def at_call(name: str, do: Callable[[], object]) -> Any:
+    """Does something before the first call of that name that concerns the file that ranks share."""
+    done = []
+
+    def intercept(call: Call) -> Any:
+        if call.name == name and not done and (name != "open" or "fastensor-tmp" in str(call.arguments[0])):
+            done.append(name)
+            do()
+        return call.perform()
+
+    with intercepted(intercept):
+        yield
+    assert done

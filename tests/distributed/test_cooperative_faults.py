@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import join
+from checkpoints import at_call, join
 from disks import leftovers
 from programs import run_ranks
 
@@ -304,22 +304,6 @@ def run_mortal_ranks(function: Callable[..., object], world: int, *arguments: ob
     for process in context.processes:
         process.join()
     return [process.exitcode for process in context.processes]
-
-
-@contextmanager
-def at_call(name: str, do: Callable[[], object]) -> Any:
-    """Does something before the first call of that name that concerns the file that ranks share."""
-    done = []
-
-    def intercept(call: Call) -> Any:
-        if call.name == name and not done and (name != "open" or "fastensor-tmp" in str(call.arguments[0])):
-            done.append(name)
-            do()
-        return call.perform()
-
-    with intercepted(intercept):
-        yield
-    assert done
 
 
 def die() -> None:

@@ -9,14 +9,17 @@ from typing import Any
 import torch.distributed as dist
 
 from fastensor.errors import CheckpointWriteError, FastensorError
+from fastensor.files.bounded_call import call_within
 
 PATIENCE = timedelta(minutes=30)
-"""How long a process waits for one that does not answer. The death of a process is noticed at once."""
+"""How long a process waits for one that does not answer, or for the store of the job. The death of a process is noticed
+at once."""
 
 
 class Agreement:
     """Exchanges outcomes among all processes of a job, in a process group of its own. All processes make it, and call
     :meth:`exchange`, at the same points. One thread at a time may call it. With one process there is nothing to agree.
+    If the group cannot be made, each exchange fails.
 
     Args:
         alone: whether this process has nobody to agree with, although there are others.
@@ -28,8 +31,13 @@ class Agreement:
         self._broken: Exception | None = None
         self.size = 1
         if not alone and has_others():
-            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.size = dist.get_world_size()
+            try:
+                self.group = call_within(
+                    PATIENCE.total_seconds(), lambda: dist.new_group(backend="gloo", timeout=PATIENCE)
+                )
+            except (RuntimeError, TimeoutError) as error:
+                self._broken = error  # the next exchange says what was not done
 
     def exchange(
         self, failure: BaseException | None, what: str, error: type[FastensorError] = CheckpointWriteError

@@ -9,17 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.base import Engine, Value
 from fastensor.files import launchers
+from fastensor.files.bounded_call import call_within
+
+T = TypeVar("T")
 
 _CONNECT = timedelta(seconds=60)
 _logger = logging.getLogger("fastensor")
@@ -35,7 +38,7 @@ class Staggering:
     others.)
 
     Tokens spread reads, they protect nothing: if a process holds a token for longer than ``timeout``, the next one goes
-    on without waiting for it.
+    on without waiting for it. If the store leaves a process without an answer for twice as long, its read fails.
     """
 
     active: int = 1
@@ -72,15 +75,11 @@ class Tokens:
     """
 
     def __init__(self, staggering: Staggering) -> None:
-        # torch can be built without these, and its public names of them have no types
-        from torch._C._distributed_c10d import TCPStore
-        from torch.distributed.distributed_c10d import PrefixStore
-
         self._staggering = staggering
-        host, _, port = staggering.store.rpartition(":")
+        self._store: Any = None
+        """None before it is connected, and after a call that was not answered, which would hold up further ones."""
         with self._reaching():
-            store = TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
-        self._store: Any = PrefixStore(f"{staggering.name}/{staggering.active}/", store)
+            self._connect()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -90,7 +89,9 @@ class Tokens:
             OSError: the store cannot be reached.
         """
         with self._reaching():
-            place, token = divmod(self._store.add("numbers", 1) - 1, self._staggering.active)
+            if self._store is None:
+                self._connect()
+            place, token = divmod(self._ask(self._store.add, "numbers", 1) - 1, self._staggering.active)
             self._await(token, place)
         try:
             yield
@@ -98,14 +99,35 @@ class Tokens:
             with self._reaching():
                 self._pass_on(token, place)
 
+    def _connect(self) -> None:
+        # torch can be built without these, and its public names of them have no types
+        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        host, _, port = self._staggering.store.rpartition(":")
+        store = call_within(
+            2 * _CONNECT.total_seconds(),  # so long if it accepts the connection, and then does not answer
+            lambda: TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False),
+        )
+        self._store = PrefixStore(f"{self._staggering.name}/{self._staggering.active}/", store)
+
+    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
+        """What the store answers.
+
+        Raises:
+            RuntimeError: it cannot be reached, or has waited in vain.
+            TimeoutError: it does not answer.
+        """
+        return call_within(2 * self._staggering.timeout, call, *arguments)
+
     def _await(self, token: int, place: int) -> None:
         """Wait until those that come before have had the token, or seem to be dead."""
-        while (turn := self._store.add(f"{token}/turn", 0)) < place:
+        while (turn := self._ask(self._store.add, f"{token}/turn", 0)) < place:
             try:
-                self._store.wait([f"{token}/{place}"], timedelta(seconds=self._staggering.timeout))
+                self._ask(self._store.wait, [f"{token}/{place}"], timedelta(seconds=self._staggering.timeout))
                 return
             except RuntimeError as error:  # torch.distributed.DistStoreError is one
-                if self._store.add(f"{token}/turn", 0) == turn:
+                if self._ask(self._store.add, f"{token}/turn", 0) == turn:
                     _logger.warning(
                         "a process has held the token for reading for %g s (%s): the next one goes on without it",
                         self._staggering.timeout, error,
@@ -114,15 +136,17 @@ class Tokens:
 
     def _pass_on(self, token: int, place: int) -> None:
         """Let the next one read, unless somebody has done so."""
-        self._store.compare_set(f"{token}/turn", str(place), str(place + 1))
-        self._store.set(f"{token}/{place + 1}", "")
-        self._store.delete_key(f"{token}/{place}")
+        self._ask(self._store.compare_set, f"{token}/turn", str(place), str(place + 1))
+        self._ask(self._store.set, f"{token}/{place + 1}", "")
+        self._ask(self._store.delete_key, f"{token}/{place}")
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch.distributed.DistError is one
+        except (RuntimeError, TimeoutError) as error:  # torch.distributed.DistError is a RuntimeError
+            if isinstance(error, TimeoutError):
+                self._store = None
             message = f"the store {self._staggering.store} for staggering cannot be reached: {error}"
             raise OSError(errno.ENOTCONN, message) from error
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fastensor.backends.registry import AUTO
+from fastensor.files.bounded_call import call_within
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import Dictionary, DictionaryError, Key
 from fastensor.select.machine import identity
@@ -103,7 +104,7 @@ class Sharing:
         try:
             self._connections = _connect(group)
             kinds = [_broadcast(self._connections, rank, json.dumps(kind)) for rank in range(self._connections.size())]
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self._break_off(error)
             return
         leaders = leaders_of([json.loads(one) for one in kinds])
@@ -162,13 +163,15 @@ def _connect(group: dist.ProcessGroup | None) -> Any:
 
     Raises:
         RuntimeError: a rank does not come.
+        TimeoutError: the store does not answer.
     """
     from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
     lowest = min(dist.get_process_group_ranks(group))  # no other group of this name has it
     name = "all" if group is None else f"{group.group_name}/{lowest}"
     store = PrefixStore(f"fastensor/sharing/{name}/{next(_numbers[name])}", _get_default_store())
-    return ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout=_PATIENCE)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return call_within(_PATIENCE.total_seconds(), lambda: ProcessGroupGloo(store, rank, size, timeout=_PATIENCE))
 
 
 def _broadcast(connections: Any, root: int, text: str) -> str:

@@ -6,6 +6,9 @@ leaves no group behind that nobody can use any more.
 
 How the work ends is one value of the store: the first rank that fails says so there, or rank 0 that it publishes the
 file. Whoever waits looks at it.
+
+A rank may be cut off from the store. Each call of it ends within the timeout of the conversation. A connection that has
+left a call without an answer is not used again: the conversation fails at once, and the next one makes another.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import itertools
 import pickle
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,6 +28,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from fastensor.checkpoint.cooperative.options import check_timeout
 from fastensor.errors import CheckpointWriteError, FastensorError, ReplicaMismatchError
+from fastensor.files.bounded_call import call_within
+
+T = TypeVar("T")
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.0005, 0.05
 _CHUNK_NBYTES = 4 << 20
@@ -33,12 +40,16 @@ _PUBLISH, _FAILED, _DIFFERENT = "publish", "failed: ", "different replicas: "
 """Outcomes, of which the latter two begin a text."""
 
 
-class _Channel(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Channel:
     """What a group's conversations have in common in one process."""
 
-    store: Any
-    numbers: itertools.count[int]
+    name: str = field(default_factory=lambda: uuid4().hex)
+    """Nobody else's."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of the conversations, alike on all ranks."""
+    store: Any = None
+    """As :func:`_connected` makes it; None before the first conversation, and after a call that was not answered."""
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
@@ -51,7 +62,7 @@ class Ranks:
         group: the process group; None for that of all ranks.
         what: what they do, for messages, such as ``saving x.ckpt``.
         timeout: for how many seconds rank 0 waits for others. Others wait for rank 0 twice as long, because it may be
-            waiting.
+            waiting. Each rank waits so long for an answer of the store.
         error: what is raised if a rank fails, does not come, or cannot be reached.
         name: by which the ranks find each other; None for the next number.
 
@@ -81,20 +92,23 @@ class Ranks:
         self._error = error
         self._gathered = itertools.count()
         self._replies = itertools.count()
-        with self._reaching():
-            channel = _channels.get(group) or self._open_channel(group)
-            self._store: Any = PrefixStore(f"{next(channel.numbers) if name is None else name}/", channel.store)
+        self._doubt = ""
+        """What messages add when rank 0 may publish the file without this rank."""
+        self._channel = _channels.setdefault(group, _Channel())
+        name = name or str(next(self._channel.numbers))  # also if the store cannot be reached: others count on
+        self._is_silent = False
+        if self._channel.store is None:
+            self._channel.store = self._ask(_connected, group, self._channel.name, self.rank)
+        self._store: Any = PrefixStore(f"{name}/", self._channel.store)
 
     # --- on all ranks
 
     def exchange(self, value: str) -> list[str]:
         """The values of all ranks, in their order. The values stay: only the first exchange of a name waits."""
         keys = [f"of-{rank}" for rank in range(self.size)]
-        with self._reaching():
-            self._store.set(keys[self.rank], value)
+        self._ask(self._store.set, keys[self.rank], value)
         self._wait_for_all(dict(enumerate(keys)))
-        with self._reaching():
-            return [self._store.get(key).decode() for key in keys]
+        return [self._ask(self._store.get, key).decode() for key in keys]
 
     def fail(self, error: BaseException) -> None:
         """Have all other ranks raise what this rank has failed with, unless they know of a failure."""
@@ -107,8 +121,8 @@ class Ranks:
         try:
             decided = self._decide(outcome)
             if decided == _PUBLISH and self.rank == 0:
-                with self._reaching():
-                    self._store.set(_OUTCOME, outcome if is_ours else f"{outcome}; perhaps the new file is in place")
+                known = outcome if is_ours else f"{outcome}; perhaps the new file is in place"
+                self._ask(self._store.set, _OUTCOME, known)
             elif decided not in (outcome, _PUBLISH):
                 error.add_note(f"before that: {decided}")
         except self._error as silence:
@@ -118,6 +132,7 @@ class Ranks:
 
     def send(self, value: Any) -> None:
         """Send a value to rank 0, which has to call :meth:`gather`."""
+        self._doubt = "; perhaps the file is in place, perhaps what was there before is kept"
         self._put(f"from-{self.rank}-{next(self._gathered)}", value)
 
     def receive(self) -> Any:
@@ -134,10 +149,7 @@ class Ranks:
             if self._decide(f"{_FAILED}{self._what} failed: {silent}") == _PUBLISH and not self._wait(
                 [key], 2 * self._timeout
             ):
-                raise self._error(
-                    f"{self._what}: {silent}, after all ranks have written their parts: perhaps the file is in place, "
-                    f"perhaps what was there before is kept"
-                )
+                raise self._error(f"{self._what}: {silent}, after all ranks have written their parts{self._doubt}")
             self._check_outcome()
         return self._take(key)
 
@@ -172,29 +184,16 @@ class Ranks:
 
     # --- inside
 
-    def _open_channel(self, group: dist.ProcessGroup) -> _Channel:
-        default: Any = _get_default_store()
-        # a connection of its own, where torch can make one: calls of one connection wait for each other
-        store = default.clone() if hasattr(default, "clone") else default
-        store = PrefixStore(f"fastensor/{group.group_name}/", store)
-        # a store may outlive its group, as torchrun's does, and then holds what was left of groups of the same name
-        life = store.add(f"lives-{self.rank}", 1)
-        channel = _channels[group] = _Channel(PrefixStore(f"{life}/", store), itertools.count())
-        return channel
-
     def _decide(self, outcome: str) -> str:
         """Set the outcome, unless there is one. Returns what it is now."""
-        with self._reaching():
-            decided: str = self._store.compare_set(_OUTCOME, "", outcome).decode()
-        return decided
+        return self._ask(self._store.compare_set, _OUTCOME, "", outcome).decode()  # type: ignore[no-any-return]
 
     def _check_outcome(self) -> None:
         """
         Raises:
             FastensorError: a rank has failed.
         """
-        with self._reaching():
-            outcome = self._store.get(_OUTCOME).decode() if self._store.check([_OUTCOME]) else ""
+        outcome = self._ask(self._store.get, _OUTCOME).decode() if self._ask(self._store.check, [_OUTCOME]) else ""
         if outcome.startswith(_DIFFERENT):
             raise ReplicaMismatchError(outcome.removeprefix(_DIFFERENT))
         if outcome.startswith(_FAILED):
@@ -208,8 +207,7 @@ class Ranks:
         """
         if self._wait(list(keys.values()), self._timeout):
             return
-        with self._reaching():
-            silent = [self.names[rank] for rank, key in keys.items() if not self._store.check([key])]
+        silent = [self.names[rank] for rank, key in keys.items() if not self._ask(self._store.check, [key])]
         if silent:
             raise self._error(
                 f"{self._what} failed: rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} did not come within "
@@ -225,40 +223,55 @@ class Ranks:
             FastensorError: a rank has failed.
         """
         started = time.monotonic()
-        while True:
-            with self._reaching():
-                if self._store.check(keys):
-                    return True
+        while not self._ask(self._store.check, keys):
             self._check_outcome()
             waited = time.monotonic() - started
             if waited > seconds:
                 return False
             time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
+        return True
 
     def _put(self, key: str, value: Any) -> None:
         data = zlib.compress(pickle.dumps(value), 1)  # headers are padded with one and the same byte
         chunks = [data[at : at + _CHUNK_NBYTES] for at in range(0, len(data), _CHUNK_NBYTES)]
-        with self._reaching():
-            for number, chunk in enumerate(chunks):
-                self._store.set(f"{key}-{number}", chunk)
-            self._store.set(key, str(len(chunks)))
+        for number, chunk in enumerate(chunks):
+            self._ask(self._store.set, f"{key}-{number}", chunk)
+        self._ask(self._store.set, key, str(len(chunks)))
 
     def _take(self, key: str) -> Any:
-        with self._reaching():
-            count = int(self._store.get(key))
-            names = [f"{key}-{number}" for number in range(count)]
-            data = b"".join(self._store.get(name) for name in names)
-            for name in (key, *names):
-                self._store.delete_key(name)
+        names = [f"{key}-{number}" for number in range(int(self._ask(self._store.get, key)))]
+        data = b"".join([self._ask(self._store.get, name) for name in names])
+        for name in (key, *names):
+            self._ask(self._store.delete_key, name)
         return pickle.loads(zlib.decompress(data))
 
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Errors of the store in the block are raised as errors of the conversation."""
+    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
+        """What the store answers.
+
+        Raises:
+            FastensorError: it does not answer, now or in an earlier call, or cannot be reached.
+        """
         try:
-            yield
-        except (RuntimeError, ValueError) as error:  # ValueError if the process group was destroyed
+            if self._is_silent:
+                raise TimeoutError(f"it has left an earlier call without an answer for {self._timeout:g} s")
+            return call_within(self._timeout, call, *arguments)
+        except (RuntimeError, ValueError, TimeoutError) as error:  # ValueError if the process group was destroyed
+            if isinstance(error, TimeoutError):
+                self._is_silent, self._channel.store = True, None
             raise self._error(
-                f"{self._what} failed: the store of torch.distributed, which is in the process of rank 0 or of the "
-                f"launcher, cannot be reached: {error}"
+                f"{self._what} failed: rank {self.names[self.rank]} cannot reach the store of torch.distributed, which "
+                f"is in the process of rank 0 or of the launcher: {error}{self._doubt}"
             ) from error
+
+
+def _connected(group: dist.ProcessGroup, name: str, rank: int) -> Any:
+    """The store, with a place for the conversations of a group: the same on all ranks, and again for this ``name``."""
+    default: Any = _get_default_store()
+    # a connection of its own, where torch can make one: calls of one connection wait for each other
+    store = default.clone() if hasattr(default, "clone") else default
+    store = PrefixStore(f"fastensor/{group.group_name}/", store)
+    # A store may outlive its group, as torchrun's does, and then holds what was left of groups of the same name. Who
+    # connects again, and perhaps has not got the answer before, finds its own name.
+    lives = itertools.count(1)
+    life = next(life for life in lives if store.compare_set(f"life-{life}-of-{rank}", "", name) == name.encode())
+    return PrefixStore(f"{life}/", store)
