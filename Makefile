@@ -49,6 +49,7 @@ quick: $(STAMP)
 	    tests/offload/test_gradients.py
 
 test: $(STAMP)
+	-tests/hosts/install.sh
 	$(PYTEST) -n 3 -m "not gpu and not torture" --ignore tests/gds
 	$(MAKE) test-gds
 
@@ -90,6 +91,7 @@ check: $(STAMP)
 # Without the packages, what is written is not read by transformers 4, and the tests say so.
 torture: $(STAMP)
 	-$(MAKE) --no-print-directory $(TRANSFORMERS_4)/.installed
+	-tests/hosts/install.sh
 	$(PYTEST) -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 

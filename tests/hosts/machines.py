@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from typing import Any
 from programs import run_ranks
 
 PORT = 29_500
+PATIENCE_SECONDS = 60.0
+"""What goes on is never given up before that, and nothing takes as long."""
 _NAMESPACES = ("net", "ipc", "uts", "mnt")
 _MACHINE = """
 mount -t tmpfs machine /dev/shm
@@ -101,6 +104,25 @@ def _start(
         MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="e0", OMP_NUM_THREADS="1",
     )  # fmt: skip
     function(rank, *arguments)
+
+
+def meet(folder: Path, name: str, rank: int, world: int) -> None:
+    """Wait until all ranks have come, without a network. A name is used once."""
+    (folder / f"{name}-{rank}").touch()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all((folder / f"{name}-{one}").exists() for one in range(world)):
+        assert time.monotonic() < deadline, f"{name}: a rank does not come"
+        time.sleep(0.01)
+
+
+def after(do: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which does something else before."""
+
+    def ours(*arguments: Any, **options: Any) -> Any:
+        do()
+        return function(*arguments, **options)
+
+    return ours
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Ranks on machines of their own save one file together, and a cable is cut: all raise in time, and one file is whole."""
+"""Ranks on machines of their own save one file together, and a cable is cut: all raise in time, and a file is whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import at_call
 from disks import leftovers
-from hosts.machines import PORT, Machines
+from hosts.machines import PATIENCE_SECONDS, PORT, Machines, after, meet
 
 import fastensor
 from fastensor.checkpoint import cooperative
@@ -23,7 +23,6 @@ from fastensor.checkpoint.cooperative import saving
 from fastensor.checkpoint.cooperative.ranks import Ranks
 
 TIMEOUT_SECONDS = 0.5
-PATIENCE_SECONDS = 60.0
 WORLD = 3
 PHASES = ("before", "comparing", "writing", "syncing", "publishing")
 
@@ -37,15 +36,6 @@ def step_in(path: Path) -> int:
     found = fastensor.load(path, verify=True)
     (step,) = {float(one) for one in (found["large"].min(), found["large"].max(), found["step"])}
     return int(step)
-
-
-def meet(folder: Path, name: str, rank: int) -> None:
-    """Wait for all ranks, without a network."""
-    (folder / f"{name}-{rank}").touch()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not all((folder / f"{name}-{one}").exists() for one in range(WORLD)):
-        assert time.monotonic() < deadline, f"{name}: a rank does not come"
-        time.sleep(0.01)
 
 
 def join(machines: Machines, rank: int, store_of: int) -> None:
@@ -63,22 +53,14 @@ def cutting(phase: str, cut: Callable[[], None], rank: int, lost: int) -> Iterat
         if phase == "before" and rank == lost:
             cut()
         elif phase == "comparing" and rank == lost:
-            patches.setattr(saving, "replica_of", _after(cut, saving.replica_of))
+            patches.setattr(saving, "replica_of", after(cut, saving.replica_of))
         elif phase == "publishing" and rank == 0:
-            patches.setattr(Ranks, "decide_to_publish", _after(cut, Ranks.decide_to_publish))
+            patches.setattr(Ranks, "decide_to_publish", after(cut, Ranks.decide_to_publish))
         elif phase in ("writing", "syncing") and rank == lost:
             with at_call({"writing": "pwrite", "syncing": "fsync"}[phase], cut):
                 yield
             return
         yield
-
-
-def _after(cut: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(*arguments: Any, **options: Any) -> Any:
-        cut()
-        return function(*arguments, **options)
-
-    return ours
 
 
 @pytest.mark.parametrize(
@@ -95,7 +77,7 @@ def _be_cut_off(rank: int, machines: Machines, folder: Path, store_of: int, lost
     step = 1
     cooperative.save(state(step), path, timeout=PATIENCE_SECONDS)
     for phase in PHASES:
-        meet(folder, f"{phase} comes", rank)
+        meet(folder, f"{phase} comes", rank, WORLD)
         error = ""
         started = time.monotonic()
         with cutting(phase, lambda: machines.cut(lost), rank, lost):
@@ -104,7 +86,7 @@ def _be_cut_off(rank: int, machines: Machines, folder: Path, store_of: int, lost
             except fastensor.CheckpointWriteError as caught:
                 error = str(caught)
         assert time.monotonic() - started < PATIENCE_SECONDS
-        meet(folder, f"{phase} over", rank)
+        meet(folder, f"{phase} over", rank, WORLD)
         found = step_in(path)
         if found == step:
             assert error, "a rank takes a file for saved that is not in place"
@@ -113,10 +95,10 @@ def _be_cut_off(rank: int, machines: Machines, folder: Path, store_of: int, lost
             assert found == step + 1
             assert not error or "perhaps the file is in place" in error
         assert not leftovers(path.parent)
-        meet(folder, f"{phase} seen", rank)
+        meet(folder, f"{phase} seen", rank, WORLD)
         if rank == lost:
             machines.join(lost)
-        meet(folder, f"{phase} joined", rank)
+        meet(folder, f"{phase} joined", rank, WORLD)
         step = found + 1
         cooperative.save(state(step), path, timeout=PATIENCE_SECONDS)
         assert step_in(path) == step
@@ -136,10 +118,10 @@ def _be_cut_off_at_first(rank: int, machines: Machines, folder: Path) -> None:
         cooperative.save(state(1), path, timeout=TIMEOUT_SECONDS)
     with pytest.raises(fastensor.CheckpointReadError, match=r"rank 2 (cannot reach the store|did not come)"):
         cooperative.load(path, timeout=TIMEOUT_SECONDS)
-    meet(folder, "failed", rank)
+    meet(folder, "failed", rank, WORLD)
     if rank == 2:
         machines.join(2)
-    meet(folder, "joined", rank)
+    meet(folder, "joined", rank, WORLD)
     cooperative.save(state(2), path, timeout=PATIENCE_SECONDS)
     assert cooperative.load(path, timeout=PATIENCE_SECONDS)["step"] == 2
     os._exit(0)

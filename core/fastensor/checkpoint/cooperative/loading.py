@@ -47,7 +47,8 @@ def load(
         path: as for :func:`fastensor.load`. What is no file of a local path, every rank reads by itself.
         map_location: as for :func:`fastensor.load`.
         group: the ranks that take part; None for all.
-        timeout: how many seconds the first load of the group waits for the slowest rank to call.
+        timeout: how many seconds the first load of the group waits for the slowest rank to call, and each load for an
+            answer of the store of ``torch.distributed``.
         keys, weights_only, verify: as for :func:`fastensor.load`.
 
     Raises:

@@ -77,7 +77,7 @@ def save(
             Ranks talk through the store of ``torch.distributed``.
         timeout: how many seconds rank 0 waits for the slowest rank: until it has called, and until it has written its
             part after rank 0 has. Others wait twice as long for rank 0. The death of a rank is noticed no sooner,
-            unless the store was in its process.
+            unless the store was in its process. No rank waits longer than ``timeout`` for an answer of the store.
         check_replicas: before anything is written, the CRC32s of the tensors are compared: of up to 4096 bytes from the
             middle of each storage (``"sample"``), or of all bytes (``"all"``), which every rank reads once more.
         replicated: the tensors of this rank that all ranks hold alike, in the same order on all of them; for data
