@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -193,6 +194,18 @@ def run_ranks(function: Callable[..., object], world: int, *arguments: object) -
     Their environment is that of the first call.
     """
     torch.multiprocessing.start_processes(function, arguments, nprocs=world, start_method="forkserver")
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until no thread of a process runs that was sent SIGSTOP."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while any(_state(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} was not stopped"
+        os.sched_yield()
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def free_port() -> int:

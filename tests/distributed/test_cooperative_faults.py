@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import at_call, join
 from disks import leftovers
-from programs import run_ranks
+from programs import run_ranks, wait_until_stopped
 
 import fastensor
 from fastensor.checkpoint import cooperative
@@ -312,13 +312,6 @@ def die() -> None:
 
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def wait_until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "the other rank was not stopped"
-        os.sched_yield()
 
 
 @pytest.mark.parametrize("when", ["before", "open", "pwrite", "fsync", "after"])

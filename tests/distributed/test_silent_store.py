@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import join
-from programs import Program, run_ranks
+from programs import Program, run_ranks, wait_until_stopped
 
 import fastensor
 from fastensor.checkpoint import agreement, cooperative
@@ -45,10 +45,15 @@ def store() -> Iterator[tuple[int, int]]:
         program.send_signal(signal.SIGCONT)
 
 
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped(pid)
+
+
 @contextmanager
 def silent(pid: int) -> Iterator[None]:
     """The store does not answer in the block, which must not take long."""
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     started = time.monotonic()
     try:
         yield
@@ -153,9 +158,9 @@ def test_processes_that_take_turns(store: tuple[int, int], when: str) -> None:
     tokens = Tokens(Staggering(store=f"127.0.0.1:{port}", timeout=SHORT_SECONDS / 2))
     started = time.monotonic()
     if when == "before":
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     with pytest.raises(OSError, match="for staggering cannot be reached: no answer"), tokens.held():
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     assert time.monotonic() - started < PATIENCE_SECONDS
     os.kill(pid, signal.SIGCONT)
     with tokens.held():

@@ -57,7 +57,7 @@ def cutting(phase: str, cut: Callable[[], None], rank: int, lost: int) -> Iterat
         elif phase == "publishing" and rank == 0:
             patches.setattr(Ranks, "decide_to_publish", after(cut, Ranks.decide_to_publish))
         elif phase in ("writing", "syncing") and rank == lost:
-            with at_call({"writing": "pwrite", "syncing": "fsync"}[phase], cut):
+            with at_call({"writing": "pwrite", "syncing": "fsync"}[phase], cut, required=False):
                 yield
             return
         yield
@@ -77,16 +77,25 @@ def _be_cut_off(rank: int, machines: Machines, folder: Path, store_of: int, lost
     step = 1
     cooperative.save(state(step), path, timeout=PATIENCE_SECONDS)
     for phase in PHASES:
-        meet(folder, f"{phase} comes", rank, WORLD)
-        error = ""
-        started = time.monotonic()
-        with cutting(phase, lambda: machines.cut(lost), rank, lost):
-            try:
-                cooperative.save(state(step + 1), path, timeout=TIMEOUT_SECONDS)
-            except fastensor.CheckpointWriteError as caught:
-                error = str(caught)
-        assert time.monotonic() - started < PATIENCE_SECONDS
-        meet(folder, f"{phase} over", rank, WORLD)
+        is_cut = folder / f"{phase} is cut"
+
+        def cut(is_cut: Path = is_cut) -> None:
+            machines.cut(lost)
+            is_cut.touch()
+
+        timeout = TIMEOUT_SECONDS
+        while not is_cut.exists():  # again if a rank is too slow to come to this phase
+            meet(folder, f"{phase} comes {timeout}", rank, WORLD)
+            error = ""
+            started = time.monotonic()
+            with cutting(phase, cut, rank, lost):
+                try:
+                    cooperative.save(state(step + 1), path, timeout=timeout)
+                except fastensor.CheckpointWriteError as caught:
+                    error = str(caught)
+            assert time.monotonic() - started < PATIENCE_SECONDS
+            meet(folder, f"{phase} over {timeout}", rank, WORLD)
+            timeout *= 2
         found = step_in(path)
         if found == step:
             assert error, "a rank takes a file for saved that is not in place"
@@ -102,6 +111,7 @@ def _be_cut_off(rank: int, machines: Machines, folder: Path, store_of: int, lost
         step = found + 1
         cooperative.save(state(step), path, timeout=PATIENCE_SECONDS)
         assert step_in(path) == step
+    meet(folder, "over", rank, WORLD)  # or the store goes before all have their answers
     os._exit(0)  # the group's own connections do not know that the cable is back
 
 
@@ -124,4 +134,5 @@ def _be_cut_off_at_first(rank: int, machines: Machines, folder: Path) -> None:
     meet(folder, "joined", rank, WORLD)
     cooperative.save(state(2), path, timeout=PATIENCE_SECONDS)
     assert cooperative.load(path, timeout=PATIENCE_SECONDS)["step"] == 2
+    meet(folder, "over", rank, WORLD)
     os._exit(0)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hosts.machines import PATIENCE_SECONDS, Machines, after, meet
@@ -25,10 +24,6 @@ from fastensor.provision.embedded import client
 
 N = 200
 TOKEN = "a secret of the tests"
-
-
-def ids(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch["id"].tolist()]
 
 
 def test_tcp(machines: Machines, tmp_path: Path) -> None:
@@ -73,8 +68,7 @@ def _train(machines: Machines, address: str, patches: pytest.MonkeyPatch) -> Non
         machines.cut(1)
         started = time.monotonic()
         with pytest.raises(ProvisionError):
-            for batch in batches:
-                found += batch["id"].tolist()
+            found.extend(number for batch in batches for number in batch["id"].tolist())
         assert time.monotonic() - started < PATIENCE_SECONDS
         assert found == plan.order(0).tolist()[: len(found)]
         machines.join(1)
