@@ -18,6 +18,13 @@ from fastensor.errors import OffloadError, UnknownBackendError
 from fastensor.offload import ActivationOffload, OffloadConfig
 
 STATE = {"weight": torch.ones(3)}
+
+
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"x.ckpt"
+
+
 Use = Callable[[Path, Any], object]
 Rows = dict[str, tuple[Any, type[Exception], str]]
 
@@ -94,6 +101,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"container": "zip"}, ValueError, "container is 'torch', 'safetensors' or None, found 'zip'"),
         ({"container": "safetensor"}, ValueError, "found 'safetensor'"),
         ({"path": 3}, TypeError, "expected a path"),
+        ({"path": BytesPath()}, TypeError, r"expected a path of type str or os.PathLike\[str\]"),
         ({"progress": 3}, TypeError, "progress is a function"),
     ],
     "AsyncWriter.save": SAVES,
@@ -105,6 +113,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"weights_only": "no"}, TypeError, "weights_only is True, False or None, found 'no'"),
         ({"keys": 3}, TypeError, "keys is a list of names and patterns, found 3"),
         ({"path": 3}, TypeError, "expected a path"),
+        ({"path": BytesPath()}, TypeError, r"expected a path of type str or os.PathLike\[str\]"),
     ],
     "save_model": [*SAVES, ({"model": {}}, TypeError, r"model is a torch\.nn\.Module")],
     "load_model": [

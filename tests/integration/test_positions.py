@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import pickle
@@ -18,7 +19,7 @@ import states
 import torch
 
 import fastensor
-from fastensor.errors import CorruptCheckpointError, EmptyCheckpointError, FastensorError
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError, EmptyCheckpointError, FastensorError
 
 RECORDS: tuple[Any, ...] = (
     {"step": 0, "w": torch.arange(5.0), "none": torch.empty(0), "b": torch.ones(3, dtype=torch.int16)},
@@ -159,12 +160,9 @@ DAMAGED: dict[str, tuple[Any, dict[str, Any], Callable[[bytes], bytes]]] = {
     "cut in the directory": (RECORDS[0], {}, cut(-30)),
     "cut in a large archive": (RECORDS[1], {}, cut(-5000)),
     "cut in the first header": (RECORDS[0], {}, cut(20)),
-    "cut in the signature": (RECORDS[0], {}, cut(3)),
     "cut in the magic number": (RECORDS[0], LEGACY, cut(9)),
     "cut in the pickle": (RECORDS[0], LEGACY, cut(120)),
     "cut in a tensor": (RECORDS[1], LEGACY, cut(-100)),
-    "no checkpoint": (None, {}, lambda data: pickle.dumps({"a": 1}, protocol=2) + b"more"),
-    "no pickle": (None, {}, lambda data: b"neither of them"),
     "nothing": (None, {}, lambda data: b""),
 }
 
@@ -182,6 +180,57 @@ def test_failures(kinds: dict[str, Kind], kind: str, what: str) -> None:
                 load(file)
             stops.append(file.tell())
     assert stops[2:] == stops[:2]
+
+
+@pytest.mark.parametrize("kind", ["BytesIO", "buffered"])
+@pytest.mark.parametrize("data", [b"PK\3", pickle.dumps({"a": 1}) + b"more", b"nothing of torch's"])
+def test_no_loop_meets_what_is_no_checkpoint_again(kinds: dict[str, Kind], kind: str, data: bytes) -> None:
+    """Nothing of it is unpickled to find out where torch would stop."""
+    file = kinds[kind](data)
+    with pytest.raises(CorruptCheckpointError, match="but no zip archive"):
+        fastensor.load(file)
+    with pytest.raises(EmptyCheckpointError):
+        fastensor.load(file)
+
+
+class Breaking(io.BytesIO):
+    """A file that fails from some call on."""
+
+    def __init__(self, data: bytes, calls: int) -> None:
+        super().__init__(data)
+        self.left = calls
+
+    def _call(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.EIO, "the cable was pulled")
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._call()
+        return super().seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        self._call()
+        return super().readinto(buffer)
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._call()
+        return super().read(size)
+
+
+@pytest.mark.parametrize("of", FORMATS)
+@pytest.mark.filterwarnings("ignore::fastensor.UnverifiedCheckpointWarning")
+def test_a_file_that_fails_at_any_call(of: str) -> None:
+    data = saved(RECORDS[0], **FORMATS[of])
+    file = Breaking(data, 10_000)
+    fastensor.load(file)
+    needed = 10_000 - file.left
+    assert needed > 20
+    for calls in range(needed):
+        with pytest.raises(CheckpointReadError) as caught:
+            fastensor.load(Breaking(data, calls))
+        assert caught.value.errno == errno.EIO
+    states.assert_equal(fastensor.load(Breaking(data, needed)), RECORDS[0])
 
 
 def test_the_end_of_a_stream_is_both_errors() -> None:
@@ -207,6 +256,25 @@ def test_a_place_that_torch_refuses_leaves_the_position_as_torch() -> None:
             load(file, {"cpu": "nowhere"})
         stops.append(file.tell())
     assert stops[0] == stops[1]
+
+
+@pytest.mark.filterwarnings("ignore::fastensor.UnverifiedCheckpointWarning")
+def test_a_file_that_reads_no_lines() -> None:
+    """``torch.load`` needs ``readline``, and only for files of before 1.6."""
+    file: Any = OnlyRead(stream(**LEGACY))
+    del file.readline
+    found, positions = read_all(fastensor.load, file)
+    expected, stops = read_all(torch.load, io.BytesIO(stream(**LEGACY)))
+    states.assert_equal(found, expected)
+    assert positions == stops
+
+
+@pytest.mark.parametrize("missing", ["seek", "tell"])
+def test_a_file_without_a_position_is_refused(missing: str) -> None:
+    file: Any = OnlyRead(saved(RECORDS[0]))
+    delattr(file, missing)
+    with pytest.raises(CheckpointReadError, match="that can seek"):
+        fastensor.load(file)
 
 
 def test_pickles_between(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fastensor.backends import stream
+from fastensor.files.os_errors import read_errors
 
 _OF_ONE_PROCESS = (io.BytesIO, mmap.mmap)
 """Kinds of files whose position no forked process shares."""
@@ -49,16 +50,26 @@ class BorrowedFile:
             self.stopped_at = self.file.tell() - self.begin
 
     def stop_where_torch_refuses(self) -> None:
-        """Note where torch stops in a file that was refused before torch has read it. No tensor is read."""
-        with suppress(Exception), self.lent_to_torch() as file:
-            torch.load(file, "meta", weights_only=True, mmap=False)
+        """Note where torch's reader of archives stops, which was not used because the directory is damaged. It reads
+        little else, and nothing that the directory points to."""
+        private: Any = torch
+        with suppress(RuntimeError, OSError), self.lent_to_torch() as file:
+            private._C.PyTorchFileReader(file)
 
-    def give_back(self) -> None:
+    def give_back(self, where: str) -> None:
         """Leave the position. A file that was closed meanwhile stays so; a forked process shares the position with its
-        parent, which still needs it."""
+        parent, which still needs it.
+
+        Args:
+            where: the name of the file, for messages.
+
+        Raises:
+            CheckpointReadError: the file cannot seek any more.
+        """
         is_open = not getattr(self.file, "closed", False) and self._process == os.getpid()
         if is_open and (self._is_moved or self.stopped_at is not None):
-            self.file.seek(self.begin + (self.stopped_at or 0))
+            with read_errors(where):
+                self.file.seek(self.begin + (self.stopped_at or 0))
 
 
 class _SharedPosition:

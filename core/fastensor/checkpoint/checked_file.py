@@ -69,11 +69,6 @@ class CheckedFile(FileView):
         postponed, self._postponed = self._postponed, None
         return postponed
 
-    def note_stop(self) -> None:
-        """Have a file that the caller has opened left at the position that torch has reached."""
-        if self._file.borrowed is not None:
-            self._file.borrowed.stopped_at = self._position
-
     def check_none_postponed(self) -> None:
         """Make sure that every postponed storage has been filled.
 

@@ -179,13 +179,16 @@ def load_with_report(
 @contextmanager
 def _leaving_the_position(file: OpenedFile) -> Iterator[None]:
     """Have a file that the caller has opened left where ``torch.load`` leaves it; or, if torch has no part in the load,
-    at its end, so that no loop loads the same again and again."""
+    at its end, so that no loop reads the same again and again."""
     try:
         yield
     except CorruptCheckpointError:
-        if file.borrowed is not None and file.borrowed.stopped_at is None:
-            file.borrowed.stop_where_torch_refuses()
+        _end_unless_torch_stopped(file)
         raise
+    _end_unless_torch_stopped(file)
+
+
+def _end_unless_torch_stopped(file: OpenedFile) -> None:
     if file.borrowed is not None and file.borrowed.stopped_at is None:
         file.borrowed.stopped_at = file.nbytes
 

@@ -80,6 +80,6 @@ def _resolve_url(url: str, storage_options: Mapping[str, Any]) -> str | RemotePa
 def name_of(location: Location) -> str:
     """The name of a location in messages and reports."""
     if isinstance(location, str | os.PathLike):
-        return os.fspath(location)
+        return os.fsdecode(location)  # bytes are refused where the location is used
     name = getattr(location, "name", None)
     return name if isinstance(name, str) else f"<{type(location).__name__}>"

@@ -167,6 +167,11 @@ class FileView(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
+    def note_stop(self) -> None:
+        """Have a file that the caller has opened left at the position that was reached here."""
+        if self._file.borrowed is not None:
+            self._file.borrowed.stopped_at = self._position
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.nbytes}[whence]
         self._position = base + offset
@@ -241,7 +246,8 @@ def open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
 
 
 def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
-    if isinstance(file, io.TextIOBase) or not (can(file, "readable", "read") and can(file, "seekable", "seek")):
+    can_seek = can(file, "seekable", "seek") and hasattr(file, "tell")
+    if isinstance(file, io.TextIOBase) or not (can(file, "readable", "read") and can_seek):
         raise CheckpointReadError(
             errno.EINVAL,
             "cannot load: expected a file opened in mode 'rb' that can seek, found something else; "
@@ -249,7 +255,7 @@ def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
             where,
         )
     borrowed = BorrowedFile(file)
-    stack.callback(borrowed.give_back)
+    stack.callback(borrowed.give_back, where)
     raw: Any = getattr(file, "raw", None) if type(file) in _BUFFERED else file
     if type(raw) is not io.FileIO or borrowed.begin != 0 or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
         return StreamFile(borrowed, where)

@@ -43,7 +43,7 @@ def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
 
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load a zip archive of torch."""
-    archive = read_archive(file)
+    archive = _archive_of(file)
     if request.mmap and (reason := _why_not_mapped(file, archive)):
         record_fallback(request.fallbacks, "mapping", reason)
         request = replace(request, mmap=False)
@@ -62,6 +62,16 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         return _load_all(file, archive, request) if selection is None else _load_some(file, archive, request, selection)
     except Exception as error:
         explain(error, file, request)
+        raise
+
+
+def _archive_of(file: OpenedFile) -> TorchArchive:
+    """The archive's directory. A damaged one leaves an open file where it leaves it for ``torch.load``."""
+    try:
+        return read_archive(file)
+    except CorruptCheckpointError:
+        if file.borrowed is not None:
+            file.borrowed.stop_where_torch_refuses()
         raise
 
 
@@ -258,17 +268,31 @@ def _chosen(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
 
 
 def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> Any:
-    """Let torch read the file. A file that the caller has opened is read by torch as if the caller had asked for it."""
+    """Let torch read the file."""
 
     def attempt(where: Any, map_location: MapLocation) -> Any:
         return torch.load(where, map_location, weights_only=request.weights_only, mmap=request.mmap)
 
     try:
-        if file.borrowed is None or request.mmap:
-            return attempt(file.path or FileView(file), request.map_location)
-        with file.borrowed.lent_to_torch() as borrowed:
-            return attempt(borrowed, request.map_location)
+        with _for_torch(file, request) as where:
+            return attempt(where, request.map_location)
     except Exception as error:
         on_host = None if is_zip else lambda: attempt(FileView(file), "cpu")
         explain(error, file, request, rebuild_on_host=on_host)
         raise
+
+
+@contextmanager
+def _for_torch(file: OpenedFile, request: LoadRequest) -> Iterator[Any]:
+    """What torch is to read. A file that the caller has opened is read as if the caller had given it to torch."""
+    if file.path is not None and (request.mmap or file.borrowed is None):
+        yield file.path
+    elif file.borrowed is not None and hasattr(file.borrowed.file, "readline"):
+        with file.borrowed.lent_to_torch() as borrowed:
+            yield borrowed
+    else:
+        view = FileView(file)
+        try:
+            yield view
+        finally:
+            view.note_stop()
