@@ -325,6 +325,14 @@ def test_a_file_that_is_closed_meanwhile_stays_closed() -> None:
     lazily.close()
 
 
+def test_two_archives_in_one_file_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(saved(RECORDS[0]) + saved(RECORDS[1]))
+    for load in (fastensor.load, fastensor.verify, fastensor.open):
+        with pytest.raises(CorruptCheckpointError, match="another archive stands in front"):
+            load(path)
+
+
 @pytest.mark.parametrize("mode", ["", "w+b", "a+b"])
 def test_saves_one_after_another(tmp_path: Path, mode: str) -> None:
     """Archives are found from where they begin, as those of ``torch.save``; what stands in front stays."""

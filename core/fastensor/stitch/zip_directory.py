@@ -142,7 +142,10 @@ def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int,
         raise CorruptCheckpointError(f"{where}: the zip64 locator points to {offset64}, outside the file")
     signature, _, _, _, disk, start_disk, here, count, size, offset = END64.unpack(read(offset64, END64.size))
     if signature != END64_SIGNATURE:
-        raise CorruptCheckpointError(f"{where}: no zip64 end-of-directory record at offset {offset64}")
+        raise CorruptCheckpointError(
+            f"{where}: no zip64 end-of-directory record at offset {offset64}; the file was damaged, or another archive "
+            f"stands in front of the last one: load that one from where it begins, or each from a file of its own"
+        )
     return offset64, disk, start_disk, here, count, size, offset
 
 
