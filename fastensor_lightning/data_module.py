@@ -44,7 +44,8 @@ class FastensorDataModule(LightningDataModule):
         train, val, test, predict: the data of each stage. A database has to be there for the stages that are run.
         service: the data of training, in place of ``train``: a service that this rank has started or joined; or the
             address of one, to which each rank connects when it trains.
-        batch_size: samples of a batch of one rank.
+        batch_size: samples of a batch of one rank. The attribute of that name can be set: it is that of loaders that
+            are made from then on, so that Lightning's ``BatchSizeFinder`` works.
         decode: makes samples of values, see :class:`fastensor.data.LmdbDataset`. For paths only.
         shuffle: how training samples are shuffled, see :class:`fastensor.data.EpochPlan`. Others are not shuffled.
         seed: of the shuffling, the same on all ranks.
@@ -79,7 +80,7 @@ class FastensorDataModule(LightningDataModule):
         persistent_workers: bool = False,
     ) -> None:
         super().__init__()
-        check_whole(batch_size, "batch_size", at_least=1)
+        self.batch_size = batch_size
         check_whole(num_workers, "num_workers", at_least=0)
         check_whole(seed, "seed", at_least=0)
         check_word(shuffle, "shuffle", get_args(Shuffle))
@@ -97,7 +98,7 @@ class FastensorDataModule(LightningDataModule):
         self._decode = decode
         self._shuffle: Shuffle = shuffle
         self._drop_last = drop_last
-        self._options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "collate_fn": collate_fn}
+        self._options: dict[str, Any] = {"seed": seed, "collate_fn": collate_fn}
         """Arguments of the loaders of all stages."""
         self._worker_options: dict[str, Any] = {
             "num_workers": num_workers,
@@ -109,6 +110,16 @@ class FastensorDataModule(LightningDataModule):
         """The loader that the Trainer was given last for training."""
         self._resumed: dict[str, Any] | None = None
         """A state that no loader has been given yet."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one rank, in loaders that are made from now on."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, samples: int) -> None:
+        check_whole(samples, "batch_size", at_least=1)
+        self._batch_size = samples
 
     def prepare_data(self) -> None:
         """Index the databases of paths, in one process of each machine, so that others find the sidecars."""
@@ -158,7 +169,8 @@ class FastensorDataModule(LightningDataModule):
         source = self._sources[split]
         if source is None:
             raise ValueError(f"there is no data for this stage: give FastensorDataModule {split}=, a path or a dataset")
-        options = {"shuffle": shuffle, "drop_last": drop_last, "ranks": self._ranks(), **self._options}
+        options: dict[str, Any] = {"batch_size": self.batch_size, "ranks": self._ranks(), **self._options}
+        options |= {"shuffle": shuffle, "drop_last": drop_last}
         if isinstance(source, DataService):
             return source.loader(**options)
         dataset = source if isinstance(source, LmdbDataset) else LmdbDataset(source, decode=self._decode)

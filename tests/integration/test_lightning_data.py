@@ -106,6 +106,18 @@ def test_every_checkpoint_leads_to_the_same_training(pl: Any, tmp_path: Path, da
         assert resumed.seen == whole, checkpoint
 
 
+def test_a_batch_size_finder_sets_the_size_of_batches(pl: Any, tmp_path: Path, database: Path) -> None:
+    """As that of any data module which has one. Every sample trains the model once all the same."""
+    data = FastensorDataModule(database, val=database, batch_size=20, decode=DECODE)
+    finder = import_module(f"{pl.__name__}.callbacks").BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)
+    model = trained(pl, tmp_path, data, callbacks=[finder], max_epochs=1, limit_val_batches=2)
+    assert finder.optimal_batch_size == data.batch_size > 2
+    assert sorted(model.seen[-COUNT:]) == list(range(COUNT))
+    assert sum(1 for _ in data.train_dataloader()) == -(-COUNT // data.batch_size)
+    with pytest.raises(ValueError, match="batch_size"):
+        data.batch_size = 0
+
+
 def test_an_epoch_is_resumed_twice(pl: Any, tmp_path: Path, database: Path) -> None:
     """And then the next one."""
     steps, checkpoint = 0, None
