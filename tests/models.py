@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -84,6 +85,17 @@ def complex_numbers() -> tuple[torch.Tensor, list[torch.Tensor]]:
     signal = torch.randn(16, 128, requires_grad=True)
     spectrum = torch.fft.fft(signal)
     return (spectrum.conj() * spectrum * torch.exp(spectrum / 100)).abs().sum(), [signal]
+
+
+@case
+def forward_derivative() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The derivative along a direction, which weights have none of: torch saves zeros in its place, without memory."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    with forward_ad.dual_level():
+        value = model(forward_ad.make_dual(torch.randn(64, 64), torch.randn(64, 64)))
+        primal, tangent = forward_ad.unpack_dual(value)
+        assert tangent is not None
+        return primal.mean() + tangent.square().mean(), [*model.parameters()]
 
 
 @case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,7 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fastensor.offload import ActivationOffload
+from fastensor.backends.buffers import Buffer
+from fastensor.errors import OffloadError
+from fastensor.offload import ActivationOffload, copying
 
 Made = tuple[torch.Tensor, list[torch.Tensor]]
 """A loss, and what it depends on."""
@@ -151,6 +154,17 @@ def meta() -> Made:
     return x.exp().sin().sum(), [x]
 
 
+@saving("layout")
+def zeros_without_memory() -> Made:
+    """What forward-mode differentiation takes for the tangents of tensors that have none."""
+    return product(torch._efficientzerotensor((8, 8)), lambda zeros: zeros + torch.ones(8, 8))
+
+
+@saving("layout")
+def to_be_functionalized() -> Made:
+    return product(torch._to_functional_tensor(values()), torch._from_functional_tensor)
+
+
 @saving("subclass")
 def fake() -> Made:
     with FakeTensorMode():
@@ -232,6 +246,23 @@ def test_they_are_kept_and_counted(make: Any, name: str) -> None:
         assert kept.get(reason, 0) > 0, kept
         assert kept[reason] % times == 0
     assert offload.statistics().failed_writes == 0
+
+
+def test_a_subclass_that_refuses_every_function(make: Any) -> None:
+    """A parameter of a lazy module does."""
+    with make().step():
+        loss, (x,) = product(nn.UninitializedParameter(), lambda _: torch.ones(()))
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x)
+
+
+def test_memory_that_cannot_be_reached_is_no_fault_of_a_backend() -> None:
+    zeros = torch._efficientzerotensor((8, 8)).untyped_storage()
+    with pytest.raises(OffloadError, match="the memory of a saved tensor cannot be reached"):
+        copying.copy_out(zeros, 0, zeros.nbytes(), Buffer(mmap.mmap(-1, 4096), 0, 4096), None)
+    with pytest.raises(OffloadError, match="the memory of a saved tensor cannot be reached"):
+        copying.pages_of(zeros, 0, zeros.nbytes())
 
 
 @pytest.mark.parametrize("attached", [True, False])

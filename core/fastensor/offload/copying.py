@@ -58,13 +58,14 @@ def pages_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> memoryvi
     may end behind it. Read them only, and only while the storage is alive.
 
     Raises:
-        OffloadError: the storage has been resized.
+        OffloadError: the storage has been resized, or has no memory.
     """
-    if (storage.data_ptr() + begin) % PAGE_NBYTES:
+    address = _address_of(storage) + begin
+    if address % PAGE_NBYTES:
         raise resized(storage, begin + nbytes)
     check_bounds(storage, begin + nbytes)
     whole = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-    return memoryview((ctypes.c_char * whole).from_address(storage.data_ptr() + begin)).cast("B")
+    return memoryview((ctypes.c_char * whole).from_address(address)).cast("B")
 
 
 def event_now(device: torch.device) -> torch.cuda.Event | None:
@@ -106,7 +107,7 @@ def copy_out(
     """
     check_bounds(source, begin + nbytes)
     if source.device.type == "cpu":
-        copy_memory(block.address, source.data_ptr() + begin, nbytes)
+        copy_memory(block.address, _address_of(source) + begin, nbytes)
         return
     _copy(block.as_tensor()[:nbytes], _bytes_of(source)[begin : begin + nbytes], source.device, after)
 
@@ -119,6 +120,14 @@ def copy_in(
         copy_memory(target.data_ptr() + begin, block.address, nbytes)
         return
     _copy(_bytes_of(target)[begin : begin + nbytes], block.as_tensor()[:nbytes], target.device, after)
+
+
+def _address_of(storage: torch.UntypedStorage) -> int:
+    """The address of host memory that is moved. If there is none, no backend is to blame."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError as error:
+        raise OffloadError(f"the memory of a saved tensor cannot be reached: {error}") from error
 
 
 def check_bounds(storage: torch.UntypedStorage, end: int) -> None:

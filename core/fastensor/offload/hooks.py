@@ -17,7 +17,7 @@ from fastensor.offload.copying import event_now, page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, empty, spanned
-from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep
+from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep, storage_of
 from fastensor.offload.planner import ResidentBytes, SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
@@ -39,7 +39,8 @@ class KeptTensor:
     @classmethod
     def of(cls, tensor: torch.Tensor, resident: ResidentBytes | None = None) -> KeptTensor:
         """A record with the detached tensor: a graph that held its own output would never be freed."""
-        return cls(tensor.detach(), 0 if tensor.is_inference() else tensor._version, resident)
+        kept = _detached(tensor)
+        return cls(kept, 0 if kept.is_inference() else kept._version, resident)
 
     def check_version(self) -> None:
         """Raise RuntimeError if the tensor was modified in place."""
@@ -269,7 +270,8 @@ class StepHooks:
         backward = "backward" if torch._C._current_graph_task_id() != -1 else ""
         if reason := backward or reason_to_keep(tensor):
             return reason, range(nbytes)
-        storage = tensor.untyped_storage()
+        if (storage := storage_of(tensor)) is None:
+            return "layout", range(nbytes)
         span = bytes_to_move(spanned(tensor), storage.nbytes())
         if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
             return "small", span
@@ -414,6 +416,17 @@ def untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return hook
     disabled: Callable[[Any], Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch gives none
     return disabled
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, with its memory and its version counter."""
+    try:
+        return tensor.detach()
+    except Exception:  # a subclass may refuse all functions of torch, as parameters of lazy modules do
+        if type(tensor) is torch.Tensor:
+            raise
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.detach()
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,17 @@ def reason_to_keep(tensor: torch.Tensor) -> str:
     return ""
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor that :func:`reason_to_keep` does not keep. None if the tensor has no memory whose bytes
+    could be moved: zeros that forward-mode differentiation never writes down, and wrappers of functional transforms."""
+    try:
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
+    except RuntimeError:
+        return None
+    return storage
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's values, for every layout and class; 0 if its sizes are symbols.
 
