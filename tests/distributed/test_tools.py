@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, emptied, join, load, save, sharded, state_of_all_kinds
 from programs import command_line, run, run_ranks
 from safetensors import safe_open
+from states import assert_equal
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -153,6 +154,24 @@ def test_convert_to_files(tmp_path: Path, writer: Any) -> None:
     assert_same(fastensor.load(tmp_path / "x.safetensors"), state["plain"])
     with pytest.raises(fastensor.UnsupportedContentError, match="no dict called 'nosuch'; found dtypes, plain"):
         fastensor.convert(tmp_path / "dcp", tmp_path / "x.safetensors", root="nosuch")
+
+
+@pytest.mark.parametrize("root", [None, "trained"])
+def test_optimizers_find_their_states_in_a_converted_file(tmp_path: Path, root: str | None) -> None:
+    """Their keys are numbers, of which ``torch.distributed.checkpoint`` makes strings."""
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(12)]
+    expected = torch.optim.AdamW(weights, lr=0.5)
+    sum(weight.sum() for weight in weights[1:]).backward()
+    expected.step()
+    state = {"optimizers": [expected.state_dict()], "by number": {"3": 4}}
+    save({"trained": state}, FastensorStorageWriter(tmp_path / "dcp"))
+    fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", root=root)
+    found = torch.load(tmp_path / "x.pt")
+    found = found["trained"] if root is None else found
+    assert_equal(found, state)
+    optimizer = torch.optim.AdamW(weights, lr=0.5)
+    optimizer.load_state_dict(found["optimizers"][0])
+    assert_equal(optimizer.state_dict(), expected.state_dict())
 
 
 def test_convert_sharded(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def from_directory(source: Location, target: Location, settings: ConvertSettings
 
         def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
             flat = {name: stand_ins[name] if name in stand_ins else others[name] for name in chosen}
-            return unflatten_state_dict(flat, cast(Any, chosen))
+            return _with_numbers_of_parameters(unflatten_state_dict(flat, cast(Any, chosen)))
 
         return writer.write(target, {name: name for name in names}, kind, build)
 
@@ -188,6 +188,22 @@ def _ways(contents: Contents) -> dict[str, tuple[Any, ...]]:
 
 def _above(root: str | None) -> tuple[str, ...]:
     return () if root is None else tuple(root.split("."))
+
+
+def _with_numbers_of_parameters(value: Any) -> Any:
+    """The same object, in which each state of an optimizer has the number of its parameter as key, as in
+    ``Optimizer.state_dict``.
+
+    Planners of torch make strings of keys (https://github.com/pytorch/pytorch/issues/153842), and an optimizer takes a
+    state whose key is no number for one of no parameter, without a word. ``param_groups`` holds the numbers.
+    """
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _with_numbers_of_parameters(inner)
+    if isinstance(value, dict) and isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), dict):
+        groups = [group for group in value["param_groups"] if isinstance(group, dict)]
+        numbers = {str(number): number for group in groups for number in group.get("params", ())}
+        value["state"] = {numbers.get(key, key): state for key, state in value["state"].items()}
+    return value
 
 
 def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
