@@ -174,7 +174,8 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
             prefix; or another buffer of the model is on the meta device.
         UnsupportedContentError: a tensor has another shape than the model's; or a file can only be loaded whole; or
             transformers fails to convert a tensor.
-        CorruptCheckpointError: a file is damaged, cut off, or not a checkpoint.
+        CorruptCheckpointError: a file is damaged or cut off.
+        NotACheckpointError: a file is something else than a checkpoint.
         CheckpointReadError: the operating system failed to deliver bytes.
         PlacementError: there is no such device.
 

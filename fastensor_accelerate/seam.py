@@ -27,7 +27,7 @@ import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor_accelerate.config import FastensorConfig
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Files:
         write_shards: writes the shards of this process, with all processes: takes what ``dcp.save`` takes, and a path.
             None leaves shards to torch.
         loaded: called with the report of every load.
-        damaged: gets the errors of damaged files.
+        damaged: gets the errors of files that are damaged, or no checkpoints.
         write_together: writes the file of a model or an optimizer, called in all processes, of which each holds the
             same; None if the main process writes alone, as Accelerate does.
         load_together: whether all processes load the same files at the same time.
@@ -61,7 +61,7 @@ class Files:
     write: Write
     write_shards: Callable[..., None] | None
     loaded: Callable[[fastensor.LoadReport], None]
-    damaged: list[CorruptCheckpointError] = field(default_factory=list)
+    damaged: list[CorruptCheckpointError | NotACheckpointError] = field(default_factory=list)
     write_together: Write | None = None
     load_together: bool = False
 
@@ -128,7 +128,7 @@ class Files:
                 found, report = fastensor.load_with_report(
                     path, map_location, verify=verify, backend=self.config.backend, **options
                 )
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, NotACheckpointError) as error:
             self.damaged.append(error)
             raise
         self.loaded(report)

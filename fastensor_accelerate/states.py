@@ -30,7 +30,7 @@ from fastensor.checkpoint.directories import nbytes_in_directory
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
-from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
@@ -209,7 +209,7 @@ class StateSaver:
             CorruptCheckpointError: a file is damaged, even if the block has gone on without it.
         """
         self.wait()
-        damaged: list[CorruptCheckpointError] = []
+        damaged: list[CorruptCheckpointError | NotACheckpointError] = []
         files = replace(self._files(damaged=damaged), load_together=together and has_others())
         with replaced(files) as shards:
             yield shards
@@ -417,7 +417,9 @@ class StateSaver:
         with first, replaced(self._files(saving)) as shards:
             yield shards
 
-    def _files(self, saving: _Saving | None = None, damaged: list[CorruptCheckpointError] | None = None) -> Files:
+    def _files(
+        self, saving: _Saving | None = None, damaged: list[CorruptCheckpointError | NotACheckpointError] | None = None
+    ) -> Files:
         write: Write = partial(self._write_now, saving=saving)
         if saving is not None and self.config.asynchronous:
             write = partial(self._write_later, saving=saving)

@@ -1,14 +1,18 @@
 """The exceptions and warnings that Fastensor raises.
 
-Every exception is a :class:`FastensorError` and also the built-in that fits, so code that handles what
-``torch.save`` and ``torch.load`` raise (``OSError``, ``RuntimeError``, ``pickle.UnpicklingError``) keeps working.
-A missing file is the built-in ``FileNotFoundError``.
+Every exception is a :class:`FastensorError` and also the built-in that fits. Where ``torch.save`` and ``torch.load``
+raise an exception, ours is an instance of its type, too (:func:`caught_as`), so code that handles it keeps working. A
+missing file is the built-in ``FileNotFoundError``.
 """
 
 from __future__ import annotations
 
 import pickle
 from concurrent.futures import CancelledError
+from functools import lru_cache
+from typing import Any, TypeVar
+
+_E = TypeVar("_E", bound=Exception)
 
 
 class FastensorError(Exception):
@@ -19,8 +23,9 @@ class FastensorError(Exception):
     they were."""
 
 
-class CheckpointWriteError(FastensorError, OSError):
+class CheckpointWriteError(FastensorError, OSError, RuntimeError):
     """A save failed. The message says whether the old file is kept: it is unless only the sync of the new name failed.
+    ``torch.save`` raises ``RuntimeError`` where it cannot write a path, so this is one too.
 
     Raised by :func:`fastensor.save` with the ``errno`` of the failing call and the target's path; the cause is chained.
     """
@@ -37,10 +42,16 @@ class CheckpointReadError(FastensorError, OSError):
     """The operating system failed to deliver bytes of a checkpoint; ``errno`` and ``filename`` say which."""
 
 
-class CorruptCheckpointError(FastensorError, RuntimeError):
-    """A file is not the container it claims to be, or its bytes do not match their CRC32.
+class CorruptCheckpointError(FastensorError, RuntimeError, pickle.UnpicklingError):
+    """A file was damaged or cut off: it contradicts itself, or its bytes do not match their CRC32.
 
-    ``torch.load`` raises ``RuntimeError`` for the defects that it notices, so this is one too.
+    ``torch.load`` raises ``RuntimeError`` or ``UnpicklingError`` for most defects that it notices, so this is both.
+    """
+
+
+class NotACheckpointError(FastensorError, RuntimeError, pickle.UnpicklingError, ValueError):
+    """A file is something else than a checkpoint, and nothing says that it is damaged. The message says what it is: a
+    page that a server sent in place of a file, a Git LFS pointer, an array of NumPy, a compressed file.
     """
 
 
@@ -158,3 +169,42 @@ class ProvisionError(FastensorError, RuntimeError):
 
     The message has the worker's traceback then.
     """
+
+
+def caught_as(error: _E, kind: type[Exception]) -> _E:
+    """An exception like ``error`` that handlers of another type catch, too: those of what torch raises in its place.
+
+    Its name, message, attributes and notes are those of ``error``. It is ``error`` itself if that is of the type
+    already. If Python can make no exception of both (an ``OSError`` that is a ``UnicodeDecodeError``, say), it is not.
+
+    >>> error = caught_as(CorruptCheckpointError("x.pt: cut off"), KeyError)
+    >>> isinstance(error, KeyError), isinstance(error, CorruptCheckpointError), type(error).__name__, str(error)
+    (True, True, 'CorruptCheckpointError', 'x.pt: cut off')
+    """
+    if isinstance(error, kind):
+        return error
+    ours: type[_E] = type(error)
+    reduced: Any = error.__reduce__()
+    made: _E = _made(ours, kind, reduced[1])
+    made.__dict__.update(error.__dict__)
+    made.__cause__ = error.__cause__
+    return made
+
+
+def _made(ours: Any, kind: Any, args: tuple[Any, ...]) -> Any:
+    return _of_both(ours, kind)(*args)
+
+
+@lru_cache(maxsize=256)
+def _of_both(ours: Any, kind: Any) -> Any:
+    """A class of exceptions that are of both types, and look like ``ours``."""
+
+    def reduce(error: Exception) -> tuple[Any, ...]:
+        reduced = ours.__reduce__(error)
+        return _made, (ours, kind, reduced[1]), error.__dict__
+
+    looks = {name: getattr(ours, name) for name in ("__module__", "__qualname__", "__doc__", "__init__", "__str__")}
+    try:
+        return type(ours.__name__, (ours, kind), {**looks, "__reduce__": reduce})
+    except TypeError:  # their instances are laid out differently
+        return ours

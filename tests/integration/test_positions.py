@@ -19,7 +19,13 @@ import states
 import torch
 
 import fastensor
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, EmptyCheckpointError, FastensorError
+from fastensor.errors import (
+    CheckpointReadError,
+    CorruptCheckpointError,
+    EmptyCheckpointError,
+    FastensorError,
+    NotACheckpointError,
+)
 
 RECORDS: tuple[Any, ...] = (
     {"step": 0, "w": torch.arange(5.0), "none": torch.empty(0), "b": torch.ones(3, dtype=torch.int16)},
@@ -183,11 +189,20 @@ def test_failures(kinds: dict[str, Kind], kind: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["BytesIO", "buffered"])
-@pytest.mark.parametrize("data", [b"PK\3", pickle.dumps({"a": 1}) + b"more", b"nothing of torch's"])
-def test_no_loop_meets_what_is_no_checkpoint_again(kinds: dict[str, Kind], kind: str, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "expected", "words"),
+    [
+        (b"PK\3", CorruptCheckpointError, "but no zip archive"),
+        (pickle.dumps({"a": 1}) + b"more", NotACheckpointError, "a pickle that torch.save did not write"),
+        (b"nothing of torch's", NotACheckpointError, "a text that begins with .nothing"),
+    ],
+)
+def test_no_loop_meets_what_is_no_checkpoint_again(
+    kinds: dict[str, Kind], kind: str, data: bytes, expected: type[FastensorError], words: str
+) -> None:
     """Nothing of it is unpickled to find out where torch would stop."""
     file = kinds[kind](data)
-    with pytest.raises(CorruptCheckpointError, match="but no zip archive"):
+    with pytest.raises(expected, match=words):
         fastensor.load(file)
     with pytest.raises(EmptyCheckpointError):
         fastensor.load(file)

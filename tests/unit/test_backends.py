@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends import buffers, copier, direct, registry, ring_reader, threads
+from fastensor.backends import buffers, copier, direct, gds, registry, ring_reader, threads
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.direct import DirectBackend
@@ -344,3 +344,18 @@ def test_a_thread_of_a_pool_may_shut_it_down() -> None:
     assert other.done()
     with pytest.raises(threads.NoThreadsError):
         threads.submit(pool, work)
+
+
+def test_kvikio_names_no_file_that_only_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvikio, which is not installed here, is given a path in ``/proc``."""
+
+    def refuse(path: str, flags: str) -> object:
+        raise RuntimeError(f"open of {path} failed\nwith a trace")
+
+    kvikio = mock.Mock(spec_set=["CuFile"], CuFile=refuse)
+    monkeypatch.setattr(gds, "_kvikio", mock.Mock(spec_set=["module"], module=kvikio))
+    with (
+        pytest.raises(BackendUnavailableError, match=r"^kvikio cannot open the file: open of it failed$"),
+        gds.opened(3, "r"),
+    ):
+        pass

@@ -98,7 +98,7 @@ def test_an_accelerate_that_is_too_old_is_refused() -> None:
 
 def test_errors_are_fastensor_errors_and_fitting_builtins() -> None:
     errors = [getattr(fastensor, name) for name in fastensor.__all__ if name.endswith("Error")]
-    assert len(errors) == 19
+    assert len(errors) == 20
     for error in errors:
         assert issubclass(error, fastensor.FastensorError)
         fitting = (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError, CancelledError)

@@ -276,10 +276,12 @@ def opened(fd: int, flags: str) -> Iterator[Any]:
         BackendUnavailableError: kvikio cannot open the file.
     """
     kvikio = _kvikio.module
+    path = f"/proc/self/fd/{fd}"
     try:
-        file = kvikio.CuFile(f"/proc/self/fd/{fd}", flags)
+        file = kvikio.CuFile(path, flags)
     except RuntimeError as error:
-        raise BackendUnavailableError(f"kvikio cannot open the file: {_first_line(error)}") from error
+        reason = _first_line(error).replace(path, "it")
+        raise BackendUnavailableError(f"kvikio cannot open the file: {reason}") from error
     try:
         yield file
     finally:

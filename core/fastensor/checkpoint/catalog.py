@@ -111,7 +111,8 @@ def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
         verify: whether to compare the header or the pickle with its checksum.
 
     Raises:
-        CorruptCheckpointError: the file is damaged or not a checkpoint.
+        CorruptCheckpointError: the file is damaged.
+        NotACheckpointError: it is something else than a checkpoint.
         UnsupportedContentError: only torch can read the file, and only whole.
     """
     container = container_of(file)

@@ -90,6 +90,7 @@ def convert(
     Raises:
         FileNotFoundError: there is no such source.
         CorruptCheckpointError: the source is damaged; the target is untouched.
+        NotACheckpointError: the source is something else than a checkpoint.
         UnsupportedContentError: the source holds something else than a dict of tensors, or the target cannot hold it;
             or a value is too large for ``dtype``; or the target is the source, and would lose something: values beside
             ``root``, ties, metadata, parameters, names, or attributes of the dict.

@@ -21,7 +21,7 @@ from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.select.transfer import BackendChoice
 
 _AT_ONCE = 1 << 22
@@ -299,7 +299,8 @@ class _OfDirectory:
         try:
             with opened(io.BytesIO(data)) as file:
                 return in_words(read_catalog(file, verify=False).structure)
-        except CorruptCheckpointError:  # a planner of the user's has made the bytes; they are as they were saved
+        except (CorruptCheckpointError, NotACheckpointError):
+            # a planner of the user's has made the bytes; they are as they were saved
             return f"<{len(data)} bytes with CRC32 {isal_zlib.crc32(data):08x}>"
 
     def read(self, name: str) -> torch.Tensor:

@@ -58,7 +58,8 @@ def inspect(path: Location) -> Inspection:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint; or not that of the index.
+        CorruptCheckpointError: the file is damaged or cut off; or not that of the index.
+        NotACheckpointError: the file is something else than a checkpoint; the message says what.
         UnsupportedContentError: the file can only be loaded whole (files of torch before 1.6, TorchScript).
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
 

@@ -59,7 +59,8 @@ def open(  # users write fastensor.open
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
+        CorruptCheckpointError: the file is damaged or cut off.
+        NotACheckpointError: the file is something else than a checkpoint; the message says what.
         UnsupportedContentError: the file can only be loaded whole (files of torch before 1.6, TorchScript).
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
         PlacementError: torch cannot put tensors where ``map_location`` says.

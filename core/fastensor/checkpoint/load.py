@@ -22,8 +22,9 @@ from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
 from fastensor.checkpoint.safetensors_file import load_safetensors
+from fastensor.checkpoint.torch_errors import refusal_by_torch
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
 from fastensor.select.current import explores
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
@@ -78,8 +79,9 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptCheckpointError: the file is damaged, cut off, or not a checkpoint.
+        CorruptCheckpointError: the file is damaged or cut off.
         EmptyCheckpointError: the file is empty, or the position of an open file is at its end.
+        NotACheckpointError: the file is something else than a checkpoint; the message says what.
         UnknownKeyError: a name or pattern in ``keys`` chooses nothing.
         StateMismatchError: a tensor of ``into`` is not in the file, or its shape differs, or it shares memory with
             another one that has other values in the file. Nothing is overwritten.
@@ -152,7 +154,7 @@ def load_with_report(
         with opened(path) as file, _leaving_the_position(file):
             if mmap and file.path is None:
                 raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
-            load_file = _LOADERS[container_of(file)]
+            load_file = _loader_of(file, request)
             if targets is None:
                 loaded = load_file(file, request)
             else:
@@ -182,7 +184,7 @@ def _leaving_the_position(file: OpenedFile) -> Iterator[None]:
     at its end, so that no loop reads the same again and again."""
     try:
         yield
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, NotACheckpointError):
         _end_unless_torch_stopped(file)
         raise
     _end_unless_torch_stopped(file)
@@ -195,3 +197,15 @@ def _end_unless_torch_stopped(file: OpenedFile) -> None:
 
 Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]
 _LOADERS: dict[Container, Loader] = {"torch": load_zip, "safetensors": load_safetensors, "legacy": load_legacy}
+
+
+def _loader_of(file: OpenedFile, request: LoadRequest) -> Loader:
+    """
+    Raises:
+        CorruptCheckpointError, NotACheckpointError: the file is no checkpoint. The error is of the type that torch
+            raises for the file, too.
+    """
+    try:
+        return _LOADERS[container_of(file)]
+    except (CorruptCheckpointError, NotACheckpointError) as error:
+        raise caught_as(error, refusal_by_torch(file, request)) from error.__cause__

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from fastensor.errors import UnknownFilesystemError
+from fastensor.errors import UnknownFilesystemError, caught_as
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -45,10 +45,11 @@ def locate(location: Location, storage_options: Mapping[str, Any] | None = None)
             return _resolve_url(text, storage_options or {}) if _URL.match(text) else text
     elif hasattr(location, "read") or hasattr(location, "write"):
         return location
-    raise TypeError(
+    error = TypeError(
         f"expected a path of type str or os.PathLike[str], a URL, or an open binary file; "
         f"found {type(location).__name__}"
     )
+    raise caught_as(error, AttributeError)  # torch looks for methods of a file
 
 
 def as_in_fsspec(path: str | os.PathLike[str]) -> str:

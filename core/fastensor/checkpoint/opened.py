@@ -6,11 +6,13 @@ import errno
 import io
 import os
 import stat
+import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 import torch
 
@@ -25,13 +27,19 @@ from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
 from fastensor.checkpoint.sharded import find_weights
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, EmptyCheckpointError
+from fastensor.errors import (
+    CheckpointReadError,
+    CorruptCheckpointError,
+    EmptyCheckpointError,
+    NotACheckpointError,
+    caught_as,
+)
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
 from fastensor.select.transfer import Transfer
-from fastensor.stitch.containers import SNIFFED_NBYTES, Container, recognize
+from fastensor.stitch.containers import SNIFFED_NBYTES, Container, is_tar, recognize, refuse_foreign
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
 _NEARLY_ALL = 0.9
@@ -185,6 +193,21 @@ class FileView(io.RawIOBase):
 
 
 @contextmanager
+def named_in_errors(file: OpenedFile) -> Iterator[None]:
+    """Have exceptions of libraries that open the file by its ``path`` call it by the name that users know."""
+    try:
+        yield
+    except Exception as error:
+        if file.path is not None and file.path != file.where and file.path in str(error):
+            error.args = tuple(
+                one.replace(file.path, file.where) if isinstance(one, str) else one for one in error.args
+            )
+            if isinstance(error, OSError) and error.filename == file.path:
+                error.filename = file.where
+        raise
+
+
+@contextmanager
 def opened(location: Location) -> Iterator[OpenedFile]:
     """Open a checkpoint for reading. An open file is borrowed: its position is undefined until the block ends.
 
@@ -212,7 +235,8 @@ def opened(location: Location) -> Iterator[OpenedFile]:
 def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
-        raise CheckpointReadError(errno.EISDIR, f"cannot load: expected a file, found {_what_is(path)}", where)
+        error = CheckpointReadError(errno.EISDIR, f"cannot load: expected a file, found {_what_is(path)}", where)
+        raise caught_as(error, IsADirectoryError)
     if not stat.S_ISREG(mode):
         raise CheckpointReadError(errno.EINVAL, "cannot load: expected a checkpoint file, found something else", where)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -248,12 +272,13 @@ def open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
 def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
     can_seek = can(file, "seekable", "seek") and hasattr(file, "tell")
     if isinstance(file, io.TextIOBase) or not (can(file, "readable", "read") and can_seek):
-        raise CheckpointReadError(
+        error = CheckpointReadError(
             errno.EINVAL,
             "cannot load: expected a file opened in mode 'rb' that can seek, found something else; "
             "read a pipe or a network stream into a file or an io.BytesIO first",
             where,
         )
+        raise caught_as(error, io.UnsupportedOperation)
     borrowed = BorrowedFile(file)
     stack.callback(borrowed.give_back, where)
     raw: Any = getattr(file, "raw", None) if type(file) in _BUFFERED else file
@@ -297,13 +322,40 @@ def container_of(file: OpenedFile) -> Container:
     """The container of a file.
 
     Raises:
-        CorruptCheckpointError: the file begins like none of the containers.
+        NotACheckpointError: the file is something else.
+        CorruptCheckpointError: the file begins like nothing that is known.
     """
     start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
-    container = recognize(start, file.nbytes, file.where)
+    if is_tar(start):
+        _check_is_torchs(file)
+    container = recognize(start, file.nbytes, "")
     if container is None:
+        refuse_foreign(start, file.where)
+        container = recognize(start, file.nbytes, file.where)
+    if container is None:
+        zeros = "" if any(start) else ": space was reserved for it, and the bytes never came"
         raise CorruptCheckpointError(
             f"{file.where}: found {start[:8]!r} at offset 0, but no zip archive of torch, no safetensors file and no "
-            f"file of torch before 1.6 begins like that; it was damaged, or is not a checkpoint"
+            f"file of torch before 1.6 begins like that{zeros}; it was damaged, or has a format unknown here"
         )
     return container
+
+
+_IN_TORCHS_TARS = frozenset(("sys_info", "pickle", "tensors", "storages"))
+
+
+def _check_is_torchs(file: OpenedFile) -> None:
+    """
+    Raises:
+        NotACheckpointError: the file is a tar archive of something else than torch before 0.1.11 put into one.
+    """
+    try:
+        with tarfile.open(fileobj=cast(IO[bytes], FileView(file)), mode="r:") as archive:
+            names = [member.name for member in islice(archive, len(_IN_TORCHS_TARS))]
+    except tarfile.TarError:
+        return  # torch knows what is wrong with it
+    if not _IN_TORCHS_TARS.intersection(names):
+        shown = ", ".join(map(repr, names)) or "nothing"
+        raise NotACheckpointError(
+            f"{file.where}: expected a checkpoint, found a tar archive, which begins with {shown}; unpack it first"
+        )

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fastensor.backends.to_device import FILLED_AT_ONCE, is_filled_at_once, storage_on
-from fastensor.errors import PlacementError
+from fastensor.errors import PlacementError, caught_as
 from fastensor.files.words import unended
 
 _HOST = torch.device("cpu")
@@ -37,14 +37,14 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
     >>> may_be_filled_at_once("cuda"), may_be_filled_at_once("cpu"), may_be_filled_at_once(lambda storage, _: storage)
     (True, False, False)
     """
-    if _is_users(map_location):
+    if is_users(map_location):
         return False
     if map_location is None or isinstance(map_location, dict):
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch gives it no types
     return kind_of_device(map_location) in FILLED_AT_ONCE
 
 
-def _is_users(map_location: MapLocation) -> bool:
+def is_users(map_location: MapLocation) -> bool:
     """Whether ``map_location`` is a user's callable."""
     return callable(map_location) and not isinstance(map_location, torch.device)
 
@@ -73,7 +73,8 @@ def check_map_location(map_location: MapLocation) -> None:
             kind, colon, number = map_location.partition(":")
             near = _OFTEN_MEANT.get(kind.lower()) or next(iter(get_close_matches(kind, _KINDS, 1)), "")
             hint = f"did you mean {near + colon + number!r}?" if near else "expected one such as 'cpu' or 'cuda:1'"
-            raise ValueError(f"map_location={map_location!r} names no device; {hint}") from error
+            refused = ValueError(f"map_location={map_location!r} names no device; {hint}")
+            raise caught_as(refused, RuntimeError) from error
 
 
 def _is_registered(location: str) -> bool:
@@ -111,12 +112,13 @@ def check_destination(location: str, map_location: MapLocation, where: str) -> N
     Raises:
         PlacementError: torch refuses; its error is the cause.
     """
-    if _is_users(map_location):
+    if is_users(map_location):
         return
     try:
         destination(location, map_location)
     except Exception as error:
-        raise PlacementError(f"{where}: {unended(error)}. map_location='cpu' loads it to the host") from error
+        refused = PlacementError(f"{where}: {unended(error)}. map_location='cpu' loads it to the host")
+        raise caught_as(refused, type(error)) from error
 
 
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:
@@ -128,7 +130,7 @@ def place(storage: torch.UntypedStorage, location: str, map_location: MapLocatio
         map_location: as for ``torch.load``.
     """
     restore: Callable[[torch.UntypedStorage, str], torch.UntypedStorage] = torch.serialization.default_restore_location
-    if _is_users(map_location):
+    if is_users(map_location):
         placed: torch.UntypedStorage | None = map_location(storage, location)
         return restore(storage, location) if placed is None else placed
     if isinstance(map_location, dict):

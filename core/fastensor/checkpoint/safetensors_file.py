@@ -8,18 +8,20 @@ from functools import partial
 from operator import attrgetter
 
 import torch
+from safetensors import SafetensorError
 
 from fastensor.backends.memory import copy_memory
 from fastensor.backends.to_device import storage_on
 from fastensor.checkpoint.names import resolve
-from fastensor.checkpoint.opened import OpenedFile, read_exactly
+from fastensor.checkpoint.opened import OpenedFile, named_in_errors, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
 from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
-from fastensor.errors import UnsupportedContentError
+from fastensor.errors import CorruptCheckpointError, UnsupportedContentError, caught_as
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import (
     LENGTH_NBYTES,
+    MAX_HEADER_NBYTES,
     SafetensorsHeader,
     header_nbytes,
     parse_header,
@@ -53,9 +55,30 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
 
 def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
     """The file's header, checked."""
-    start = read_exactly(file, 0, min(LENGTH_NBYTES, file.nbytes))
-    data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
-    return parse_header(data, file.nbytes, where=file.where, verify=verify)
+    try:
+        start = read_exactly(file, 0, min(LENGTH_NBYTES, file.nbytes))
+        _check_is_not_too_large(file, int.from_bytes(start, "little"))
+        data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
+        return parse_header(data, file.nbytes, where=file.where, verify=verify)
+    except CorruptCheckpointError as error:
+        raise caught_as(error, SafetensorError) from error.__cause__
+
+
+def _check_is_not_too_large(file: OpenedFile, length: int) -> None:
+    """
+    Raises:
+        UnsupportedContentError: there is a header where there should be, and it is larger than readers take. Writers
+            have made such files: https://github.com/safetensors/safetensors/issues/668
+    """
+    end = LENGTH_NBYTES + length
+    if length <= MAX_HEADER_NBYTES or end > file.nbytes:
+        return
+    if read_exactly(file, LENGTH_NBYTES, 1) == b"{" and read_exactly(file, end - 1, 1) in (b"}", b" "):
+        error = UnsupportedContentError(
+            f"{file.where}: its header has {length} bytes, and no reader of safetensors takes more than "
+            f"{MAX_HEADER_NBYTES}; save its tensors again in several files, or with shorter names"
+        )
+        raise caught_as(error, SafetensorError)
 
 
 def _read_to_device(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
@@ -89,7 +112,8 @@ def _as_tensor(placed: torch.UntypedStorage, part: Part, where: str) -> torch.Te
 
 def _map(file: OpenedFile, parts: Sequence[Part], map_location: MapLocation) -> dict[str, torch.Tensor]:
     """Tensors that are read when they are used. Changes stay private, as with ``torch.load(mmap=True)``."""
-    mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
+    with named_in_errors(file):
+        mapped = torch.UntypedStorage.from_file(file.path, shared=False, nbytes=file.nbytes)
     storages = (mapped[part.begin : part.end] if part.nbytes else empty_storage() for part in parts)
     return {
         part.name: _as_tensor(place(storage, _SAVED_FROM, map_location), part, file.where)

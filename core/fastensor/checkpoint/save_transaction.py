@@ -25,7 +25,7 @@ from fastensor.checkpoint.publish import KEPT, InPlace, Target, open_output, pub
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
-from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError, SaveDroppedError
+from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError, SaveDroppedError, caught_as
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
@@ -490,9 +490,10 @@ class _Counted:
 
 def _check_writable(file: BinaryIO, where: str) -> None:
     if isinstance(file, io.TextIOBase) or not can(file, "writable", "write"):
-        raise CheckpointWriteError(
+        error = CheckpointWriteError(
             errno.EINVAL, "cannot save: expected a file opened in mode 'wb', found something else", where
         )
+        raise caught_as(error, TypeError if isinstance(file, io.TextIOBase) else io.UnsupportedOperation)
 
 
 @contextmanager

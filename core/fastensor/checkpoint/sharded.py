@@ -17,10 +17,11 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.report import SaveReport
-from fastensor.errors import CheckpointWriteError, CorruptCheckpointError
+from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import read_errors, write_errors
+from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
 
 INDEX_SUFFIX = ".index.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -125,12 +126,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpointError: it holds something else.
+        NotACheckpointError: it is known what, such as a page that a server has sent.
     """
     with read_errors(str(path), "cannot read the index"):
         text = path.read_bytes()
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if not text.lstrip().startswith((b"{", b"[")):
+            refuse_foreign(text[:SNIFFED_NBYTES], str(path), "the index of a model")
         raise CorruptCheckpointError(f"{path}: the index is not JSON ({error})") from error
     if not isinstance(index, dict):
         raise CorruptCheckpointError(f"{path}: expected a JSON object, found {type(index).__name__}")
@@ -275,7 +279,7 @@ def _names(count: int, used: set[str]) -> list[str]:
 
 def _used_in(folder: str) -> set[str]:
     """The names of the files that the index in a folder names; none if there is no index that can be read."""
-    with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+    with contextlib.suppress(FileNotFoundError, CorruptCheckpointError, NotACheckpointError):
         return {file.name for file in files_of(Path(folder, _INDEX))}
     return set()
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 import sys
+import tarfile
 import traceback
+import warnings
 from collections.abc import Callable
 from itertools import dropwhile
+from types import FrameType
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from fastensor.checkpoint.archive import read_archive
 from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.opened import FileView, OpenedFile
-from fastensor.checkpoint.placement import check_destination
+from fastensor.checkpoint.placement import check_destination, is_users
 from fastensor.checkpoint.request import FORCED, LoadRequest
 from fastensor.errors import (
     CorruptCheckpointError,
@@ -23,13 +28,17 @@ from fastensor.errors import (
     PlacementError,
     UnsafeCheckpointError,
     UnsupportedContentError,
+    caught_as,
 )
 from fastensor.files.os_errors import read_error
 from fastensor.files.words import unended
+from fastensor.stitch.containers import is_safetensors_name
 from fastensor.stitch.pickle_records import PickledStorage, storages_in
 from fastensor.stitch.torch_records import TorchArchive
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
+_OPERAND = re.compile(r"Unsupported operand (\d+)")
+_OPCODES = frozenset(ord(one.code) for one in pickletools.opcodes)
 _READER = "PytorchStreamReader"
 _NOT_THE_USERS = frozenset(("torch", "fastensor", "numpy", "sympy"))
 """Packages, beside Python's own, whose code every load runs."""
@@ -48,7 +57,8 @@ def is_refused_global(error: Exception) -> bool:
 def explain(
     error: Exception, file: OpenedFile, request: LoadRequest, *, rebuild_on_host: Callable[[], object] | None = None
 ) -> None:
-    """Raise our error, with torch's as its cause. Return if torch's error is to be passed on as it is.
+    """Raise our error, which is an instance of the type of torch's, too, with torch's as its cause. Return if torch's
+    error is to be passed on as it is.
 
     Errors of the user's own code (allow-listed classes, a callable ``map_location``) are passed on. torch's error is
     the device's fault if torch refuses to put an empty storage there for the same reason. It is the file's fault if the
@@ -63,7 +73,7 @@ def explain(
     """
     ours = _translate(error, file, request, rebuild_on_host)
     if ours is not error:
-        raise ours from error
+        raise caught_as(ours, type(error)) from error
 
 
 def _translate(
@@ -75,7 +85,7 @@ def _translate(
     if isinstance(error, OSError) and restricted:
         return read_error(error, file.where)
     if isinstance(error, pickle.UnpicklingError):
-        if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error))):
+        if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error)) or _is_refused_opcode(error)):
             return _refusal(error, file, request)
         return CorruptCheckpointError(f"{file.where}: its pickle is damaged or not one of torch's: {error}")
     if isinstance(error, RuntimeError) and _READER in str(error):
@@ -83,6 +93,13 @@ def _translate(
     if rebuild_on_host is None:
         return _judge(error, file, request)
     return _refused_place(error, {_HOST}, file, request) or _judge_legacy(error, file, request, rebuild_on_host)
+
+
+def _is_refused_opcode(error: Exception) -> bool:
+    """Whether torch's restricted unpickler has met an opcode of pickles that it does not know. Pickles of Python 2 and
+    of other protocols have some."""
+    found = _OPERAND.search(str(error))
+    return found is not None and int(found[1]) in _OPCODES
 
 
 def _is_users(error: Exception) -> bool:
@@ -108,8 +125,10 @@ def _judge(error: Exception, file: OpenedFile, request: LoadRequest) -> Exceptio
     if "TorchScript" in archive.why_torch:
         return UnsafeCheckpointError(
             f"{file.where}: {archive.why_torch}, and weights_only=True does not allow that. If you trust the file, "
-            f"load it with weights_only=False{_unless_forced(request)}"
+            f"load it with weights_only=False{unless_forced(request)}"
         )
+    if defect is None and is_users(request.map_location) and isinstance(error, TypeError):
+        return error  # the callable takes or gives something else than torch expects
     return defect or UnsupportedContentError(
         f"{file.where}: torch {torch.__version__} cannot rebuild what the file holds, although what its pickle says is "
         f"sound: {_shortened(error)}"
@@ -143,6 +162,8 @@ def _judge_legacy(
 ) -> Exception:
     if not request.restricted:
         return error
+    if reason := _why_not_damaged(error):
+        return UnsupportedContentError(f"{file.where}: {reason}: {_shortened(error)}")
     try:
         rebuild_on_host()
     except Exception:  # noqa: BLE001  # any error means that the file is damaged
@@ -151,6 +172,26 @@ def _judge_legacy(
             f"is not a checkpoint"
         )
     return PlacementError(f"{file.where}: {unended(error)}. map_location='cpu' loads it to the host")
+
+
+def _why_not_damaged(error: Exception) -> str:
+    """Why the failure to rebuild a file that is no zip archive says nothing of damage; empty if it may be damage."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, NotImplementedError):
+        return f"torch {torch.__version__} cannot rebuild what the file holds"
+    if any(frame.f_code.co_name == "_validate_loaded_sparse_tensors" for frame in frames):
+        return "torch was told to check sparse tensors, and refuses one of the file"
+    key = next((frame.f_locals.get("key") for frame in reversed(frames) if _is_in_unpickler(frame)), None)
+    if isinstance(error, UnicodeDecodeError) and key == pickle.SHORT_BINSTRING:
+        return (
+            "Python 2 wrote a text into the file that is not UTF-8; if you trust the file, "
+            "torch.load(..., encoding='latin1', weights_only=False) loads it, and torch.save saves it anew"
+        )
+    return ""
+
+
+def _is_in_unpickler(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "torch._weights_only_unpickler"
 
 
 def _refused_place(
@@ -174,7 +215,7 @@ def _refusal(error: pickle.UnpicklingError, file: OpenedFile, request: LoadReque
     except Exception:  # noqa: BLE001  # a pickle that cannot be scanned: torch's message has to do
         unsafe = []
     unsafe = unsafe or [name for groups in _GLOBAL_REFUSED.findall(str(error)) for name in groups if name]
-    forced = _unless_forced(request)
+    forced = unless_forced(request)
     if not unsafe:
         return UnsafeCheckpointError(
             f"{file.where}: weights_only=True refuses the file's pickle ({error}). If you trust the file, load it with "
@@ -188,8 +229,38 @@ def _refusal(error: pickle.UnpicklingError, file: OpenedFile, request: LoadReque
     )
 
 
-def _unless_forced(request: LoadRequest) -> str:
+def unless_forced(request: LoadRequest) -> str:
     """The end of a message: an environment variable has overruled the caller's ``weights_only=False``."""
     if request.weights_only is not False:
         return ""
     return f"; that was asked for, but the environment variable {FORCED} overrules it: unset it"
+
+
+def refusal_by_torch(file: OpenedFile, request: LoadRequest) -> type[Exception]:
+    """The type of what ``torch.load`` raises for a file that begins like no checkpoint.
+
+    torch is asked if its restricted unpickler would read the file: that depends on what opcodes the bytes happen to be.
+    """
+    if is_safetensors_name(file.where):
+        return SafetensorError
+    if request.mmap:
+        return RuntimeError
+    if not request.restricted:  # the file might run any code
+        return KeyError if _is_readable_tar(file) else pickle.UnpicklingError
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            torch.load(cast(Any, FileView(file)), _HOST, weights_only=True)
+    except MemoryError:  # a length in the file, which has nothing to do with the memory that there is
+        return pickle.UnpicklingError
+    except Exception as error:  # noqa: BLE001  # its type is what is asked for
+        return type(error)
+    return pickle.UnpicklingError
+
+
+def _is_readable_tar(file: OpenedFile) -> bool:
+    """Whether torch takes the file for a tar archive, in which it then looks for records of its own."""
+    try:
+        tarfile.open(fileobj=cast(Any, FileView(file)), mode="r:").close()
+    except tarfile.TarError:
+        return False
+    return True

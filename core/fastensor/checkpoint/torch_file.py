@@ -16,13 +16,21 @@ from fastensor.backends.to_device import is_filled_at_once, storage_on
 from fastensor.checkpoint.archive import read_archive, read_pickle, verify_compressed
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
-from fastensor.checkpoint.opened import FileView, OpenedFile
+from fastensor.checkpoint.opened import FileView, OpenedFile, named_in_errors, read_exactly
 from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.reader import open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
-from fastensor.checkpoint.torch_errors import explain, is_refused_global
-from fastensor.errors import CorruptCheckpointError, FastensorError
+from fastensor.checkpoint.torch_errors import explain, is_refused_global, unless_forced
+from fastensor.errors import (
+    CorruptCheckpointError,
+    FastensorError,
+    NotACheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedContentError,
+    caught_as,
+)
+from fastensor.stitch.containers import SNIFFED_NBYTES, is_tar
 from fastensor.stitch.parts import Part
 from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.pickle_records import PickledStorage, all_in, storages_in
@@ -36,9 +44,26 @@ _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
     """Load a file that torch wrote before 1.6. It is not a zip archive, and carries no checksums."""
+    _check_legacy(file, request)
     reason = "the file is not a zip archive (torch wrote such files before 1.6)"
     record_fallback(request.fallbacks, "the verifying reader", reason)
     return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
+
+
+def _check_legacy(file: OpenedFile, request: LoadRequest) -> None:
+    """Refuse what torch does not do with files that are no zip archives. torch raises ``RuntimeError`` for both."""
+    if request.mmap:
+        error = UnsupportedContentError(
+            f"{file.where}: mmap=True maps zip archives, and this file is none: torch wrote such files before 1.6. "
+            f"Load it without mmap, and save it again"
+        )
+        raise caught_as(error, RuntimeError)
+    if request.restricted and is_tar(read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))):
+        unsafe = UnsafeCheckpointError(
+            f"{file.where}: torch wrote such tar archives before 0.1.11, and weights_only=True does not allow them. If "
+            f"you trust the file, load it with weights_only=False, which lets it run any code{unless_forced(request)}"
+        )
+        raise caught_as(unsafe, RuntimeError)
 
 
 def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -69,7 +94,7 @@ def _archive_of(file: OpenedFile) -> TorchArchive:
     """The archive's directory. A damaged one leaves an open file where it leaves it for ``torch.load``."""
     try:
         return read_archive(file)
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, NotACheckpointError):
         if file.borrowed is not None:
             file.borrowed.stop_where_torch_refuses()
         raise
@@ -160,6 +185,8 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
     if request.restricted and selection is _ALL and is_known() and are_wanted(request.map_location):
         try:
             return _load_together(file, archive, request)
+        except FastensorError:
+            raise
         except (NotOrdinaryError, pickle.UnpicklingError) as error:
             if is_refused_global(error):
                 raise
@@ -271,7 +298,8 @@ def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) ->
     """Let torch read the file."""
 
     def attempt(where: Any, map_location: MapLocation) -> Any:
-        return torch.load(where, map_location, weights_only=request.weights_only, mmap=request.mmap)
+        with named_in_errors(file):
+            return torch.load(where, map_location, weights_only=request.weights_only, mmap=request.mmap)
 
     try:
         with _for_torch(file, request) as where:

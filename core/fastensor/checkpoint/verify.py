@@ -22,7 +22,7 @@ from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.checkpoint.sharded import check_holds, files_at, weights_at
-from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
@@ -98,8 +98,9 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         DamagedCheckpointError: parts do not match; the error's ``report.damage`` lists all of them. All files of a
             model are read before any error is raised. Notes of the error (``__notes__``) say which other files could
             not be verified, and why. Damage is raised first, then what is wrong with the first file.
-        CorruptCheckpointError: the structure of a file is damaged, it is not a checkpoint, or it lacks a tensor that
-            the index of its model expects in it.
+        CorruptCheckpointError: the structure of a file is damaged, or it lacks a tensor that the index of its model
+            expects in it.
+        NotACheckpointError: a file is something else than a checkpoint.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
 
     >>> import os, tempfile, torch, fastensor
@@ -148,7 +149,7 @@ def _verify_each(
             report = verify_part(path, expected, backend, tell)
         except DamagedCheckpointError as error:
             report = error.report
-        except (CorruptCheckpointError, UnsupportedContentError, OSError) as error:
+        except (CorruptCheckpointError, NotACheckpointError, UnsupportedContentError, OSError) as error:
             failures.append(error)
             continue
         joined = _with_file(joined, report, cast(Path, path).name)

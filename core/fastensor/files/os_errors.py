@@ -9,7 +9,13 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, FastensorError
+from fastensor.errors import (
+    CheckpointReadError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    FastensorError,
+    caught_as,
+)
 from fastensor.files import posix
 
 
@@ -31,9 +37,10 @@ def write_errors(path: str, what: str, outcome: Callable[[], str] | str = "") ->
 
 
 def write_error(error: OSError, path: str, what: str, outcome: str = "") -> CheckpointWriteError:
-    """The error for a file that cannot be written. It keeps ``errno``, and its ``filename`` is the path."""
+    """The error for a file that cannot be written. It keeps ``errno``, and its ``filename`` is the path. Like that of
+    :func:`read_error`, it is of the type of ``error``, too (``PermissionError``, say)."""
     message = f"{what} ({error.strerror or error})" + (f"; {outcome}" if outcome else "")
-    return CheckpointWriteError(error.errno or errno.EIO, message, path)
+    return caught_as(CheckpointWriteError(error.errno or errno.EIO, message, path), type(error))
 
 
 @contextmanager
@@ -54,4 +61,5 @@ def read_error(
     """The error for a file that cannot be read: the file was cut off, or ``what`` failed."""
     if isinstance(error, posix.EndOfFile):
         return CorruptCheckpointError(f"{path}: {error.strerror}; it was cut off")
-    return CheckpointReadError(error.errno or errno.EIO, f"{what} ({error.strerror or error})", path)
+    message = f"{what} ({error.strerror or error})"
+    return caught_as(CheckpointReadError(error.errno or errno.EIO, message, path), type(error))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from typing import Literal, TypeAlias
 
+from fastensor.errors import NotACheckpointError
 from fastensor.stitch.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from fastensor.stitch.zip_directory import LOCAL_SIGNATURE
 
@@ -18,6 +20,34 @@ _LEGACY_MAGIC_WITHIN = 32
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
 """torch wrote tar archives before 0.1.11."""
 SAFETENSORS_SUFFIX = ".safetensors"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LEGACY_AS_TEXT = b"L%dL" % 0x1950A86A20F9469CFC6C
+"""The same number as ``pickle_protocol=0`` writes it."""
+_COMPRESSED = "a file compressed by {0}; decompress it first"
+_SENT = "as a server sends it in place of a file that it does not have, or that needs a login; download the file again"
+_FOREIGN: tuple[tuple[bytes, str], ...] = (
+    (b"GGUF", "a GGUF file of llama.cpp; transformers reads it (gguf_file=)"),
+    (b"\x93NUMPY", "an array of NumPy; numpy.load reads it"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file; h5py or Keras reads it"),
+    (b"PK\x05\x06", "a zip archive with nothing in it"),
+    (b"\x1f\x8b", _COMPRESSED.format("gzip")),
+    (b"BZh", _COMPRESSED.format("bzip2")),
+    (b"\xfd7zXZ\0", _COMPRESSED.format("xz")),
+    (b"\x28\xb5\x2f\xfd", _COMPRESSED.format("zstd")),
+    (b"\x04\x22\x4d\x18", _COMPRESSED.format("lz4")),
+    (b"7z\xbc\xaf\x27\x1c", "an archive of 7-Zip; unpack it first"),
+    (b"Rar!\x1a\x07", "a RAR archive; unpack it first"),
+    (b"PAR1", "a Parquet file; pyarrow reads it"),
+    (b"ARROW1", "an Arrow file; pyarrow reads it"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"%PDF-", "a PDF document"),
+    (b"\x7fELF", "a program or library of Linux"),
+)
+"""Other formats by their first bytes."""
+_SHOWN_CHARACTERS = 40
+_MAIN_OPCODES = b"]}(c\x8c\x95KGNXB"
+"""What pickles begin with, after their protocol."""
 
 
 def recognize(start: bytes, nbytes: int, name: str) -> Container | None:
@@ -36,9 +66,80 @@ def recognize(start: bytes, nbytes: int, name: str) -> Container | None:
     fits = LENGTH_NBYTES + length <= nbytes and length <= MAX_HEADER_NBYTES
     if (fits and start[LENGTH_NBYTES : LENGTH_NBYTES + 1] == b"{") or is_safetensors_name(name):
         return "safetensors"
-    if _LEGACY_MAGIC in start[:_LEGACY_MAGIC_WITHIN] or start.startswith(_TAR_MAGIC, _TAR_MAGIC_AT):
+    if _LEGACY_MAGIC in start[:_LEGACY_MAGIC_WITHIN] or start.startswith(_LEGACY_AS_TEXT) or is_tar(start):
         return "legacy"
     return None
+
+
+def is_tar(start: bytes) -> bool:
+    """Whether a file that begins like this is a tar archive."""
+    return start.startswith(_TAR_MAGIC, _TAR_MAGIC_AT)
+
+
+def is_pointer(start: bytes) -> bool:
+    """Whether a file that begins like this is a pointer of Git LFS: what ``git clone`` leaves without ``git lfs``."""
+    return start.startswith(_POINTER)
+
+
+def foreign_content(start: bytes) -> str:
+    """What a file is that is no checkpoint, in words, with what to do; empty if that is not known.
+
+    Args:
+        start: its first :data:`SNIFFED_NBYTES` bytes, or all of it.
+
+    >>> foreign_content(b"GGUF\\x03..."), foreign_content(b"\\x00\\x01\\x02")
+    ('a GGUF file of llama.cpp; transformers reads it (gguf_file=)', '')
+    """
+    if is_pointer(start):
+        return "a pointer of Git LFS, not the file that it stands for; in a clone, git lfs pull downloads that"
+    for magic, what in _FOREIGN:
+        if start.startswith(magic):
+            return what
+    if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5") and _is_plain_pickle(start):
+        return "a pickle that torch.save did not write; pickle.load, or the library that wrote it, reads it"
+    return _text_in_words(start)
+
+
+def refuse_foreign(start: bytes, where: str, expected: str = "a checkpoint") -> None:
+    """
+    Args:
+        start: as for :func:`foreign_content`.
+        where: the file's name, for messages.
+        expected: what it should be, for messages.
+
+    Raises:
+        NotACheckpointError: it is known what the file is, and that is no checkpoint.
+    """
+    if what := foreign_content(start):
+        raise NotACheckpointError(f"{where}: expected {expected}, found {what}")
+
+
+def _is_plain_pickle(start: bytes) -> bool:
+    """Whether a pickle begins with something else than a long number, as those of torch do."""
+    framed = start[2:3] == b"\x95"
+    first = start[11:12] if framed else start[2:3]
+    return first != b"" and first in _MAIN_OPCODES
+
+
+def _text_in_words(start: bytes) -> str:
+    """What a text is; empty if it is none. Less than eight bytes may be left of a checkpoint."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(start).strip().removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        return ""
+    if (
+        len(start) < LENGTH_NBYTES
+        or not text
+        or not all(character.isprintable() or character.isspace() for character in text)
+    ):
+        return ""
+    begin = text[:_SHOWN_CHARACTERS].lower()
+    if begin.startswith(("<!doctype html", "<html", "<head", "<body", "<!--")):
+        return f"an HTML page, {_SENT}"
+    if begin.startswith("<"):
+        return f"an XML document, {_SENT}"
+    kind = "JSON" if begin.startswith(("{", "[")) else "a text"
+    return f"{kind} that begins with {text[:_SHOWN_CHARACTERS]!r}, perhaps {_SENT}"
 
 
 def is_safetensors_name(name: str | os.PathLike[str]) -> bool:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastensor.errors import CorruptCheckpointError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.stitch.parts import Part, check_crc32
 from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, ReadAt, ZipDirectory, parse_directory
 
 _PICKLE = "data.pkl"
+_OF_TORCH = re.compile(r"[^/]*/(data/.*|version|byteorder|\.data/serialization_id|\.format_version)", re.DOTALL)
+"""The other records of a checkpoint."""
+_OTHERS_OF_TORCH = {
+    "archive_format": "a program that torch.export has saved; torch.export.load reads it",
+    "extern_modules": "a package of torch.package; torch.package.PackageImporter reads it",
+}
+"""Archives that torch writes with records of the same kind, by the name of one that no checkpoint has."""
+_SHOWN = 3
 _LENGTHS = struct.Struct("<4s22x2H")
 """A local header: its signature, and the sizes of the name and of the extra field."""
 
@@ -55,7 +64,8 @@ def read_archive(read: ReadAt, nbytes: int, *, where: str) -> TorchArchive:
         where: the file's name, for messages.
 
     Raises:
-        CorruptCheckpointError: the directory is damaged, or the archive is not a checkpoint.
+        CorruptCheckpointError: the directory is damaged.
+        NotACheckpointError: the archive holds something else.
     """
     directory = parse_directory(read, nbytes, where=where)
     pickle_name = _find_pickle(directory, where)
@@ -80,13 +90,30 @@ def read_archive(read: ReadAt, nbytes: int, *, where: str) -> TorchArchive:
 
 def _find_pickle(directory: ZipDirectory, where: str) -> str:
     """The name of the record that makes an archive a checkpoint."""
-    found = [name for name, *_ in directory.parts if name.endswith(f"/{_PICKLE}") and name.count("/") == 1]
+    names = [name for name, *_ in directory.parts]
+    found = [name for name in names if name.endswith(f"/{_PICKLE}") and name.count("/") == 1]
+    if not found and (what := _archive_in_words(names)):
+        raise NotACheckpointError(f"{where}: expected a checkpoint, found {what}")
     if len(found) != 1:
         raise CorruptCheckpointError(
             f"{where}: the directory at offset {directory.offset} has {len(found)} records named {_PICKLE} at its top, "
             f"expected one; it is not a checkpoint"
         )
     return found[0]
+
+
+def _archive_in_words(names: Sequence[str]) -> str:
+    """What an archive is that has no pickle of a checkpoint; empty if it looks like what is left of a checkpoint."""
+    for name in names:
+        if what := _OTHERS_OF_TORCH.get(name.rpartition("/")[2]):
+            return what
+    if not names or any(_OF_TORCH.fullmatch(name) or _PICKLE in name.split("/") for name in names):
+        return ""
+    if all(name.endswith(".npy") for name in names):
+        return "an archive of NumPy (.npz); numpy.load reads it"
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"a zip archive of {shown}{more}, none of which is {_PICKLE}; unpack it first, if a checkpoint is in it"
 
 
 def _by_key(storages: Sequence[Part], prefix: str) -> dict[str, Part]:

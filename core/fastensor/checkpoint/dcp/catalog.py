@@ -22,7 +22,7 @@ from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify, verify_opened
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
@@ -187,7 +187,7 @@ def _code_in(data: bytes) -> tuple[str, ...]:
     try:
         with opened(io.BytesIO(data)) as file:
             return foreign_code(file)
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, NotACheckpointError):
         return ()
 
 

@@ -21,9 +21,9 @@ from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadO
 from fastensor.checkpoint.reader import MeasuredReader, new_array
 from fastensor.checkpoint.verify import VerifyReport
 from fastensor.checkpoint.verify import verify as verify_file
-from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.os_errors import read_errors
-from fastensor.stitch.containers import SNIFFED_NBYTES, recognize
+from fastensor.stitch.containers import SNIFFED_NBYTES, recognize, refuse_foreign
 from fastensor.stitch.image import CHECKSUM_NBYTES
 from fastensor.stitch.shards import TensorArchive, archive_of
 
@@ -102,10 +102,14 @@ def items_by_file(items: Iterable[Item]) -> dict[str, list[Item]]:
 
 def is_safetensors(file: OpenedFile) -> bool:
     """Whether a file of a distributed checkpoint is one of safetensors, which has no items."""
+    return recognize(_start_of(file), file.nbytes, "") == "safetensors"
+
+
+def _start_of(file: OpenedFile) -> bytes:
     start = memoryview(bytearray(min(SNIFFED_NBYTES, file.nbytes)))
     with read_errors(file.where):
         file.readinto(0, start)
-    return recognize(bytes(start), file.nbytes, "") == "safetensors"
+    return bytes(start)
 
 
 class ItemReader:
@@ -120,6 +124,8 @@ class ItemReader:
 
     Raises:
         UnsupportedContentError: the file is one of ``SerializationFormat.SAFETENSORS``.
+        CorruptCheckpointError: the file is cut off, or the metadata are damaged.
+        NotACheckpointError: the file is too short, and known to be something else.
 
     Methods raise :class:`~fastensor.errors.CorruptCheckpointError` for a damaged item, and
     :class:`~fastensor.errors.CheckpointReadError` if the operating system fails to deliver bytes.
@@ -151,6 +157,8 @@ class ItemReader:
                 )
             end = item.offset + item.nbytes
             if end > file.nbytes:
+                if not item.transforms:
+                    refuse_foreign(_start_of(file), self.where, "a file of a distributed checkpoint")
                 raise CorruptCheckpointError(
                     f"{self.where}: {item.title} ends behind the end of the file at {file.nbytes}: the file was cut "
                     f"off, or the metadata are those of another save"
@@ -291,6 +299,8 @@ class ItemReader:
         file.seek(0)
         try:
             return verify_file(file)
+        except NotACheckpointError:  # an archive that a planner of the user's has made
+            return None
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
 
@@ -343,7 +353,7 @@ def unpickled(file: BinaryIO, where: str, *, verify: bool) -> torch.Tensor:
     """
     try:
         found: Any = load(file, "cpu", weights_only=True, verify=verify)
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, NotACheckpointError) as error:  # the metadata say that it is a tensor
         raise CorruptCheckpointError(f"{where}: {error}") from error
     if not isinstance(found, torch.Tensor):
         raise CorruptCheckpointError(f"{where}: expected a tensor, found {type(found).__name__}")

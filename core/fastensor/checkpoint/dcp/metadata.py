@@ -31,12 +31,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fastensor.errors import CorruptCheckpointError, UnsafeCheckpointError
+from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.shape import is_shape
 from fastensor.stitch.torch_pickle import read_structure
 
 _SEAL = b"\nfastensor crc32 %08x\n"
 _SEALED = re.compile(rb"\nfastensor crc32 ([0-9a-f]{8})\n\Z")
+_DEFECTS = (
+    CorruptCheckpointError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RecursionError,
+    OverflowError,
+)
+"""What is raised where a pickle is not that of metadata."""
 _MAX_SIZE = 2**63 - 1
 _MOST_DIMENSIONS = 64
 """More dimensions than torch computes with."""
@@ -73,12 +85,17 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
 
     Raises:
         CorruptCheckpointError: they are not the metadata of a distributed checkpoint.
+        NotACheckpointError: it is known what they are, such as a page that a server has sent.
     """
     is_sealed = check_seal(data, where)
     try:
         with _without_garbage_collection():
             found = _MetadataBuilder(len(data)).build(read_structure(data, where=where))
-    except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError, OverflowError) as error:
+    except _DEFECTS as error:
+        if not data.startswith(pickle.PROTO):
+            refuse_foreign(data[:SNIFFED_NBYTES], where, "the metadata of a distributed checkpoint")
+        if isinstance(error, CorruptCheckpointError):
+            raise
         raise CorruptCheckpointError(
             f"{where}: the file is damaged, or is not the metadata of a distributed checkpoint ({error})"
         ) from error

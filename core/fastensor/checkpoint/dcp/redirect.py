@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from fastensor.checkpoint.dcp.reader import FastensorStorageReader
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
-from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError
+from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 
 _lock = threading.RLock()
 """Held while functions are replaced, so that each thread puts back what was there before."""
@@ -129,14 +129,16 @@ def _read_failures(storage: FastensorStorageReader) -> Iterator[None]:
 
     Raises:
         CorruptCheckpointError: a rank has found damage.
+        NotACheckpointError: a rank has found something else than a file of a checkpoint.
         CheckpointReadError: a rank has failed otherwise.
     """
     try:
         yield
     except CheckpointException as failed:
         text = f"{storage.path}: the load failed: {_described(failed)}"
-        if any(isinstance(error, CorruptCheckpointError) for error, _ in failed.failures.values()):
-            raise CorruptCheckpointError(text) from failed
+        for kind in (CorruptCheckpointError, NotACheckpointError):
+            if any(isinstance(error, kind) for error, _ in failed.failures.values()):
+                raise kind(text) from failed
         raise CheckpointReadError(text) from failed
 
 
