@@ -46,17 +46,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        left = self.loader.plan.steps(self.loader.progress.consumed)
-        self.begin()
-        self.remainder = 0  # nothing is repeated to fill the last batches
-        try:
-            for batch in batches:
-                left -= 1
-                self.end_of_dataloader = left == 0
-                yield batch if self.device is None else send_to_device(batch, self.device, non_blocking=True)
-        finally:
-            self.end()
+        return _Batches(self)
 
     def set_epoch(self, epoch: int) -> None:
         """See :meth:`fastensor.data.epochs.EpochLoader.set_epoch`."""
@@ -69,3 +59,38 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`fastensor.data.epochs.EpochLoader.load_state_dict`."""
         self.loader.load_state_dict(state)
+
+
+class _Batches(Iterator[Any]):
+    """An iteration over the batches of a prepared loader. Goes on behind a batch that raises an error, as the loader
+    does. Accelerate counts it as active from its first batch to its end."""
+
+    def __init__(self, prepared: PreparedLoader) -> None:
+        self._prepared = prepared
+        self._batches = iter(prepared.loader)
+        self._is_active = False
+
+    def __next__(self) -> Any:
+        prepared = self._prepared
+        if not self._is_active:
+            prepared.begin()
+            prepared.remainder = 0  # nothing is repeated to fill the last batches
+            self._is_active = True
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.close()
+            raise
+        left = prepared.loader.plan.steps(prepared.loader.progress.consumed)
+        prepared.end_of_dataloader = left == 0
+        return batch if prepared.device is None else send_to_device(batch, prepared.device, non_blocking=True)
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._batches.close()
+        if self._is_active:
+            self._is_active = False
+            self._prepared.end()
+
+    def __del__(self) -> None:
+        self.close()

@@ -67,6 +67,30 @@ def test_an_iteration_that_is_left_leaves_nothing_behind(dataset: LmdbDataset[to
     assert not accelerator.gradient_state.in_dataloader
 
 
+def test_an_iterator_goes_on_behind_a_batch_that_raises(dataset: LmdbDataset[torch.Tensor]) -> None:
+    accelerator = Accelerator(cpu=True)
+    bad: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_decoded_but_9)
+    batches, found = iter(prepare_loader(accelerator, LmdbLoader(bad, 4, shuffle="none"))), []
+    for _ in range(2):
+        found += next(batches).tolist()
+    with pytest.raises(ValueError, match="9 is broken"):
+        next(batches)
+    assert accelerator.gradient_state.in_dataloader
+    ends = []
+    for batch in batches:
+        found += batch.tolist()
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+    assert found == [*range(8), *range(12, COUNT)]
+    assert ends == [False, False, True]
+    assert not accelerator.gradient_state.in_dataloader
+
+
+def _decoded_but_9(value: memoryview) -> int:
+    if value[0] == 9:
+        raise ValueError("9 is broken")
+    return value[0]
+
+
 def test_batches_come_to_the_device(dataset: LmdbDataset[torch.Tensor]) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.device = torch.device("meta")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from data.databases import make
+from torch.utils.data import DataLoader
 
 from fastensor.data import LmdbDataset, LmdbLoader, decoders
+from fastensor.errors import DatasetChangedError
 
 COUNT = 103
 DECODE = decoders.Chain((decoders.Array("<i8", (-1,)), decoders.tensor))
@@ -202,6 +206,295 @@ def test_a_worker_that_is_killed(dataset: LmdbDataset[torch.Tensor]) -> None:
     deadly: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_Kill(50))
     with pytest.raises(RuntimeError, match=r"is killed by signal|exited unexpectedly"):
         list(LmdbLoader(deadly, 10, shuffle="none", num_workers=2, collate_fn=list))  # lists need no descriptors
+
+
+class Failing:
+    """Decodes numbers. Some raise an error, in whatever process decodes them."""
+
+    def __init__(self, *bad: int, error: type[BaseException] = OSError) -> None:
+        self._bad, self._error = bad, error
+
+    def __call__(self, value: memoryview) -> int:
+        number = int.from_bytes(value, "little")
+        if number in self._bad:
+            raise self._error("broken image")
+        return number
+
+
+def failing(dataset: LmdbDataset[Any], *bad: int, error: type[BaseException] = OSError) -> LmdbDataset[int]:
+    return LmdbDataset(dataset.index, decode=Failing(*bad, error=error))
+
+
+def taken_in_spite_of(batches: Iterator[Any], *errors: type[BaseException]) -> tuple[list[int], int]:
+    """The numbers of the batches that raise no error, and how many do."""
+    found: list[int] = []
+    failures = 0
+    while True:
+        try:
+            found += next(batches).tolist()
+        except StopIteration:
+            return found, failures
+        except errors:
+            failures += 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_goes_on_behind_a_batch_that_raises(dataset: LmdbDataset[Any], workers: int) -> None:
+    """Like that of a ``DataLoader``. The batch counts as given out, also if it is the last one."""
+    bad = failing(dataset, 37, 55, 102)
+    loader = LmdbLoader(bad, 10, shuffle="none", num_workers=workers)
+    found, failures = taken_in_spite_of(iter(loader), OSError)
+    stock = taken_in_spite_of(iter(DataLoader(bad, 10, num_workers=workers)), OSError)
+    assert (found, failures) == stock == ([*range(30), *range(40, 50), *range(60, 100)], 3)
+    assert (loader.progress.epoch, loader.progress.consumed, loader.progress.steps) == (0, COUNT, 11)
+    assert taken_in_spite_of(iter(loader), OSError) == stock
+    assert loader.progress.epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_behind_a_batch_that_raises_leads_to_the_next_one(dataset: LmdbDataset[Any], workers: int) -> None:
+    loader = LmdbLoader(failing(dataset, 15), 10, shuffle="none", num_workers=workers)
+    batches = iter(loader)
+    next(batches)
+    before = loader.state_dict()
+    with pytest.raises(OSError, match="broken image"):
+        next(batches)
+    resumed = LmdbLoader(dataset, 10, shuffle="none", num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert numbers(resumed) == list(range(20, COUNT))
+    resumed.load_state_dict(before)
+    assert numbers(resumed) == list(range(10, COUNT))
+
+
+def test_an_iterator_goes_on_after_an_interrupt(dataset: LmdbDataset[Any]) -> None:
+    loader = LmdbLoader(failing(dataset, 37, error=KeyboardInterrupt), 10, shuffle="none")
+    found, failures = taken_in_spite_of(iter(loader), KeyboardInterrupt)
+    assert (found, failures) == ([*range(30), *range(40, COUNT)], 1)
+    assert loader.progress.consumed == COUNT
+
+
+class _Interrupts:
+    """Interrupts the parent and ends its own process, as Ctrl-C in a terminal does, once."""
+
+    def __init__(self, interrupted: Path) -> None:
+        self._interrupted = interrupted
+
+    def __call__(self, value: memoryview) -> int:
+        if not self._interrupted.exists():
+            self._interrupted.touch()
+            os.kill(os.getppid(), signal.SIGINT)
+            os._exit(0)
+        return int.from_bytes(value, "little")
+
+
+def test_an_interrupt_while_workers_are_waited_for_loses_no_batch(dataset: LmdbDataset[Any], tmp_path: Path) -> None:
+    interrupting: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_Interrupts(tmp_path / "interrupted"))
+    loader = LmdbLoader(interrupting, 10, shuffle="none", num_workers=1)
+    batches = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert loader.progress.consumed == 0
+    assert numbers(batches) == list(range(COUNT))
+
+
+class _KillsOnce(_Kill):
+    """Kills the first process that decodes a given number."""
+
+    def __init__(self, number: int, killed: Path) -> None:
+        super().__init__(number)
+        self._killed = killed
+
+    def __call__(self, value: memoryview) -> int:
+        number = int.from_bytes(value, "little")
+        if number != self._number or self._killed.exists():
+            return number
+        self._killed.touch()
+        return super().__call__(value)
+
+
+def test_only_one_batch_is_lost_with_a_worker(dataset: LmdbDataset[Any], tmp_path: Path) -> None:
+    """A ``DataLoader`` leaves out all that the worker has been asked for."""
+    deadly: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_KillsOnce(50, tmp_path / "killed"))
+    loader = LmdbLoader(deadly, 10, shuffle="none", num_workers=2, collate_fn=np.array)  # they need no descriptors
+    found, failures = taken_in_spite_of(iter(loader), RuntimeError)
+    assert failures == 1
+    assert len(found) == len(set(found)) in (COUNT - 10, COUNT - 3)
+    assert loader.progress.consumed == COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stop_iteration_of_a_decoder_is_an_error(dataset: LmdbDataset[Any], workers: int) -> None:
+    """It would end the epoch, and nobody would notice."""
+    loader = LmdbLoader(failing(dataset, 37, error=StopIteration), 10, shuffle="none", num_workers=workers)
+    batches = iter(loader)
+    next_of(batches, 3)
+    with pytest.raises(RuntimeError, match="has raised StopIteration"):
+        next(batches)
+    assert numbers(batches) == list(range(40, COUNT))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_broken_samples_are_left_out(dataset: LmdbDataset[Any], workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    bad = [7, 37, 38, 102]
+    loader = LmdbLoader(failing(dataset, *bad), 10, seed=3, on_error="skip", num_workers=workers)
+    batches = iter(loader)
+    taken = next_of(batches, 4)
+    state = loader.state_dict()
+    taken += numbers(batches)
+    assert taken == [number for number in numbers(LmdbLoader(dataset, 10, seed=3)) if number not in bad]
+    assert loader.skipped == len(bad)
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == len(bad)
+    assert all("OSError: broken image" in message for message in messages)
+    assert messages[0].startswith("sample 102 is left out of its batch")
+    resumed = LmdbLoader(failing(dataset, *bad), 10, seed=3, on_error="skip")
+    resumed.load_state_dict(state)
+    rest = [len(batch) for batch in resumed]
+    assert len(rest) == 7
+    assert resumed.progress == loader.progress
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_without_a_sound_sample_gets_another_one(dataset: LmdbDataset[Any], workers: int) -> None:
+    """All ranks have as many batches as ``len`` says."""
+    ranks = [
+        LmdbLoader(
+            failing(dataset, *range(20, 40)), 10, shuffle="none", ranks=(rank, 2), on_error="skip", num_workers=workers
+        )
+        for rank in range(2)
+    ]
+    found = [[batch.tolist() for batch in loader] for loader in ranks]
+    assert [len(batches) for batches in found] == [len(loader) for loader in ranks] == [6, 6]
+    assert [len(batches[1]) for batches in found] == [1, 1]
+    taken = [number for batches in found for number, batch in enumerate(batches) if number != 1 for number in batch]
+    assert sorted(taken) == [*range(20), *range(40, COUNT)]
+    assert not set(found[0][1] + found[1][1]) & set(range(20, 40))
+    assert [loader.skipped for loader in ranks] == [10, 10]
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
+def test_a_dataset_without_a_sound_sample_is_an_error(dataset: LmdbDataset[Any]) -> None:
+    loader = LmdbLoader(failing(dataset, *range(COUNT)), 10, on_error="skip")
+    with pytest.raises(OSError, match="broken image") as raised:
+        next(iter(loader))
+    assert any("16 others of the dataset: on_error='skip'" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("error", [MemoryError, DatasetChangedError])
+def test_no_sample_is_left_out_for_an_error_that_concerns_all(
+    dataset: LmdbDataset[Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        list(LmdbLoader(failing(dataset, 37, error=error), 10, on_error="skip"))
+
+
+def no_batch(samples: list[int]) -> Any:
+    raise LookupError(f"no batch of {len(samples)}")
+
+
+def test_an_error_of_the_collate_function_is_raised(dataset: LmdbDataset[Any]) -> None:
+    with pytest.raises(LookupError, match="no batch of 10"):
+        next(iter(LmdbLoader(failing(dataset), 10, on_error="skip", collate_fn=no_batch)))
+
+
+def test_many_broken_samples_are_logged_with_a_limit(
+    dataset: LmdbDataset[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = LmdbLoader(failing(dataset, *range(0, COUNT, 2)), 10, shuffle="none", on_error="skip")
+    for _ in range(4):
+        assert len(numbers(loader)) == COUNT // 2
+    assert loader.skipped == 4 * 52
+    assert len(caplog.records) == 10 + len((16, 32, 64, 128))
+
+
+def test_on_error_is_one_of_two_words(dataset: LmdbDataset[Any]) -> None:
+    with pytest.raises(ValueError, match=r"on_error is one of \('raise', 'skip'\), found 'ignore'"):
+        LmdbLoader(dataset, on_error="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_of_two_iterations_the_older_one_raises(dataset: LmdbDataset[torch.Tensor], workers: int) -> None:
+    """They would count the samples of both."""
+    loader = LmdbLoader(dataset, 10, num_workers=workers)
+    with pytest.raises(RuntimeError, match="another iteration over this loader has begun"):
+        list(zip(loader, loader, strict=True))
+    older = iter(loader)
+    taken = next_of(older, 2)
+    newer = iter(loader)
+    with pytest.raises(RuntimeError, match="make a loader for each iteration"):
+        next(older)
+    assert numbers(newer) == numbers(EpochOf(dataset, loader.progress.epoch))
+    assert len(taken) == 20
+    loader.set_epoch(7)
+    assert next(newer, None) is None  # it has ended before
+
+
+def test_an_iteration_does_not_go_on_where_its_loader_was_told_to(dataset: LmdbDataset[torch.Tensor]) -> None:
+    loader = LmdbLoader(dataset, 10)
+    state = loader.state_dict()
+    for elsewhere in (lambda: loader.set_epoch(5), lambda: loader.load_state_dict(state)):
+        batches = iter(loader)
+        next(batches)
+        elsewhere()
+        with pytest.raises(RuntimeError, match="was told to go on elsewhere"):
+            next(batches)
+    batches = iter(loader)
+    loader.set_epoch(3)  # before the first batch
+    assert numbers(batches) == numbers(EpochOf(dataset, 3))
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_a_forked_child_takes_no_batch_of_its_parent(
+    dataset: LmdbDataset[torch.Tensor], workers: int, persistent: bool
+) -> None:
+    loader = LmdbLoader(dataset, 10, num_workers=workers, persistent_workers=persistent)
+    batches = iter(loader)
+    taken = next_of(batches, 2)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_answer_in_child, args=(loader, batches, answers), daemon=False)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert answers.get() == (numbers(batches), numbers(EpochOf(dataset, 1)))
+    assert sorted(taken) == sorted(numbers(EpochOf(dataset, 0))[:20])
+    assert numbers(loader) == numbers(EpochOf(dataset, 1))
+
+
+def _answer_in_child(loader: LmdbLoader, batches: Iterator[torch.Tensor], answers: Any) -> None:
+    torch.set_num_threads(1)
+    answers.put((numbers(batches), numbers(loader)))
+
+
+def test_a_state_that_says_what_cannot_be_is_refused(dataset: LmdbDataset[torch.Tensor]) -> None:
+    loader = LmdbLoader(dataset, 10)
+    next_of(iter(loader), 2)
+    state = loader.state_dict()
+    for wrong, words in (
+        ({"consumed": COUNT + 1}, r"104 samples of the epoch were given out, and there are 103"),
+        ({"consumed": -1}, "consumed in a state is 0 or more, found -1"),
+        ({"epoch": -1}, "epoch in a state is 0 or more, found -1"),
+        ({"steps": 2.5}, "steps in a state is a whole number, found 2.5"),
+        ({"consumed": None}, "consumed in a state is a whole number, found None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loader.load_state_dict({**state, **wrong})
+    assert loader.state_dict() == state
+    loader.load_state_dict({**state, "consumed": torch.tensor(COUNT), "epoch": np.int32(3)})
+    assert numbers(loader) == numbers(EpochOf(dataset, 4))
+
+
+def test_integers_of_numpy_are_whole_numbers(dataset: LmdbDataset[torch.Tensor]) -> None:
+    """They would overflow, and a state would not be JSON."""
+    ranks = (np.uint8(1), np.uint8(2))
+    loader = LmdbLoader(dataset, np.uint8(200), seed=np.int64(1), ranks=ranks)  # type: ignore[arg-type]
+    assert loader.plan.step_size == 400
+    loader.set_epoch(np.uint8(3))  # type: ignore[arg-type]
+    next_of(iter(loader), 1)
+    assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+    for wrong, error in ((-1, ValueError), (1.0, TypeError)):
+        with pytest.raises(error, match="epoch is"):
+            loader.set_epoch(wrong)  # type: ignore[arg-type]
 
 
 class Seen:

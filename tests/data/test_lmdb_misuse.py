@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data.databases import make
 
 import fastensor
@@ -35,6 +36,31 @@ def test_positions_that_are_no_integers(path: Path) -> None:
         dataset.__getitems__([1.5])  # type: ignore[list-item]
     assert dataset.select([]).__getitems__([]) == []
     assert dataset.select(np.arange(5, dtype=np.uint8))[-1] == VALUES[4]
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64, torch.tensor])
+def test_a_position_of_any_integer_type(path: Path, kind: Any) -> None:
+    """Those of NumPy overflow where they are calculated with."""
+    dataset: LmdbDataset[bytes] = LmdbDataset(path)
+    assert dataset[kind(4)] == VALUES[4]
+    assert dataset.select([5, 6])[kind(1)] == VALUES[6]
+    if kind is not np.uint8:
+        assert dataset[kind(-1)] == VALUES[-1]
+    for wrong in (1.0, "1", slice(1, 3)):
+        with pytest.raises(TypeError, match="integer"):
+            dataset[wrong]  # type: ignore[index]
+
+
+def test_a_key_that_is_no_bytes(path: Path) -> None:
+    dataset: LmdbDataset[bytes] = LmdbDataset(path)
+    assert dataset.get(bytearray(b"00003")) == VALUES[3]
+    for found in (
+        lambda: dataset.get("00003"),  # type: ignore[arg-type]
+        lambda: dataset.positions_of(["00003"]),  # type: ignore[list-item]
+        lambda: dataset.index.find("00003"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="a key is bytes, found '00003': encode it"):
+            found()
 
 
 def test_a_database_of_an_index(path: Path) -> None:

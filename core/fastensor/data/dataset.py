@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, cast
@@ -123,12 +124,13 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
         Raises:
             IndexError: there is no such sample.
+            TypeError: the position is no integer.
             CorruptDatasetError: the file was cut off.
             DatasetChangedError: the file was written to since it was indexed.
             OSError: the file cannot be read.
             ValueError: the index is closed.
         """
-        count = len(self)
+        count, position = len(self), operator.index(position)  # integers of NumPy overflow
         if not -count <= position < count:
             raise self._no_sample(position)
         in_index = position % count if self._positions is None else int(self._positions[position])
@@ -163,6 +165,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         """The sample of a key; the first one, if the key has several. Takes some reads of the file to find it.
 
         Raises:
+            TypeError: the key is no bytes.
             UnknownKeyError: there is no such key, or it is not one of the samples.
         """
         return self[int(self.positions_of([key])[0])]
@@ -171,6 +174,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         """The positions of the samples that have these keys, in their order. A key may have several.
 
         Raises:
+            TypeError: a key is no bytes.
             UnknownKeyError: there is no such key, or it is not one of the samples.
         """
         return np.concatenate([np.zeros(0, np.int64), *map(self._positions_of, keys)])

@@ -185,8 +185,12 @@ class LmdbIndex:
         Takes about log2(n) reads of a key.
 
         Raises:
+            TypeError: the key is no bytes.
             UnknownKeyError: there is no such key.
         """
+        if not isinstance(key, bytes | bytearray | memoryview):
+            raise TypeError(f"a key is bytes, found {key!r}: encode it as whoever has written the database did")
+        key = bytes(key)
         order = _order(self._columns.tree)
         positions, wanted = range(len(self)), order(key)
         first = bisect.bisect_left(positions, wanted, key=lambda position: order(self.key(position)))

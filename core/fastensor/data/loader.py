@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from fastensor.data.dataset import LmdbDataset
-from fastensor.data.epochs import EpochLoader
+from fastensor.data.epochs import EpochLoader, keep_inherited
 from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.data.samplers import ReadAheadSampler
+from fastensor.data.skipping import OnError, SkippingCollate, SkippingDataset, WithSkipped
 
 T = TypeVar("T")
 
@@ -21,13 +23,20 @@ _BLOCKS_PER_GROUP = 64
 _FEWEST_AHEAD = 2
 _MOST_AHEAD = 1024
 """How many batches a worker knows ahead."""
+_BY_WORKER = "in DataLoader worker process"
+"""What torch adds to an error that a worker has raised, and that has not ended it."""
 
 
 class LmdbLoader(EpochLoader):
     """Iterates over the batches of one epoch after the other, like a ``DataLoader``, which it uses.
 
     Each ``iter(loader)`` begins the next epoch, in another order, if the last one has given out any batch. The first
-    one begins epoch 0, or goes on where :meth:`load_state_dict` says. One iteration is used at a time.
+    one begins epoch 0, or goes on where :meth:`load_state_dict` says. One iteration is used at a time: an older one
+    raises RuntimeError.
+
+    If a batch raises an error, it counts as given out, and ``next`` goes on with the one after it, like a
+    ``DataLoader``. So does Ctrl-C while this process decodes; while it waits for workers, no batch is lost. To try a
+    batch again, load a state that was taken before it.
 
     Every rank makes a loader with the same arguments. The ranks divide the samples, see :class:`EpochPlan`; no
     ``DistributedSampler`` is needed. An epoch can be resumed with another number of ranks or workers, and another
@@ -50,6 +59,10 @@ class LmdbLoader(EpochLoader):
         blocks_per_group: blocks whose samples are mixed.
         ranks: this rank, and the number of ranks that divide the samples. By default those of ``torch.distributed``
             when an iteration begins; without it, those that ``torchrun`` has set.
+        on_error: ``"raise"``: the error of a sample is raised in place of its batch. ``"skip"``: the sample is left
+            out, logged, and counted in :attr:`skipped`. Its batch is smaller; one that has no sample left gets another
+            one of the dataset, so that each rank has as many batches as ``len`` says. Raised all the same: errors of
+            ``collate_fn``, and those that concern all samples, see :mod:`fastensor.data.skipping`.
         num_workers: processes that read and decode; with 0 this one does. They make decoding faster; reading ahead
             does not need them.
         collate_fn, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context, worker_init_fn: as for a
@@ -72,6 +85,7 @@ class LmdbLoader(EpochLoader):
         block_size: int | None = None,
         blocks_per_group: int = _BLOCKS_PER_GROUP,
         ranks: tuple[int, int] | None = None,
+        on_error: OnError = "raise",
         num_workers: int = 0,
         collate_fn: Callable[[list[T]], Any] | None = None,
         pin_memory: bool = False,
@@ -90,27 +104,48 @@ class LmdbLoader(EpochLoader):
             block_size=max(int(_BLOCK_NBYTES / max(dataset.mean_nbytes, 1)), 1) if block_size is None else block_size,
             blocks_per_group=blocks_per_group,
         )
-        super().__init__(plan, ranks=ranks)
+        super().__init__(plan, ranks=ranks, on_error=on_error)
         batch_nbytes = max(batch_size * dataset.mean_nbytes, 1)
         sampler = ReadAheadSampler(
             self.batch_sampler,
             num_workers=num_workers,
             batches_ahead=min(max(int(dataset.read_ahead_nbytes / batch_nbytes), _FEWEST_AHEAD), _MOST_AHEAD),
         )
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
+        self._has_workers = num_workers > 0
+        self._made_loader: partial[DataLoader[Any]] = partial(
+            DataLoader,
+            SkippingDataset(dataset) if on_error == "skip" else dataset,
             batch_sampler=sampler,
             num_workers=num_workers,
-            collate_fn=collate_fn,
+            collate_fn=SkippingCollate(collate_fn) if on_error == "skip" else collate_fn,
             pin_memory=pin_memory,
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
             worker_init_fn=worker_init_fn,
         )
+        self._loader = self._made_loader()
+        self._process = os.getpid()
+        """The process that the loader's workers serve."""
 
     def _batches_of(self, plan: EpochPlan) -> Iterator[Any]:
-        return iter(self._loader)
+        if self._process != os.getpid():
+            keep_inherited(self._loader)
+            self._loader, self._process = self._made_loader(), os.getpid()
+        batches = iter(self._loader)
+        return map(self._without_skipped, batches) if self._on_error == "skip" else batches
+
+    def _without_skipped(self, found: WithSkipped) -> Any:
+        self._note_skipped(found.skipped)
+        return found.batch
+
+    def _has_taken(self, error: BaseException) -> bool:
+        return isinstance(error, Exception) or not self._has_workers
+
+    def _goes_on(self, error: BaseException) -> bool:
+        """A ``DataLoader`` goes on after an error of a sample. After Ctrl-C, or when a worker has ended, others may be
+        gone, or what comes from them incomplete."""
+        return isinstance(error, Exception) and (_BY_WORKER in str(error) or not self._has_workers)
 
     @cached_property
     def _content(self) -> str:

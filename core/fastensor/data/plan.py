@@ -77,6 +77,7 @@ class EpochPlan:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             check_whole(getattr(self, name), name, at_least=least)
+            object.__setattr__(self, name, int(getattr(self, name)))  # those of NumPy overflow
         if self.rank >= self.world_size:
             raise ValueError(f"rank is less than world_size ({self.world_size}), found {self.rank}")
         if self.shuffle not in _SHUFFLES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
+_ALL_WORTH_A_LINE = 10
 
 
 def human_size(nbytes: float) -> str:
@@ -77,3 +78,15 @@ def _three_digits(amount: float) -> str:
     """The number without trailing zeros, and never with an exponent."""
     text = f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def is_worth_a_line(count: int) -> bool:
+    """Whether the log names an event: each of the first ten of its kind, then those whose number is a power of 2.
+
+    Args:
+        count: how many there were, with this one.
+
+    >>> [count for count in range(1, 100) if is_worth_a_line(count)]
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16, 32, 64]
+    """
+    return count <= _ALL_WORTH_A_LINE or count.bit_count() == 1

@@ -1,0 +1,157 @@
+"""Leaving out samples that cannot be made: ``on_error="skip"``.
+
+A batch is then made of its other samples. A batch that has none left gets one other sample of the dataset: all ranks
+have as many batches as the plan says, because a rank without a batch would let the others wait for ever. Errors that
+are not those of a sample are raised all the same: :data:`OF_ALL`, those of a ``collate_fn``, and the error of a sample
+if no other one can be made either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from torch.utils.data import Dataset, default_collate
+
+from fastensor.errors import BackendUnavailableError, CorruptDatasetError, DatasetChangedError, NodeReaderError
+
+T = TypeVar("T")
+
+OnError: TypeAlias = Literal["raise", "skip"]
+"""What becomes of a sample that cannot be made: its error is raised in place of the batch, or it is left out."""
+OF_ALL = (BackendUnavailableError, CorruptDatasetError, DatasetChangedError, MemoryError, NodeReaderError)
+"""Errors that concern all samples: none is left out for them."""
+_SUBSTITUTES = 16
+"""So many samples are tried in place of those of a batch that has none left."""
+_REASON_LENGTH = 300
+
+
+class Skipped(NamedTuple):
+    """A sample that was left out."""
+
+    position: int
+    reason: str
+    """Its error, in a line."""
+
+
+def tried(make: Callable[[int], T], position: int) -> T | Skipped:
+    """A sample; or why it is left out.
+
+    Raises:
+        OF_ALL: the error concerns all samples.
+    """
+    try:
+        return make(position)
+    except OF_ALL:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever the sample's error is, it is counted and logged
+        return Skipped(position, reason_of(error))
+
+
+def tried_together(
+    make_all: Callable[[Sequence[int]], Sequence[T]], make: Callable[[int], T], positions: Sequence[int]
+) -> list[T | Skipped]:
+    """Samples, made together; or, if that raises an error, one by one, so that it is known which ones are left out."""
+    try:
+        return list(make_all(positions))
+    except OF_ALL:
+        raise
+    except Exception:  # noqa: BLE001  # it is raised again for the sample that it is of
+        return [tried(make, position) for position in positions]
+
+
+def substitute(make: Callable[[int], T], position: int, count: int) -> T:
+    """A sample in place of those of a batch that has none left: the first one that can be made of some that are spread
+    evenly over the dataset, beginning behind a position.
+
+    Args:
+        make: makes the sample at a position.
+        position: the first one of the batch.
+        count: samples of the dataset.
+
+    Raises:
+        Exception: that of the sample at the position, if no other one can be made.
+    """
+    others = substitute_positions(position, count)
+    for other in others:
+        if not isinstance(found := tried(make, other), Skipped):
+            return found
+    try:
+        return make(position)
+    except Exception as error:
+        error.add_note(
+            f"No sample of its batch can be made, nor can {len(others)} others of the dataset: on_error='skip' does "
+            f"not leave out all samples"
+        )
+        raise
+
+
+def substitute_positions(position: int, count: int) -> list[int]:
+    """Other positions, spread evenly over a dataset.
+
+    >>> substitute_positions(5, 34)[:4], substitute_positions(1, 3), substitute_positions(0, 1)
+    ([7, 9, 11, 13], [2, 0], [])
+    """
+    spread = ((position + step * count // (_SUBSTITUTES + 1)) % count for step in range(1, _SUBSTITUTES + 1))
+    return [other for other in dict.fromkeys(spread) if other != position]
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in a line.
+
+    >>> reason_of(OSError("broken image"))
+    'OSError: broken image'
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}…"
+
+
+class Kept(list[Any]):
+    """The samples of a batch that are not left out."""
+
+    skipped: tuple[Skipped, ...] = ()
+
+
+class SkippingDataset(Dataset[Any]):
+    """A dataset whose batches lack samples that cannot be made, as a ``DataLoader`` with :class:`SkippingCollate` uses
+    it.
+
+    Args:
+        dataset: what is read, with ``__getitems__``.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, positions: Sequence[int]) -> Kept:
+        found = tried_together(self.dataset.__getitems__, self.dataset.__getitem__, positions)
+        kept = Kept(sample for sample in found if not isinstance(sample, Skipped))
+        kept.skipped = tuple(sample for sample in found if isinstance(sample, Skipped))
+        if not kept:
+            kept.append(substitute(self.dataset.__getitem__, positions[0], len(self)))
+        return kept
+
+
+class WithSkipped(NamedTuple):
+    """A batch, and what it lacks."""
+
+    batch: Any
+    skipped: tuple[Skipped, ...]
+
+
+class SkippingCollate:
+    """Makes a batch of the samples that a :class:`SkippingDataset` gives.
+
+    Args:
+        collate_fn: makes it of a list of samples; by default as a ``DataLoader`` does.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self._collate_fn = collate_fn or default_collate
+
+    def __call__(self, samples: list[Any]) -> WithSkipped:
+        assert isinstance(samples, Kept)
+        return WithSkipped(self._collate_fn(list(samples)), samples.skipped)
