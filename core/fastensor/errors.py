@@ -208,3 +208,5 @@ def _of_both(ours: Any, kind: Any) -> Any:
         return type(ours.__name__, (ours, kind), {**looks, "__reduce__": reduce})
     except TypeError:  # their instances are laid out differently
         return ours
+class BatchError(ProvisionError):
+    """A data service could not make a batch, or not in time. The loader goes on with the next one."""

@@ -85,3 +85,45 @@ def logged(sample: dict[str, Any]) -> dict[str, Any]:
 def ids_only(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Makes a batch."""
     return {"id": [sample["id"] for sample in samples], "process": os.getpid()}
+
+
+class Refuses:
+    """A transform that refuses some samples.
+
+    Args:
+        name: of the transform.
+        numbers: of the samples.
+    """
+
+    def __init__(self, name: str, *numbers: int) -> None:
+        self._name, self._numbers = name, numbers
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["id"] in self._numbers:
+            raise ValueError(f"{sample['id']} is refused {self._name}")
+        return sample
+
+
+class Waits:
+    """A transform that waits for a sample until somebody opens a named pipe for writing."""
+
+    def __init__(self, number: int, fifo: Path) -> None:
+        self._number, self._fifo = number, fifo
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["id"] == self._number:
+            self._fifo.read_bytes()
+        return sample
+
+
+class Interrupts:
+    """A transform that interrupts a process when it is first given a sample, and then takes its time."""
+
+    def __init__(self, number: int, pid: int, interrupted: Path) -> None:
+        self._number, self._pid, self._interrupted = number, pid, interrupted
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["id"] == self._number and not self._interrupted.exists():
+            self._interrupted.touch()
+            os.kill(self._pid, signal.SIGINT)
+        return sample

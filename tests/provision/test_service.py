@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import os
 import re
 import resource
@@ -25,13 +26,13 @@ import pytest
 import torch
 from programs import Program
 from provision.conftest import wait_until, warm_starts, workers_of
-from provision.datasets import Numbers, ids_only, mark_after, mark_before, reads_in
+from provision.datasets import Interrupts, Numbers, Refuses, Waits, ids_only, mark_after, mark_before, reads_in
 from rich.console import Console
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
 from fastensor.data.connection import ConnectionLost
-from fastensor.provision import DataService, ProvisionError
+from fastensor.provision import BatchError, DataService, ProvisionError
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import Say
 from fastensor.provision.embedded.spec import packed
@@ -260,14 +261,203 @@ def test_collate_functions_run_in_workers(start: Start) -> None:
 def test_an_error_is_raised_in_its_turn_with_the_traceback_of_the_worker(start: Start, folder: Path) -> None:
     order = EpochPlan(N, seed=1).order(0)
     (folder / f"fail-{order[20]}").touch()
-    loader, found = start().loader(8, seed=1), []
-    batches = ids_one_by_one(loader)
-    with pytest.raises(ProvisionError, match=rf"(?s)datasets.py.*ValueError: sample {order[20]} is bad"):
-        found.extend(batches)
+    loader, found, state = start().loader(8, seed=1), [], {}
+
+    def take_all(batches: Iterator[Any]) -> None:
+        while True:
+            state.update(loader.state_dict())
+            found.extend(next(batches)["id"].tolist())
+
+    batches = iter(loader)
+    with pytest.raises(BatchError, match=rf"(?s)datasets.py.*ValueError: sample {order[20]} is bad"):
+        take_all(batches)
     assert found == order[:16].tolist()
+    assert ids(batches) == order[24:].tolist()
     (folder / f"fail-{order[20]}").unlink()
-    loader.load_state_dict(loader.state_dict())
+    loader.load_state_dict(state)  # it is tried again
     assert ids(loader) == order[16:].tolist()
+
+
+def test_an_iterator_goes_on_behind_batches_that_cannot_be_made(start: Start, folder: Path) -> None:
+    """They count as given out, also if they are the first and the last one of an epoch."""
+    plan = EpochPlan(N, seed=1, batch_size=8)
+    order = plan.order(0).tolist()
+    bad = {order[0], order[30], order[-1]}
+    for position in bad:
+        (folder / f"fail-{position}").touch()
+    loader, failures = start().loader(8, seed=1), 0
+    for epoch in range(2):
+        batches, found = iter(loader), []
+        while loader.progress.consumed < N or loader.progress.epoch < epoch:
+            try:
+                found += next(batches)["id"].tolist()
+            except BatchError:
+                failures += 1
+        assert next(batches, None) is None
+        sound = (batch.tolist() for batch in plan.batches(epoch) if bad.isdisjoint(batch.tolist()))
+        assert found == [number for batch in sound for number in batch]
+    assert loader.stats().recoveries == 0
+    assert loader.stats().given.batches == 2 * 8 - failures
+
+
+def test_broken_samples_are_left_out(start: Start, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that cannot be read, and those that transforms refuse."""
+    order = EpochPlan(N, seed=1).order(0).tolist()
+    read, before, after = order[3], order[20], order[21]
+    (folder / f"fail-{read}").touch()
+    service = start(before_cache=Refuses("before", before), after_cache=Refuses("after", after), metrics_port=0)
+    loader = service.loader(8, seed=1, on_error="skip")
+    sizes = []
+    found = []
+    for batch in loader:
+        sizes.append(len(batch["id"]))
+        found += batch["id"].tolist()
+    assert found == [number for number in order if number not in (read, before, after)]
+    assert sizes == [7, 8, 6, 8, 8, 8, 8, 4]
+    assert (loader.skipped, loader.stats().given.skipped, loader.stats().given.samples) == (3, 3, N - 3)
+    assert "Samples left out: 3, of them 3 in the epoch." in str(loader.stats())
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" is left out")[0] for text in texts] == [f"sample {one}" for one in (read, before, after)]
+    assert f"ValueError: sample {read} is bad" in texts[0]
+    assert f"ValueError: {before} is refused before" in texts[1]
+    assert service.status()["loaders"][0]["skipped"] >= 3  # the next epoch is in the making
+    assert sorted(ids(loader)) == sorted(found)
+    other = service.loader(8, seed=1)
+    with pytest.raises(BatchError, match="is bad"):
+        list(other)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_batch_without_a_sound_sample_gets_another_one(start: Start, folder: Path, after: bool) -> None:
+    """All ranks have as many batches as ``len`` says, and resume where they are."""
+    bad = range(8, 24)
+    for position in () if after else bad:
+        (folder / f"fail-{position}").touch()
+    service = start(after_cache=Refuses("after", *bad) if after else None)
+    ranks = [service.loader(8, shuffle="none", ranks=(rank, 2), on_error="skip") for rank in range(2)]
+    found = [[batch["id"].tolist() for batch in loader] for loader in ranks]
+    assert [[len(batch) for batch in batches] for batches in found] == [[8, 1, 8, 6], [1, 8, 8, 6]]
+    assert not {number for batches in found for batch in batches for number in batch} & set(bad)
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+    assert sum(loader.stats().given.samples for loader in ranks) == N - len(bad) + 2
+
+
+def test_a_source_without_a_sound_sample_is_an_error(start: Start) -> None:
+    loader = start(after_cache=Refuses("after", *range(N))).loader(8, on_error="skip")
+    with pytest.raises(BatchError, match=r"(?s)is refused after.*on_error='skip' does not leave out all"):
+        next(iter(loader))
+
+
+def test_on_error_is_one_of_two_words(shared: DataService) -> None:
+    with pytest.raises(ValueError, match=r"on_error is one of \('raise', 'skip'\), found 'ignore'"):
+        shared.loader(on_error="ignore")  # type: ignore[arg-type]
+
+
+def test_a_batch_that_does_not_come_is_an_error(start: Start, folder: Path) -> None:
+    """The service answers meanwhile. The iterator goes on behind that batch."""
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    service = start(after_cache=Waits(5, fifo), workers=1)
+    loader = service.loader(8, shuffle="none", timeout=0.5)
+    batches = iter(loader)
+    for _ in range(2):
+        with pytest.raises(BatchError, match=r"within 0.5 s, although the service answers: .*loader\(timeout=\)"):
+            next(batches)
+    assert loader.progress.consumed == 16
+    fifo.write_bytes(b"")
+    other = service.loader(8, shuffle="none")
+    other.load_state_dict(loader.state_dict())
+    assert ids(other) == list(range(16, N))
+    assert loader.stats().recoveries == 0
+    for wrong, error in ((0, ValueError), ("soon", TypeError)):
+        with pytest.raises(error, match="timeout is a number of seconds"):
+            service.loader(8, timeout=wrong)
+
+
+def test_no_batch_is_lost_by_an_interrupt(start: Start, folder: Path) -> None:
+    order = EpochPlan(N, seed=1).order(0).tolist()
+    loader = start(after_cache=Interrupts(order[0], os.getpid(), folder / "interrupted")).loader(8, seed=1)
+    batches = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert loader.progress.consumed == 0
+    assert ids(batches) == order
+
+
+def test_of_two_iterations_the_older_one_raises(shared: DataService) -> None:
+    loader = shared.loader(8)
+    with pytest.raises(RuntimeError, match="another iteration over this loader has begun"):
+        list(zip(loader, loader, strict=True))
+    assert sorted(ids(loader)) == list(range(N))
+
+
+def test_a_state_beyond_the_end_is_refused(shared: DataService) -> None:
+    loader = shared.loader(8)
+    with pytest.raises(ValueError, match="61 samples of the epoch were given out, and there are 60"):
+        loader.load_state_dict({**loader.state_dict(), "consumed": N + 1})
+
+
+def test_integers_of_numpy_are_whole_numbers(start: Start) -> None:
+    service = start(cache_bytes=np.int64(1 << 20), workers=np.uint8(1), seed=np.int32(3))
+    service.preload(epoch=np.int64(2))
+    loader = service.loader(np.uint8(8), seed=np.int64(1), ahead=np.int32(4), buffer_bytes=np.int64(1 << 20))
+    loader.set_epoch(np.int64(2))
+    assert ids(loader) == EpochPlan(N, seed=1).order(2).tolist()
+    with pytest.raises(ValueError, match="epoch is at least 0"):
+        service.preload(epoch=-1)
+
+
+def in_forked_child(function: Callable[[], Any]) -> Any:
+    """What a function returns in a forked child."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=lambda: answers.put(function()))
+    child.start()
+    try:
+        child.join(30)
+        assert child.exitcode == 0
+        return answers.get()
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_forked_child_takes_no_batch_of_its_parent(shared: DataService, is_new: bool) -> None:
+    loader = shared.loader(8, seed=1)
+    batches = iter(loader)
+    kept = next(batches)
+    found, number = ids([kept]), kept["id"].clone()
+    rest = EpochPlan(N, seed=1).order(0).tolist()[8:]
+
+    def child() -> tuple[list[int], list[int]]:
+        del kept["id"]
+        taken = [] if is_new else ids(batches)
+        return taken, ids(loader)
+
+    assert in_forked_child(child) == ([] if is_new else rest, EpochPlan(N, seed=1).order(1).tolist())
+    assert torch.equal(kept["id"], number)
+    assert found + ids(batches) == EpochPlan(N, seed=1).order(0).tolist()
+    assert loader.stats().recoveries == loader.stats().repeated == 0
+
+
+def test_a_forked_child_that_drops_a_loader_leaves_its_parents_alone(shared: DataService) -> None:
+    held = [shared.loader(8, seed=1)]
+    held.append(iter(held[0]))  # type: ignore[arg-type]
+    taken = ids([next(held[1])])  # type: ignore[call-overload]
+    in_forked_child(lambda: (held.clear(), gc.collect())[0])
+    assert sorted(taken + ids(held[1])) == list(range(N))
+    assert held[0].stats().recoveries == 0
+
+
+def test_forked_children_are_answered_for_themselves(shared: DataService) -> None:
+    pid = shared.status()["pid"]
+    loader = shared.loader(8, seed=1)
+    assert (
+        in_forked_child(lambda: (shared.status()["pid"], shared.preload(), len(shared.status()["loaders"])))[0] == pid
+    )
+    assert shared.status()["pid"] == pid
+    assert sorted(ids(loader)) == list(range(N))
 
 
 def test_samples_that_cannot_be_passed_on(start: Start, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastensor.errors import ProvisionError
+    from fastensor.errors import BatchError, ProvisionError
     from fastensor.provision.loader import LoaderStatistics, ProvisionedLoader
     from fastensor.provision.service import DataService
     from fastensor.provision.sources import FileSource, Source, as_source
@@ -15,7 +15,7 @@ else:
     __getattr__ = on_first_use(
         __name__,
         {
-            "fastensor.errors": ("ProvisionError",),
+            "fastensor.errors": ("BatchError", "ProvisionError"),
             "fastensor.provision.loader": ("LoaderStatistics", "ProvisionedLoader"),
             "fastensor.provision.service": ("DataService",),
             "fastensor.provision.sources": ("FileSource", "Source", "as_source"),
@@ -23,6 +23,7 @@ else:
     )
 
 __all__ = [
+    "BatchError",
     "DataService",
     "FileSource",
     "LoaderStatistics",

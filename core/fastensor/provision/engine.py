@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from fastensor.data.plan import EpochPlan
+from fastensor.data.skipping import OnError
 
 DEFAULT_BUFFER_NBYTES = 128 << 20
 DEFAULT_AHEAD = 8
@@ -55,6 +56,9 @@ class Registration:
     """Memory for batches that were pushed, and not dropped by the trainer yet."""
     ahead: int = DEFAULT_AHEAD
     """How many batches are pushed ahead at most."""
+    on_error: OnError = "raise"
+    """What becomes of samples that cannot be made. With ``"skip"``, what is pushed is a batch and the samples that it
+    lacks: a tuple of the batch, their positions, and the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,13 @@ class Cost(NamedTuple):
     """Samples that the cache had."""
     read_nbytes: int
     """Bytes of the others, as they are kept."""
+    skipped: int = 0
+    """Samples that the batch lacks, because they could not be made."""
+
+
+def cost_of_batch(positions: int, hits: int, read_nbytes: int, skipped: int) -> Cost:
+    """The cost of a batch of so many positions. If none of their samples could be made, it has another one."""
+    return Cost(max(positions - skipped, min(positions, 1)), hits, read_nbytes, skipped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,9 @@ import torch
 
 from fastensor.data.epochs import EpochLoader, Progress
 from fastensor.data.plan import EpochPlan
-from fastensor.errors import ProvisionError
+from fastensor.data.skipping import Skipped
+from fastensor.errors import BatchError, ProvisionError
+from fastensor.files.arguments import check_seconds
 from fastensor.provision.encoding import decode
 from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
 from fastensor.provision.metrics import Served, table
@@ -21,6 +24,7 @@ T = TypeVar("T")
 
 _CHECK_SECONDS = 5.0
 """A batch that takes longer makes the client ask whether the service is well."""
+DEFAULT_TIMEOUT = 1800.0
 _MOST_RECOVERIES = 3
 """A service that is lost so often without having brought a batch is not looked for again."""
 _NOWHERE = -1
@@ -45,6 +49,8 @@ class LoaderStatistics:
         lines = [table({"epoch": self.epoch, "in all": self.given})]
         if self.repeated or self.recoveries:
             lines.append(f"The service was lost {self.recoveries} times. {self.repeated} batches came again.")
+        if self.given.skipped:
+            lines.append(f"Samples left out: {self.given.skipped}, of them {self.epoch.skipped} in the epoch.")
         return "\n".join(lines)
 
 
@@ -56,7 +62,11 @@ class ProvisionedLoader(EpochLoader):
     Their tensors and arrays are views of memory that only this process uses: they may be written to, and kept. While a
     batch is kept, its part of the buffer is not used for others.
 
-    Used by one thread at a time, in the process that has made it; one iteration at a time.
+    Used by one thread at a time; one iteration at a time. A forked child that uses the loader is served for itself,
+    from where the parent was, if the engine can be used in forked processes: it takes no batch of the parent's.
+
+    A batch that cannot be made raises :class:`~fastensor.errors.BatchError`. It counts as given out, and ``next`` goes
+    on with the one after it. After Ctrl-C, or when the service cannot be reached, no batch is lost.
 
     Args:
         engine: the service.
@@ -64,6 +74,7 @@ class ProvisionedLoader(EpochLoader):
         plan: without the ranks.
         ranks: see :class:`~fastensor.data.epochs.EpochLoader`.
         device: where tensors of batches are to be. To a GPU they are copied in a stream of their own.
+        timeout: for how many seconds a batch is waited for, while the service answers.
     """
 
     _kind = "a ProvisionedLoader"
@@ -76,8 +87,13 @@ class ProvisionedLoader(EpochLoader):
         *,
         ranks: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(plan, ranks=ranks)
+        check_seconds(timeout, "timeout")
+        super().__init__(plan, ranks=ranks, on_error=registration.on_error)
+        self._timeout = timeout
+        self._process = os.getpid()
+        """The process that the feed is of."""
         self._engine = engine
         self._registration = registration
         where = torch.device("cpu" if device is None else device)
@@ -94,6 +110,8 @@ class ProvisionedLoader(EpochLoader):
         """When the first batch was wanted."""
         self._epoch_began = 0.0
         """When the first one of the epoch was."""
+        self._counted = 0
+        """The iteration that the statistics of the epoch are of."""
         self._recoveries = 0
         """How often the service was lost since the last batch."""
 
@@ -116,20 +134,23 @@ class ProvisionedLoader(EpochLoader):
         batches = self._host_batches(plan, self._progress)
         return batches if self._copies is None else map(self._copies, batches)
 
+    def _has_taken(self, error: BaseException) -> bool:
+        return isinstance(error, BatchError)
+
     def _host_batches(self, plan: EpochPlan, progress: Progress) -> Iterator[Any]:
         """The batches from a progress to the end of its epoch."""
-        self._epoch_began = time.perf_counter()
-        self._statistics = replace(self._statistics, epoch=Served())
-        self._go_to(plan, progress)
-        for left in reversed(range(plan.steps(progress.consumed))):
+        if self._counted != self._iteration:
+            self._counted = self._iteration
+            self._epoch_began = time.perf_counter()
+            self._statistics = replace(self._statistics, epoch=Served())
+        self._send_from(plan, progress)
+        while plan.steps(progress.consumed):
             progress = progress.after_step(plan)
-            content = self._take(progress)
-            if not left:  # before the last batch is given out: who knows how many there are does not ask once more
-                self._next = replace(self._next, epoch=progress.epoch + 1, consumed=0)
-            yield decode(content)
+            content = self._content_of_next(plan, progress)
+            yield self._decoded(content)
             del content  # or its memory would be kept until the next batch is here
 
-    def _go_to(self, plan: EpochPlan, progress: Progress) -> None:
+    def _send_from(self, plan: EpochPlan, progress: Progress) -> None:
         """Have the service go on at a progress, if it does not anyway."""
         wanted = Start(plan, progress.epoch, progress.consumed, self._next.generation, self._next.index)
         if self._next != wanted:
@@ -138,24 +159,56 @@ class ProvisionedLoader(EpochLoader):
             self._is_started = False
         self._talk(lambda feed: None)
 
-    def _take(self, progress: Progress) -> memoryview:
+    def _content_of_next(self, plan: EpochPlan, progress: Progress) -> memoryview:
         """The next batch, in turn.
 
         Args:
             progress: when it is given out.
+
+        Raises:
+            BatchError: it cannot be made, or has not come in time. It counts as given out.
         """
         began = time.perf_counter()
-        while (pushed := self._arrived.pop(self._next.index, None)) is None:
-            self._sort_in(self._talk(lambda feed: feed.pushed(_CHECK_SECONDS)))
-        if pushed.failure:
-            self._next = replace(self._next, epoch=_NOWHERE)
-            raise ProvisionError(f"a batch could not be made. This was raised in a worker:\n\n{pushed.failure}")
+        pushed = self._awaited(began + self._timeout)
         waited_seconds = time.perf_counter() - began
-        self._count(pushed, waited_seconds)
-        self._next = replace(self._next, consumed=progress.consumed, index=self._next.index + 1)
+        if pushed is not None and not pushed.failure:
+            self._count(pushed, waited_seconds)
+        self._pass(plan, progress, waited_seconds)
+        if pushed is None:
+            raise BatchError(
+                f"a batch has not come within {self._timeout:g} s, although the service answers: a sample, a transform "
+                f"or collate_fn takes longer, or hangs; DataService.status() says what workers do. loader(timeout=) "
+                f"lets it take longer"
+            )
+        if pushed.failure:
+            raise BatchError(f"a batch could not be made. This was raised in a worker:\n\n{pushed.failure}")
+        return pushed.content
+
+    def _awaited(self, deadline: float) -> Pushed | None:
+        """The next batch; None if it has not come by then."""
+        while (pushed := self._arrived.pop(self._next.index, None)) is None:
+            seconds = min(_CHECK_SECONDS, deadline - time.perf_counter())
+            if seconds <= 0:
+                return None
+            self._sort_in(self._talk(lambda feed: feed.pushed(seconds)))  # noqa: B023  # called at once
+        return pushed
+
+    def _pass(self, plan: EpochPlan, progress: Progress, waited_seconds: float) -> None:
+        """The next batch counts as given out. Whoever knows how many there are does not ask once more after the last
+        one of an epoch."""
+        is_last = not plan.steps(progress.consumed)
+        epoch, consumed = (progress.epoch + 1, 0) if is_last else (progress.epoch, progress.consumed)
+        self._next = replace(self._next, epoch=epoch, consumed=consumed, index=self._next.index + 1)
         self._talk(lambda feed: feed.credit(self._next.generation, self._next.index, waited_seconds=waited_seconds))
         self._recoveries = 0
-        return pushed.content
+
+    def _decoded(self, content: memoryview) -> Any:
+        """A batch. Samples that it lacks are counted and logged."""
+        if self._on_error == "raise":
+            return decode(content)
+        batch, positions, reasons = decode(content)
+        self._note_skipped(map(Skipped, positions, reasons))
+        return batch
 
     def _count(self, pushed: Pushed, waited_seconds: float) -> None:
         now = time.perf_counter()
@@ -186,6 +239,9 @@ class ProvisionedLoader(EpochLoader):
         Raises:
             ProvisionError: it is lost again and again.
         """
+        if self._process != os.getpid():
+            self._feed, self._is_started, self._process = None, False, os.getpid()
+            self._arrived.clear()
         while True:
             try:
                 if self._feed is None:

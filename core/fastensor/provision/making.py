@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import default_collate
 
 from fastensor.data.coalescing import Integers
+from fastensor.data.skipping import OnError, Skipped, substitute, tried, tried_together
 from fastensor.errors import CorruptSampleError
 from fastensor.provision import encoding
 from fastensor.provision.seeding import seed_all
@@ -28,16 +30,26 @@ class Contents:
     after_cache: Callable[[Any], Any] | None
 
 
+Sample: TypeAlias = memoryview | Skipped
+"""An encoded sample; or why it cannot be made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The samples of a task."""
 
-    samples: list[memoryview]
-    """Encoded. Those of the cache are views of it."""
+    samples: list[Sample]
+    """Those of the cache are views of it."""
     read: list[int]
     """Places of the samples that were read."""
     lost: list[int]
     """Places of the samples whose bytes in the cache were damaged. They were read, too."""
+
+    def encoded(self, place: int) -> memoryview:
+        """A sample that is not left out."""
+        sample = self.samples[place]
+        assert not isinstance(sample, Skipped)
+        return sample
 
 
 def found_samples(
@@ -46,7 +58,7 @@ def found_samples(
     lengths: Integers,
     *,
     slabs: memoryview,
-    read: Callable[[Integers], list[memoryview]],
+    read: Callable[[Integers], list[Sample]],
 ) -> Found:
     """Samples of the cache, and of the source those that the cache lacks, or has damaged.
 
@@ -57,7 +69,7 @@ def found_samples(
         slabs: the memory of the cache.
         read: reads samples of the source, see :func:`read_samples`.
     """
-    samples: list[memoryview] = []
+    samples: list[Sample] = []
     missing: list[int] = []
     lost: list[int] = []
     for place, (offset, nbytes) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
@@ -69,23 +81,37 @@ def found_samples(
             missing.append(place)
             lost.append(place)
     if missing:
-        for place, sample in zip(missing, read(positions[missing]), strict=True):
-            samples[place] = sample
-    return Found(samples, missing, lost)
+        for place, found in zip(missing, read(positions[missing]), strict=True):
+            samples[place] = found
+    return Found(samples, [place for place in missing if not isinstance(samples[place], Skipped)], lost)
 
 
-def read_samples(contents: Contents, positions: Integers, *, seed: int) -> list[memoryview]:
+def read_samples(
+    contents: Callable[[], Contents], positions: Integers, *, seed: int, on_error: OnError = "raise"
+) -> list[Sample]:
     """Samples of the source, as the cache takes them.
 
     Args:
-        contents: the source, and what is done before the cache.
+        contents: gives the source, and what is done before the cache.
         positions: of the samples.
         seed: of ``before_cache``.
+        on_error: what becomes of samples that cannot be read or prepared.
     """
-    samples = []
+    served = contents()
     wanted = positions.tolist()
-    seed_all(seed, *wanted)  # a source may draw random numbers
-    for position, value in zip(wanted, contents.source.read(wanted), strict=True):
+    if on_error == "raise":
+        return [*_read_together(served, wanted, seed)]
+    return tried_together(
+        lambda positions: _read_together(served, positions, seed),
+        lambda position: _read_together(served, [position], seed)[0],
+        wanted,
+    )
+
+
+def _read_together(contents: Contents, positions: Sequence[int], seed: int) -> list[memoryview]:
+    samples = []
+    seed_all(seed, *positions)  # a source may draw random numbers
+    for position, value in zip(positions, contents.source.read(positions), strict=True):
         seed_all(seed, position)
         if contents.before_cache is not None:
             value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
@@ -93,35 +119,74 @@ def read_samples(contents: Contents, positions: Integers, *, seed: int) -> list[
     return samples
 
 
+class MadeBatch(NamedTuple):
+    """A batch."""
+
+    encoded: encoding.Encoded
+    """See :attr:`fastensor.provision.engine.Registration.on_error`."""
+    skipped: int
+    """Samples that were left out."""
+
+
 def made_batch(
-    samples: Sequence[memoryview],
+    samples: Sequence[Sample],
     positions: Integers,
     *,
-    after_cache: Callable[[Any], Any] | None,
+    contents: Callable[[], Contents],
     collate_fn: Callable[[list[Any]], Any] | None,
     seed: int,
     epoch: int,
-) -> encoding.Encoded:
+    source_seed: int,
+    on_error: OnError = "raise",
+) -> MadeBatch:
     """A batch of samples.
 
     Args:
-        samples: encoded. They are not changed.
+        samples: they are not changed.
         positions: of the samples.
-        after_cache: what is done with each sample.
+        contents: gives what is done with each sample, and the source, if none of the samples can be made.
         collate_fn: makes the batch; None: as a ``DataLoader`` makes it, which changes no sample.
         seed: of the loader.
         epoch: that the batch is of.
+        source_seed: of ``before_cache``.
+        on_error: what becomes of samples that cannot be made. Some may be left out already.
     """
-    untouched = after_cache is None and collate_fn is None
-    values = [encoding.decode(sample if untouched else _copy(sample)) for sample in samples]
-    if after_cache is not None:
-        for place, position in enumerate(positions.tolist()):
-            seed_all(seed, epoch, position)
-            values[place] = _named(after_cache, values[place], f"after_cache, of sample {position}")
+    served = contents()
+    untouched = served.after_cache is None and collate_fn is None
+
+    def prepared(sample: memoryview, position: int) -> Any:
+        value = encoding.decode(sample if untouched else _copy(sample))
+        if served.after_cache is None:
+            return value
+        seed_all(seed, epoch, position)
+        return _named(served.after_cache, value, f"after_cache, of sample {position}")
+
+    def left_out_or_prepared(sample: Sample, position: int) -> Any:
+        if isinstance(sample, Skipped):
+            return sample
+        return prepared(sample, position) if on_error == "raise" else tried(partial(prepared, sample), position)
+
+    def read_and_prepared(position: int) -> Any:
+        return prepared(_read_together(served, [position], source_seed)[0], position)
+
+    wanted = positions.tolist()
+    made = list(map(left_out_or_prepared, samples, wanted))
+    values = [value for value in made if not isinstance(value, Skipped)]
+    skipped = [value for value in made if isinstance(value, Skipped)]
+    if skipped and not values:
+        values.append(substitute(read_and_prepared, wanted[0], len(served.source)))
+    batch = _collated(values, collate_fn, seeds=(seed, epoch, wanted[0] if wanted else 0, len(values)))
+    if on_error == "raise":
+        return MadeBatch(encoding.encode(batch), 0)
+    whole = batch, [one.position for one in skipped], [one.reason for one in skipped]
+    return MadeBatch(encoding.encode(whole), len(skipped))
+
+
+def _collated(values: list[Any], collate_fn: Callable[[list[Any]], Any] | None, *, seeds: tuple[int, ...]) -> Any:
     if collate_fn is None:
-        return encoding.encode(default_collate(values))
-    seed_all(seed, epoch, int(positions[0]), len(values))
-    return encoding.encode(collate_fn(values))
+        return default_collate(values)
+    seed_all(*seeds)
+    return collate_fn(values)
 
 
 def _is_whole(sample: memoryview) -> bool:

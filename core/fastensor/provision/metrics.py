@@ -74,6 +74,7 @@ COUNTERS: Mapping[str, str] = {
     "nbytes": "Bytes of these batches",
     "hits": "Samples that were in the cache already",
     "read_nbytes": "Bytes of samples that were read from the source",
+    "skipped": "Samples that were left out because they could not be made",
 }
 """What is counted of each client, by the fields of :class:`Served`."""
 GAUGES: Mapping[str, str] = {
@@ -107,6 +108,8 @@ class Served:
     """Samples that were in the cache already when it was time to read them."""
     read_nbytes: int = 0
     """Of the samples that were read from the source and prepared for the cache."""
+    skipped: int = 0
+    """Samples that were left out because they could not be made."""
     seconds: float = 0.0
     """From the first batch to the last one."""
     waits: Waits = Waits()
@@ -121,7 +124,7 @@ class Served:
         """The part of the time that the client has waited. 0 without time."""
         return min(self.waits.seconds / self.seconds, 1.0) if self.seconds > 0 else 0.0
 
-    def with_batch(self, *, samples: int, nbytes: int, hits: int, read_nbytes: int) -> Served:
+    def with_batch(self, *, samples: int, nbytes: int, hits: int, read_nbytes: int, skipped: int = 0) -> Served:
         """This and another batch. What it has is said as here."""
         return Served(
             self.batches + 1,
@@ -129,6 +132,7 @@ class Served:
             self.nbytes + nbytes,
             self.hits + hits,
             self.read_nbytes + read_nbytes,
+            self.skipped + skipped,
             self.seconds,
             self.waits,
         )
@@ -150,6 +154,7 @@ class Served:
             self.nbytes + other.nbytes,
             self.hits + other.hits,
             self.read_nbytes + other.read_nbytes,
+            self.skipped + other.skipped,
             self.seconds + other.seconds,
             self.waits + other.waits,
         )

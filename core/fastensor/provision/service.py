@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -13,13 +14,15 @@ import torch
 
 from fastensor.data import processes
 from fastensor.data.plan import EpochPlan, Shuffle
+from fastensor.data.skipping import OnError
 from fastensor.errors import ProvisionError
+from fastensor.files.arguments import as_nbytes, check_whole
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
 from fastensor.provision.filling import show_in_thread
-from fastensor.provision.loader import ProvisionedLoader
+from fastensor.provision.loader import DEFAULT_TIMEOUT, ProvisionedLoader
 from fastensor.provision.making import Contents
 from fastensor.provision.sources import as_source, is_of_ray_data
 
@@ -54,7 +57,7 @@ class DataService:
         *,
         engine: Literal["embedded", "ray"] = "embedded",
         address: str = "",
-        cache_bytes: int,
+        cache_bytes: int | str,
         before_cache: Callable[[Any], Any] | None = None,
         after_cache: Callable[[Any], Any] | None = None,
         workers: int | None = None,
@@ -77,8 +80,8 @@ class DataService:
             address: of the cluster of Ray, ``"host:port"`` of its head node, or ``"auto"``. By default the one that
                 this process is in, or that ``RAY_ADDRESS`` names; without these, a Ray of this machine is started,
                 which ends with the last process of the job.
-            cache_bytes: memory for samples. 0 keeps none. If it does not hold all of them, those stay that are used
-                soonest, and the others are read again in each epoch, ahead of need.
+            cache_bytes: memory for samples, such as ``"4GiB"``. 0 keeps none. If it does not hold all of them, those
+                stay that are used soonest, and the others are read again in each epoch, ahead of need.
             before_cache: makes of a sample what is kept, once: decoding, for instance. Random numbers of Python, NumPy
                 and torch are seeded for each sample, so they are the same in all epochs, and after a restart.
             after_cache: is called for each use of a sample: augmentations, for instance. Random numbers are seeded for
@@ -116,13 +119,12 @@ class DataService:
             raise ValueError(f"only engine='ray' has the address of a cluster, found {address!r}")
         if engine == "embedded" and is_of_ray_data(source):
             raise ValueError("expected engine='ray', whose actors can read a dataset of Ray Data, found 'embedded'")
-        if workers is None:
-            workers = len(os.sched_getaffinity(0))
-        if workers < 1 or cache_bytes < 0 or 0 < cache_bytes < _LEAST_CACHE_NBYTES:
-            raise ValueError(
-                f"workers is at least 1, and cache_bytes 0 or at least {_LEAST_CACHE_NBYTES}, found {workers=} and "
-                f"{cache_bytes=}"
-            )
+        cache_bytes = as_nbytes(cache_bytes, "cache_bytes")
+        if 0 < cache_bytes < _LEAST_CACHE_NBYTES:
+            raise ValueError(f"cache_bytes is 0 or at least {_LEAST_CACHE_NBYTES}, found {cache_bytes}")
+        workers = len(os.sched_getaffinity(0)) if workers is None else workers
+        check_whole(workers, "workers", at_least=1)
+        workers, seed = int(workers), operator.index(seed)
         if listen:
             wire.parsed_address(listen)
         metrics = "" if metrics_port is None else f"127.0.0.1:{metrics_port}"
@@ -186,8 +188,10 @@ class DataService:
         ranks: tuple[int, int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: torch.device | str | None = None,
-        buffer_bytes: int = DEFAULT_BUFFER_NBYTES,
+        buffer_bytes: int | str = DEFAULT_BUFFER_NBYTES,
         ahead: int = DEFAULT_AHEAD,
+        on_error: OnError = "raise",
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> ProvisionedLoader:
         """Batches of this rank, in an order that can be resumed.
 
@@ -200,12 +204,21 @@ class DataService:
             buffer_bytes: memory for batches that have come and are not dropped yet. If one batch takes more, or they
                 are kept, batches come one by one, in memory of their own.
             ahead: how many batches come ahead at most.
+            on_error: ``"raise"``: if a sample cannot be read or prepared, :class:`~fastensor.errors.BatchError` is
+                raised in place of its batch. ``"skip"``: the sample is left out, logged, and counted in the statistics.
+                Its batch is smaller; one that has no sample left gets another one of the source, so that each rank has
+                as many batches as ``len`` says. Errors of ``collate_fn`` are raised all the same. A sample that is left
+                out is tried again in the next epoch.
+            timeout: for how many seconds a batch is waited for, while the service answers, before
+                :class:`~fastensor.errors.BatchError` is raised.
 
         Raises:
             ValueError: an argument is out of its range.
         """
+        check_whole(seed, "seed", at_least=0)
         if seed >= _MOST_SEED:
             raise ValueError(f"seed is less than 2**63, found {seed}")
+        check_whole(ahead, "ahead", at_least=1)
         plan = EpochPlan(
             len(self),
             seed=seed,
@@ -215,14 +228,20 @@ class DataService:
             block_size=block_size,
             blocks_per_group=blocks_per_group,
         )
-        registration = Registration(collate_fn=collate_fn, buffer_nbytes=buffer_bytes, ahead=ahead)
-        loader = ProvisionedLoader(self._engine, registration, plan, ranks=ranks, device=device)
+        registration = Registration(
+            collate_fn=collate_fn,
+            buffer_nbytes=as_nbytes(buffer_bytes, "buffer_bytes", at_least=1),
+            ahead=int(ahead),
+            on_error=on_error,
+        )
+        loader = ProvisionedLoader(self._engine, registration, plan, ranks=ranks, device=device, timeout=timeout)
         self._loaders.add(loader)
         return loader
 
     def preload(self, *, shuffle: Shuffle = "full", seed: int = 0, epoch: int = 0) -> None:
         """Fill the cache in the order of an epoch, before a loader asks. Returns at once; see :meth:`status`."""
-        self._reached(lambda: self._engine.preload(EpochPlan(len(self), seed=seed, shuffle=shuffle), epoch))
+        check_whole(epoch, "epoch", at_least=0)
+        self._reached(lambda: self._engine.preload(EpochPlan(len(self), seed=seed, shuffle=shuffle), int(epoch)))
 
     def status(self) -> dict[str, Any]:
         """What the service does now: its processes, its loaders, and counts of what was cached and read."""

@@ -36,3 +36,5 @@ class Done(NamedTuple):
     """Their bytes."""
     lost: Integers
     """Positions of the samples whose bytes in the cache were not what had been stored."""
+    skipped: int = 0
+    """Samples of the batch that could not be made, and were left out."""

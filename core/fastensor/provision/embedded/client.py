@@ -84,6 +84,8 @@ class EmbeddedEngine:
         self.has_started = False
         """Whether this object has started the service."""
         self._lease: Connection | None = None
+        self._process = os.getpid()
+        """The process that has opened the lease."""
         try:
             self.recover()
         except BaseException:
@@ -102,7 +104,7 @@ class EmbeddedEngine:
         if pickled and not self._name and not self._token:
             raise ProvisionError("a service takes functions only over its machine's own sockets, or with a token")
         self._talking()  # or who has left would start it again
-        head = {"buffer_nbytes": registration.buffer_nbytes, "ahead": registration.ahead}
+        head = {name: getattr(registration, name) for name in ("buffer_nbytes", "ahead", "on_error")}
         return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid if self._name else None)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
@@ -141,6 +143,9 @@ class EmbeddedEngine:
     def _talking(self) -> Connection:
         if self._lease is None:
             raise ProvisionError(f"the data service {self._address} was left: stop() was called")
+        if self._process != os.getpid():  # a forked child would take what the service answers its parent
+            inherited, self._lease, self._process = self._lease, self.joined(), os.getpid()
+            inherited.close()
         return self._lease
 
     def _start(self) -> bool:

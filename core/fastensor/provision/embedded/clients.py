@@ -11,12 +11,13 @@ import socket
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from fastensor.data.connection import Connection, Message
 from fastensor.data.ring import RingWriter, Slot
+from fastensor.data.skipping import OnError
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Hello, Say, checked, parted
 from fastensor.provision.engine import Cost, Facts, Registration
@@ -114,6 +115,8 @@ class Client:
         for name, most in _MOST.items():
             if type(number := getattr(registration, name)) is not int or not 1 <= number <= most:
                 raise BadMessage(f"{name} is {number!r}")
+        if registration.on_error not in get_args(OnError):
+            raise BadMessage(f"on_error is {registration.on_error!r}")
         if len(pickled) and not (self._is_local or self._token):
             raise BadMessage("it sends a function, and has not shown that it knows a token")
         if self.stream is not None:

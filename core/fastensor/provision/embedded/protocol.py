@@ -73,7 +73,7 @@ class Say(IntEnum):
     ANSWER = 22
     """Client to server: to a ``CHALLENGE``."""
     LOADER = 32
-    """Server to worker: ``NUMBER`` of a loader, then the pickle. The memory of its ring comes along."""
+    """Server to worker: ``LOADER``, then the pickle. The memory of its ring comes along."""
     FORGET = 33
     """Server to worker: ``NUMBER`` of a loader."""
     TASK = 34
@@ -94,17 +94,19 @@ class Say(IntEnum):
     """Nursery to server: ``FORKED``. The connection to the worker comes along."""
 
 
-BATCH = struct.Struct("=qqqqqqqq")
+BATCH = struct.Struct("=qqqqqqqqq")
 """Generation, index; the slot: sequence number, offset, bytes; and :class:`Cost`."""
 CREDIT = struct.Struct("=qqd")
 """Generation, number of the first batch that was not given out, and the seconds that the last one was waited for."""
 NUMBER = struct.Struct("=q")
+LOADER = struct.Struct("=q?")
+"""Number of a loader, and whether samples that cannot be made are left out."""
 TASK = struct.Struct("=qqqqqqq")
 """Number, loader (-1: only for the cache), seed, epoch, offset and bytes of the slot, number of samples."""
 FORKED = struct.Struct("=qq")
 """Process id and place of a worker."""
-DONE = struct.Struct("=qqqq")
-"""Number of the task, bytes of the batch, number of samples that were read, number of those that were lost."""
+DONE = struct.Struct("=qqqqq")
+"""Number of the task, bytes of the batch, and the numbers of samples that were read, lost, and left out."""
 
 
 def work_as_bytes(work: Work) -> tuple[Bytes, ...]:
@@ -121,15 +123,16 @@ def work_of(body: memoryview) -> Work:
 
 def done_as_bytes(done: Done) -> tuple[Bytes, ...]:
     """The body of a ``DONE``."""
-    head = DONE.pack(done.number, done.nbytes, len(done.read), len(done.lost))
+    head = DONE.pack(done.number, done.nbytes, len(done.read), len(done.lost), done.skipped)
     return head, as_bytes(np.concatenate([done.read, done.lengths, done.lost]))
 
 
 def done_of(body: memoryview) -> Done:
     """What a ``DONE`` says."""
-    number, nbytes, read, _ = DONE.unpack_from(body)
+    number, nbytes, read, _, skipped = DONE.unpack_from(body)
     numbers = np.frombuffer(body[DONE.size :], np.int64)
-    return Done(number, nbytes, *np.split(numbers, [read, 2 * read]))
+    positions, lengths, lost = np.split(numbers, [read, 2 * read])
+    return Done(number, nbytes, positions, lengths, lost, skipped)
 
 
 class Hello(NamedTuple):

@@ -36,6 +36,7 @@ from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
 from fastensor.provision.embedded.protocol import (
     BATCH,
     FORKED,
+    LOADER,
     NUMBER,
     BadMessage,
     Say,
@@ -48,7 +49,7 @@ from fastensor.provision.embedded.protocol import (
 from fastensor.provision.embedded.scraping import PATH, Scrape
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
-from fastensor.provision.engine import Cost
+from fastensor.provision.engine import cost_of_batch
 from fastensor.provision.feeding import NO_SLOT, Stream, batches_from
 from fastensor.provision.metrics import exposition
 from fastensor.provision.placement import Placement, placements, worker_cpus
@@ -410,8 +411,8 @@ class Server:
     def _introduce(self, client: Client, one: WorkerProcess) -> None:
         """Tell a worker of a loader."""
         if client.stream is not None and not client.stream.is_gone:
-            said = NUMBER.pack(client.number), client.pickled
-            self._tell(one, Say.LOADER, *said, fd=client.stream.ring.fd)
+            head = LOADER.pack(client.number, client.stream.registration.on_error == "skip")
+            self._tell(one, Say.LOADER, head, client.pickled, fd=client.stream.ring.fd)
 
     def _tell(self, one: WorkerProcess, kind: Say, *parts: Any, fd: int | None = None) -> None:
         """Send something to a worker. One that has ended is found when it is listened to."""
@@ -459,7 +460,8 @@ class Server:
             return
         seconds = time.monotonic() - task.begun_seconds
         slot = client.registered.made(task.slot, done.nbytes, is_in_slot=fd is None, seconds=seconds)
-        cost = Cost(len(task.positions), len(task.positions) - len(done.read), int(done.lengths.sum()))
+        hits = int((task.offsets >= 0).sum()) - len(done.lost)
+        cost = cost_of_batch(len(task.positions), hits, int(done.lengths.sum()), done.skipped)
         self._do_for(client, partial(client.push, task.batch, slot, cost, fd))
 
     def _fail(self, task: Task, text: str) -> None:
@@ -471,7 +473,7 @@ class Server:
         if task.batch is None or client is None:
             return
         client.registered.free(task.slot)
-        said = BATCH.pack(task.batch.generation, task.batch.index, NO_SLOT, *[0] * 5)
+        said = BATCH.pack(task.batch.generation, task.batch.index, NO_SLOT, *[0] * 6)
         self._do_for(client, partial(client.connection.send, Say.FAILED, said, text.encode()))
 
     def _replace(self, one: WorkerProcess) -> None:

@@ -11,25 +11,27 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
-from fastensor.provision.embedded.protocol import NUMBER, Say, done_as_bytes, work_of
+from fastensor.provision.embedded.protocol import LOADER, NUMBER, Say, done_as_bytes, work_of
 from fastensor.provision.embedded.spec import contents_of
-from fastensor.provision.making import Contents, found_samples, made_batch, read_samples
+from fastensor.provision.making import Contents, MadeBatch, Sample, found_samples, made_batch, read_samples
 from fastensor.provision.placement import pin_to
 from fastensor.provision.work import Done, Work
 
 
 class Loader:
-    """What a worker has of a loader: its collate function, and its ring."""
+    """What a worker has of a loader: its collate function, its ring, and what becomes of broken samples."""
 
-    def __init__(self, pickled: bytes, ring_fd: int) -> None:
+    def __init__(self, pickled: bytes, ring_fd: int, on_error: OnError) -> None:
+        self.on_error = on_error
         self._pickled = pickled
         self._collate_fn: Callable[[list[Any]], Any] | None = None
         self.ring = memoryview(mmap.mmap(ring_fd, os.fstat(ring_fd).st_size))
@@ -74,8 +76,9 @@ class Worker:
         match message.kind:
             case Say.LOADER:
                 assert message.fd is not None
-                (number,) = NUMBER.unpack_from(message.body)
-                self._loaders[number] = Loader(bytes(message.body[NUMBER.size :]), message.fd)
+                number, skips = LOADER.unpack_from(message.body)
+                on_error: OnError = "skip" if skips else "raise"
+                self._loaders[number] = Loader(bytes(message.body[LOADER.size :]), message.fd, on_error)
             case Say.FORGET:
                 self._loaders.pop(NUMBER.unpack(message.body)[0], None)
             case Say.STORE:
@@ -89,35 +92,47 @@ class Worker:
                     self._connection.send(Say.BROKEN, NUMBER.pack(work.number), text)
 
     def _do(self, work: Work) -> None:
-        found = found_samples(work.positions, work.offsets, work.lengths, slabs=self._slabs, read=self._read)
-        nbytes, fd = self._make_batch(work, found.samples) if work.loader >= 0 else (0, None)
-        to_be_stored = [found.samples[place] for place in found.read]
+        on_error: OnError = self._loaders[work.loader].on_error if work.loader >= 0 else "raise"
+        read = partial(read_samples, self._loaded, seed=self._seed, on_error=on_error)
+        found = found_samples(work.positions, work.offsets, work.lengths, slabs=self._slabs, read=read)
+        made = self._make_batch(work, found.samples) if work.loader >= 0 else None
+        nbytes, fd = self._written(work, made.encoded) if made is not None else (0, None)
+        to_be_stored = [found.encoded(place) for place in found.read]
         lengths = np.array([len(sample) for sample in to_be_stored], np.int64)
         if to_be_stored:
             self._to_be_stored[work.number] = to_be_stored
-        done = Done(work.number, nbytes, work.positions[found.read], lengths, work.positions[found.lost])
+        done = Done(
+            work.number,
+            nbytes,
+            work.positions[found.read],
+            lengths,
+            work.positions[found.lost],
+            made.skipped if made is not None else 0,
+        )
         try:
             self._connection.send(Say.DONE, *done_as_bytes(done), fd=fd)
         finally:
             if fd is not None:
                 os.close(fd)
 
-    def _read(self, positions: Integers) -> list[memoryview]:
-        return read_samples(self._loaded(), positions, seed=self._seed)
-
-    def _make_batch(self, work: Work, samples: list[memoryview]) -> tuple[int, int | None]:
-        """Returns the bytes of the batch; and the memory that it is in, if its slot is too small."""
+    def _make_batch(self, work: Work, samples: list[Sample]) -> MadeBatch:
         loader = self._loaders[work.loader]
-        encoded = made_batch(
+        return made_batch(
             samples,
             work.positions,
-            after_cache=self._loaded().after_cache,
+            contents=self._loaded,
             collate_fn=loader.collate_fn,
             seed=work.seed,
             epoch=work.epoch,
+            source_seed=self._seed,
+            on_error=loader.on_error,
         )
+
+    def _written(self, work: Work, encoded: encoding.Encoded) -> tuple[int, int | None]:
+        """Write a batch. Returns its bytes; and the memory that it is in, if its slot is too small."""
         if encoded.nbytes <= work.slot_nbytes:
-            encoded.write_into(loader.ring[work.slot_offset : work.slot_offset + encoded.nbytes])
+            ring = self._loaders[work.loader].ring
+            encoded.write_into(ring[work.slot_offset : work.slot_offset + encoded.nbytes])
             return encoded.nbytes, None
         return encoded.nbytes, _memory_with(encoded)
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ray import cloudpickle
 
 from fastensor.data.plan import EpochPlan
+from fastensor.data.skipping import OnError, Skipped
 from fastensor.provision.engine import Cost, EngineLost, Facts
 from fastensor.provision.feeding import Place
 from fastensor.provision.pickling import pickling
@@ -47,6 +48,8 @@ class Ask:
     """A pickle; empty: as a ``DataLoader`` does it."""
     servers: int
     """Of the service, as the client knows it: which of them keeps a sample depends on it."""
+    on_error: OnError = "raise"
+    """What becomes of samples that cannot be made."""
 
 
 def client_of(loader: str) -> str:
@@ -64,6 +67,8 @@ class Part(NamedTuple):
     cost: Cost
     seconds: float
     """That it took to find them."""
+    skipped: dict[int, Skipped] = {}  # noqa: RUF012  # nobody writes to it
+    """By their places, those that could not be read: they have no bytes."""
 
 
 class Made(NamedTuple):

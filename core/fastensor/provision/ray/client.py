@@ -292,6 +292,7 @@ class RayFeed:
                 self._waited,
                 self._collate_fn,
                 self._engine.facts.workers,
+                flow.registration.on_error,
             )
             self._waited = None
             self._asked[self._engine.server_for(place.index).batch.remote(ask)] = place

@@ -34,9 +34,10 @@ from ray.exceptions import ActorDiedError
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import aligned
+from fastensor.data.skipping import OnError, Skipped
 from fastensor.errors import ProvisionError
 from fastensor.provision.credits import FIRST, turn
-from fastensor.provision.engine import Cost, Facts, Start
+from fastensor.provision.engine import Cost, Facts, Start, cost_of_batch
 from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
@@ -48,7 +49,7 @@ from fastensor.provision.tasks import Share, Task, Tasks, owners
 from fastensor.provision.work import Done
 
 if TYPE_CHECKING:
-    from fastensor.provision.making import Contents, Found
+    from fastensor.provision.making import Contents, Found, Sample
 
 T = TypeVar("T")
 
@@ -217,8 +218,9 @@ class Server:
         async with self._turns.turn(partial(self._key, ask)):
             self._took_turn(ask)
             began = time.perf_counter()
-            content = await self._by_user(partial(self._batch, ask, batch, samples))
+            content, skipped = await self._by_user(partial(self._batch, ask, batch, samples))
             seconds = time.perf_counter() - began + max((part.seconds for part in parts.values()), default=0.0)
+        cost = cost_of_batch(len(batch.positions), cost.hits, cost.read_nbytes, skipped)
         self._count_batch(ask, cost, len(content))
         return Made(content, cost, seconds)
 
@@ -233,14 +235,15 @@ class Server:
     async def _part(self, ask: Ask, batch: Batch) -> Part:
         async with self._turns.turn(partial(self._key, ask)):
             self._took_turn(ask)
-            return await self._read(self._tasks.task_of(ask.plan, batch))
+            return await self._read(self._tasks.task_of(ask.plan, batch), ask.on_error)
 
-    async def _read(self, task: Task) -> Part:
+    async def _read(self, task: Task, on_error: OnError = "raise") -> Part:
         """Find samples, read those that the cache lacks, and keep them. It is this server's turn."""
         began = time.perf_counter()
         work = self._tasks.work_of(task)
         try:
-            found, part = await self._by_user(partial(self._find, work.positions, work.offsets, work.lengths))
+            find = partial(self._find, work.positions, work.offsets, work.lengths, on_error)
+            found, part = await self._by_user(find)
         except BaseException:
             self._tasks.finished(task)
             raise
@@ -248,7 +251,7 @@ class Server:
         done = Done(task.number, 0, work.positions[found.read], lengths, work.positions[found.lost])
         for place, offset in zip(found.read, self._tasks.done(task, done).tolist(), strict=True):
             if offset >= 0:
-                sample = found.samples[place]
+                sample = found.encoded(place)
                 self._slabs[offset : offset + len(sample)] = sample
         self._tasks.written(task)
         if task.batch is not None:
@@ -293,30 +296,32 @@ class Server:
         """Call what runs the user's code, and wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._user, function)
 
-    def _find(self, positions: Integers, offsets: Integers, lengths: Integers) -> tuple[Found, Part]:
+    def _find(self, positions: Integers, offsets: Integers, lengths: Integers, on_error: OnError) -> tuple[Found, Part]:
         from fastensor.provision.making import found_samples, read_samples
 
-        def read(missing: Integers) -> list[memoryview]:
-            return read_samples(self._loaded(), missing, seed=self._facts.seed)
-
+        read = partial(read_samples, self._loaded, seed=self._facts.seed, on_error=on_error)
         found = found_samples(positions, offsets, lengths, slabs=self._slabs, read=read)
-        nbytes = sum(len(found.samples[place]) for place in found.read)
-        return found, _packed(found.samples, Cost(len(positions), len(positions) - len(found.read), nbytes))
+        nbytes = sum(len(found.encoded(place)) for place in found.read)
+        hits = int((offsets >= 0).sum()) - len(found.lost)
+        return found, _packed(found.samples, Cost(len(positions), hits, nbytes))
 
-    def _batch(self, ask: Ask, batch: Batch, samples: list[memoryview]) -> Any:
+    def _batch(self, ask: Ask, batch: Batch, samples: list[Sample]) -> tuple[Any, int]:
+        """Returns the bytes of the batch, and how many samples it lacks."""
         from fastensor.provision.making import made_batch
 
-        encoded = made_batch(
+        made = made_batch(
             samples,
             batch.positions,
-            after_cache=self._loaded().after_cache,
+            contents=self._loaded,
             collate_fn=_unpickled(ask.collate_fn) if ask.collate_fn else None,
             seed=ask.plan.seed,
             epoch=batch.epoch,
+            source_seed=self._facts.seed,
+            on_error=ask.on_error,
         )
-        content = np.empty(encoded.nbytes, np.uint8)
-        encoded.write_into(content.data)
-        return content
+        content = np.empty(made.encoded.nbytes, np.uint8)
+        made.encoded.write_into(content.data)
+        return content, made.skipped
 
     def _loaded(self) -> Contents:
         if self._contents is None:
@@ -324,19 +329,21 @@ class Server:
         return self._contents
 
 
-def _packed(samples: list[memoryview], cost: Cost) -> Part:
+def _packed(samples: list[Sample], cost: Cost) -> Part:
     """Copies of samples, in one piece of memory."""
-    lengths = [len(sample) for sample in samples]
+    encoded = [memoryview(b"") if isinstance(sample, Skipped) else sample for sample in samples]
+    skipped = {place: sample for place, sample in enumerate(samples) if isinstance(sample, Skipped)}
+    lengths = [len(sample) for sample in encoded]
     ends = np.cumsum([aligned(nbytes) for nbytes in lengths], dtype=np.int64).tolist()
     begins = [0, *ends][: len(lengths)]
     memory = np.zeros(ends[-1] if ends else 0, np.uint8)
     view = memory.data
-    for begin, sample in zip(begins, samples, strict=True):
+    for begin, sample in zip(begins, encoded, strict=True):
         view[begin : begin + len(sample)] = sample
-    return Part(memory, begins, lengths, cost, 0.0)
+    return Part(memory, begins, lengths, cost, 0.0, skipped)
 
 
-def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list[memoryview]:
+def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list[Sample]:
     """The samples of a batch, of the parts that servers have found in the same order.
 
     Raises:
@@ -349,12 +356,18 @@ def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list
             raise ProvisionError(
                 f"server {number} keeps {expected[number]} samples of the batch, and has sent {len(part.lengths)}"
             )
-    rest = {
-        number: iter([memory[begin : begin + nbytes] for begin, nbytes in zip(part.begins, part.lengths, strict=True)])
-        for number, part in parts.items()
-        for memory in (owned(part.memory),)
-    }
+    rest = {number: iter(_samples_of(part)) for number, part in parts.items()}
     return [next(rest[number]) for number in of_samples.tolist()]
+
+
+def _samples_of(part: Part) -> list[Sample]:
+    """The samples of a part, in its order."""
+    memory = owned(part.memory)
+    places = enumerate(zip(part.begins, part.lengths, strict=True))
+    return [
+        part.skipped[place] if place in part.skipped else memory[begin : begin + nbytes]
+        for place, (begin, nbytes) in places
+    ]
 
 
 @lru_cache(maxsize=256)
