@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader
 from fastensor.data.epochs import EpochLoader
 from fastensor.data.plan import Shuffle
+from fastensor.data.skipping import OnError
 from fastensor.files.arguments import check_flags, check_function, check_whole, check_word
 from fastensor.provision import DataService, ProvisionedLoader
 from fastensor_lightning.frameworks import load_classes
@@ -51,6 +52,8 @@ class FastensorDataModule(LightningDataModule):
         seed: of the shuffling, the same on all ranks.
         drop_last: leave out training samples at the end of an epoch that are too few for a whole step of all ranks.
         num_workers: processes that read and decode, for each loader of a database.
+        on_error: ``"raise"`` or ``"skip"``: what becomes of samples that cannot be read or decoded, see
+            :class:`~fastensor.data.LmdbLoader`.
         collate_fn: as for a ``DataLoader``.
         pin_memory, persistent_workers: as for a ``DataLoader``, for loaders of a database.
 
@@ -75,6 +78,7 @@ class FastensorDataModule(LightningDataModule):
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
+        on_error: OnError = "raise",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         persistent_workers: bool = False,
@@ -84,6 +88,7 @@ class FastensorDataModule(LightningDataModule):
         check_whole(num_workers, "num_workers", at_least=0)
         check_whole(seed, "seed", at_least=0)
         check_word(shuffle, "shuffle", get_args(Shuffle))
+        check_word(on_error, "on_error", get_args(OnError))
         check_function(decode, "decode")
         check_function(collate_fn, "collate_fn")
         check_flags(drop_last=drop_last, pin_memory=pin_memory, persistent_workers=persistent_workers)
@@ -98,7 +103,7 @@ class FastensorDataModule(LightningDataModule):
         self._decode = decode
         self._shuffle: Shuffle = shuffle
         self._drop_last = drop_last
-        self._options: dict[str, Any] = {"seed": seed, "collate_fn": collate_fn}
+        self._options: dict[str, Any] = {"seed": seed, "collate_fn": collate_fn, "on_error": on_error}
         """Arguments of the loaders of all stages."""
         self._worker_options: dict[str, Any] = {
             "num_workers": num_workers,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import secrets
 import signal
@@ -23,7 +25,7 @@ pytest.importorskip("ray", reason="the engine on Ray needs it: the extra ray bri
 
 from programs import Program, run
 from provision.conftest import has_ended, wait_until
-from provision.datasets import Killing, Numbers, mark_after, mark_before, reads_in
+from provision.datasets import Killing, Numbers, Refuses, mark_after, mark_before, reads_in
 from provision.rays import local_ray
 
 from fastensor.data import EpochPlan
@@ -260,6 +262,63 @@ def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) 
         service.status()
     with pytest.raises(ProvisionError, match="there is no data service"):
         DataService.connect(address, timeout=0.1)
+
+
+def test_a_service_ends_in_silence(start: Callable[..., DataService], capfd: pytest.CaptureFixture[str]) -> None:
+    """Batches are in the making, and servers wait for samples of each other: Ray says on the terminal which calls it
+    repeats."""
+    service = start(workers=2)
+    next(batches := iter(service.loader(4, seed=1)))
+    status = service.status()
+    pids = [status["pid"], *(one["pid"] for one in status["servers"])]
+    service.stop()
+    assert all(has_ended(pid) for pid in pids)
+    with pytest.raises(ProvisionError, match="stop"):
+        next(batches)
+    assert "Task " not in "".join(capfd.readouterr())
+
+
+def test_broken_samples_are_left_out(start: Callable[..., DataService], folder: Path) -> None:
+    """By servers that keep them, and by those that make batches of them."""
+    order = EpochPlan(N, seed=1).order(0).tolist()
+    bad = [*order[8:16], order[20], order[30]]
+    for position in bad[:-1]:
+        (folder / f"fail-{position}").touch()
+    loader = start(workers=2, after_cache=Refuses("after", bad[-1])).loader(8, seed=1, on_error="skip")
+    found = [batch["id"].tolist() for batch in loader]
+    assert [len(batch) for batch in found] == [8, 1, 7, 7, 8, 8, 8, 4]
+    assert [number for batch in (found[0], *found[2:]) for number in batch] == [
+        number for number in order if number not in bad
+    ]
+    assert loader.skipped == loader.stats().given.skipped == len(bad)
+
+
+def test_a_forked_child_is_told_that_it_cannot_use_ray(start: Callable[..., DataService]) -> None:
+    service = start()
+    loader = service.loader(4, seed=1)
+    batches = iter(loader)
+    found = ids([next(batches)])
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_errors_in_child, args=(service, batches, [loader], answers))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert all("Ray cannot be used in a forked child" in text for text in answers.get())
+    assert found + ids(batches) == EpochPlan(N, seed=1).order(0).tolist()
+
+
+def _errors_in_child(service: DataService, batches: Iterator[Any], held: list[Any], answers: Any) -> None:
+    texts = []
+    for use in (lambda: next(batches), service.status, lambda: next(iter(service.loader(4)))):
+        try:
+            use()
+        except ProvisionError as error:
+            texts.append(str(error))
+    held.clear()
+    gc.collect()
+    service.stop()
+    answers.put(texts if len(texts) == 3 else [f"only {len(texts)} errors"])
 
 
 @pytest.mark.torture

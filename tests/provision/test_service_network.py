@@ -193,6 +193,28 @@ def test_a_long_first_message_is_not_waited_for(shared: DataService) -> None:
         assert stranger.recv(1) == b""
 
 
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_nonsense_of_strangers_is_logged_with_a_limit(
+    folder: Path, warm_services: list[Program], token: str | None
+) -> None:
+    """Few lines, and short ones, with a token and, on loopback, without one."""
+    with DataService.start(Numbers(N, folder), cache_bytes=0, workers=1, listen="localhost:0", token=token) as service:
+        for _ in range(40 if token else 31):
+            stranger = call(service)
+            wait_for(stranger)
+            stranger.send(Say.ANSWER if token else 99, bytes(64))
+            assert is_dropped(stranger)
+        if token is None:
+            stranger = call(service)
+            wait_for(stranger)
+            stranger.send(Say.REGISTER, *joined({"on_error": "x\n" * 10_000}, b""))
+            assert is_dropped(stranger)
+    assert warm_services[0].stderr is not None
+    lines = [line for line in warm_services[0].stderr.read().splitlines() if "has dropped a client" in line]
+    assert len(lines) == 10 + len((16, 32))
+    assert max(map(len, lines)) < 500
+
+
 def test_many_strangers_do_not_keep_others_out(shared: DataService) -> None:
     strangers = [call(shared) for _ in range(100)]
     with DataService.connect(shared.address, token=TOKEN) as remote:
@@ -213,6 +235,8 @@ WRONG = [
     (Say.REGISTER, b"".join(joined({"ahead": 0}, b""))),
     (Say.REGISTER, b"".join(joined({"buffer_nbytes": 1 << 60}, b""))),
     (Say.REGISTER, b"".join(joined({"wish": 1}, b""))),
+    (Say.REGISTER, b"".join(joined({"on_error": "ignore"}, b""))),
+    (Say.REGISTER, b"".join(joined({"on_error": []}, b""))),
     (Say.START, start_as_json(Start(PLAN, 0, 0))),
     (Say.CREDIT, struct.pack("=qqd", 0, 0, 0.0)),
     (Say.PRELOAD, b"[]"),

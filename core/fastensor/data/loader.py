@@ -14,7 +14,8 @@ from fastensor.data.dataset import LmdbDataset
 from fastensor.data.epochs import EpochLoader, keep_inherited
 from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.data.samplers import ReadAheadSampler
-from fastensor.data.skipping import OnError, SkippingCollate, SkippingDataset, WithSkipped
+from fastensor.data.skipping import OnError
+from fastensor.data.skipping_dataset import SkippingCollate, SkippingDataset, WithSkipped
 
 T = TypeVar("T")
 

@@ -3,15 +3,13 @@
 A batch is then made of its other samples. A batch that has none left gets one other sample of the dataset: all ranks
 have as many batches as the plan says, because a rank without a batch would let the others wait for ever. Errors that
 are not those of a sample are raised all the same: :data:`OF_ALL`, those of a ``collate_fn``, and the error of a sample
-if no other one can be made either.
+if no other one can be made either. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
-
-from torch.utils.data import Dataset, default_collate
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from fastensor.errors import BackendUnavailableError, CorruptDatasetError, DatasetChangedError, NodeReaderError
 
@@ -104,54 +102,3 @@ def reason_of(error: BaseException) -> str:
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _REASON_LENGTH else f"{text[:_REASON_LENGTH]}…"
-
-
-class Kept(list[Any]):
-    """The samples of a batch that are not left out."""
-
-    skipped: tuple[Skipped, ...] = ()
-
-
-class SkippingDataset(Dataset[Any]):
-    """A dataset whose batches lack samples that cannot be made, as a ``DataLoader`` with :class:`SkippingCollate` uses
-    it.
-
-    Args:
-        dataset: what is read, with ``__getitems__``.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, positions: Sequence[int]) -> Kept:
-        found = tried_together(self.dataset.__getitems__, self.dataset.__getitem__, positions)
-        kept = Kept(sample for sample in found if not isinstance(sample, Skipped))
-        kept.skipped = tuple(sample for sample in found if isinstance(sample, Skipped))
-        if not kept:
-            kept.append(substitute(self.dataset.__getitem__, positions[0], len(self)))
-        return kept
-
-
-class WithSkipped(NamedTuple):
-    """A batch, and what it lacks."""
-
-    batch: Any
-    skipped: tuple[Skipped, ...]
-
-
-class SkippingCollate:
-    """Makes a batch of the samples that a :class:`SkippingDataset` gives.
-
-    Args:
-        collate_fn: makes it of a list of samples; by default as a ``DataLoader`` does.
-    """
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._collate_fn = collate_fn or default_collate
-
-    def __call__(self, samples: list[Any]) -> WithSkipped:
-        assert isinstance(samples, Kept)
-        return WithSkipped(self._collate_fn(list(samples)), samples.skipped)

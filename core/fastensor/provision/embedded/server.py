@@ -29,7 +29,9 @@ from typing import Any
 
 from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
+from fastensor.data.skipping import reason_of
 from fastensor.errors import ProvisionError
+from fastensor.files.words import is_worth_a_line
 from fastensor.provision.embedded import wire, worker
 from fastensor.provision.embedded.clients import Client
 from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
@@ -83,6 +85,8 @@ class Server:
         self._scrapes: list[Scrape] = []
         """Requests for metrics that were not answered yet."""
         self._numbers = 0
+        self._dropped = 0
+        """Clients that have sent nonsense."""
         self._workers: list[WorkerProcess] = []
         self._replaced = 0
         """Workers that have ended."""
@@ -176,7 +180,9 @@ class Server:
         except ConnectionLost:
             self._drop(client)
         except BadMessage as error:
-            _log.warning("The data service has dropped a client: %s", error)
+            self._dropped += 1
+            if is_worth_a_line(self._dropped):  # anybody may send nonsense, again and again
+                _log.warning("The data service has dropped a client, number %d: %s", self._dropped, reason_of(error))
             self._drop(client)
         else:
             self._watch(client)

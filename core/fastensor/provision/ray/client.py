@@ -156,11 +156,12 @@ class RayEngine:
         if self._membership is not None and self._membership.is_alive:
             with suppress(RayError):
                 for server in self._servers:
-                    server.forget.remote(loader)
+                    names.once(server.forget).remote(loader)
 
     def _joined(self) -> cluster.Membership:
         if self._membership is None:
             raise ProvisionError(f"the data service {self._name} was left: stop() was called")
+        self._membership.check_process()
         return self._membership
 
     def _has_joined(self, deadline: float, *, was_lost: bool) -> bool:
@@ -304,10 +305,12 @@ class RayFeed:
     def _pushed(self, ref: Any) -> Pushed:
         place = self._asked.pop(ref)
         try:
-            made: Made = ray.get(ref)
+            made: Made | None = ray.get(ref)
         except ActorUnavailableError as error:
             failure = f"{_MOST_RETRIES + 1} servers have ended while they made it: {error}"
             made = Made(None, Cost(0, 0, 0), 0.0, failure)
+        if made is None:
+            raise EngineLost("the service has ended")
         if made.content is None:
             return Pushed(place.generation, place.index, memoryview(b""), made.cost, made.failure)
         self._flow.measured(len(made.content), made.seconds)

@@ -43,20 +43,40 @@ class Membership:
         self._keeper = keeper
         self._is_own = is_own
         self._users = 0
+        self._process = os.getpid()
 
     @property
     def is_alive(self) -> bool:
         """Whether the cluster is there, as far as can be told without asking it."""
-        if not ray.is_initialized():
+        if not ray.is_initialized() or self.is_inherited:
             return False
         try:
             return self._keeper is None or not self._keeper.wait(0) or self._keeper.receive() is None
         except ConnectionLost:
             return False
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that has joined: Ray's threads and connections are the parent's,
+        and nothing of them may be used, or ended."""
+        return self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            ProvisionError: this is a forked child.
+        """
+        if self.is_inherited:
+            raise ProvisionError(
+                "this process was forked from one that is in a cluster of Ray, and Ray cannot be used in a forked "
+                "child: start the process by spawn, or before the parent uses Ray, and DataService.connect() in it"
+            )
+
     def leave(self) -> None:
-        """End the membership, unless others go on."""
+        """End the membership, unless others go on. Does nothing in a forked child."""
         global _current
+        if self.is_inherited:
+            return
         with _lock:
             self._users -= 1
             if not self._users and _current is self:
@@ -86,6 +106,8 @@ def join(address: str) -> Membership:
         ProvisionError: it cannot be reached, anybody could join it, or this process is in another one.
     """
     global _current
+    if _current is not None:
+        _current.check_process()
     with _lock:
         if _current is not None and not _current.is_alive:
             _current.end()

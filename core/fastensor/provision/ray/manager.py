@@ -28,6 +28,8 @@ _HEALTH_SECONDS = 60
 seconds, or the user's code keeps Python itself from going on."""
 _ANSWER_SECONDS = 5
 """Who asks for the status does not wait longer for a server."""
+_STOP_SECONDS = 5
+"""The end of the service does not wait longer for a server."""
 _ANSWERED_SECONDS = 0.1
 """Who has had the service end gets an answer within this time."""
 
@@ -115,22 +117,37 @@ class Manager:
         if left is None:
             return
         left.set()
-        for server in self._servers:
-            server.forget_client.remote(client)
         if not self._clients:
             self._end()
+            return
+        for server in self._servers:
+            names.once(server.forget_client).remote(client)
 
     def _end(self) -> None:
-        """End the servers, forget what is served, then end this actor: its name is free only when all have gone. A
-        client that goes on starts the service again, and says again what is served."""
-        if self._is_ending:
-            return
-        self._is_ending = True
+        """Have the service end. A client that goes on starts it again, and says again what is served."""
+        if not self._is_ending:
+            self._is_ending = True
+            for task in self._running:
+                task.cancel()
+            self._running = [asyncio.create_task(self._end_all())]
+
+    async def _end_all(self) -> None:
+        """End the servers, forget what is served, then end this actor: its name is free only when all have gone."""
+        await self._stop_servers()  # now none of them asks another one any more
+        await self._stop_servers()  # and none has been asked something that it has not answered
         for server in self._servers:
             ray.kill(server, no_restart=True)
         withdraw(self._name)
         itself = names.manager_of(self._name)
         asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
+
+    async def _stop_servers(self) -> None:
+        """Have the servers answer all that they were asked, as far as they do so in time."""
+        stops = [asyncio.create_task(_answer(names.once(server.stop).remote())) for server in self._servers]
+        _, late = await asyncio.wait(stops, timeout=_STOP_SECONDS)
+        for one in late:
+            one.cancel()
+        await asyncio.gather(*stops, return_exceptions=True)  # one that has ended has nothing to answer
 
     async def _await_clients(self) -> None:
         """End if the first client does not come."""

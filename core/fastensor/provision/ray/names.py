@@ -34,6 +34,12 @@ def server_of(name: str, number: int) -> Any:
     return ray.get_actor(name_of_server(name, number), namespace=NAMESPACE)
 
 
+def once(method: Any) -> Any:
+    """A method of an actor that Ray does not call again if the actor ends meanwhile, and so does not say on the
+    terminal that it will."""
+    return method.options(max_task_retries=0)
+
+
 def keep(key: str, value: bytes) -> None:
     """Have Ray's global control store keep a value, in the memory of the head node, unless it keeps one under that key
     already."""

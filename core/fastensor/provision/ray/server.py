@@ -20,7 +20,7 @@ import mmap
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -37,7 +37,7 @@ from fastensor.data.ring import aligned
 from fastensor.data.skipping import OnError, Skipped
 from fastensor.errors import ProvisionError
 from fastensor.provision.credits import FIRST, turn
-from fastensor.provision.engine import Cost, Facts, Start, cost_of_batch
+from fastensor.provision.engine import Cost, EngineLost, Facts, Start, cost_of_batch
 from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
@@ -122,27 +122,30 @@ class Server:
         self._has_changed = asyncio.Event()
         """Whether there may be something to read ahead."""
         self._exported = Exported(name, number)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        """What is done for those who wait for an answer."""
+        self._is_ending = False
 
-    async def batch(self, ask: Ask) -> Made:
-        """Make the batch that somebody has credit for.
+    async def batch(self, ask: Ask) -> Made | None:
+        """Make the batch that somebody has credit for. None if the service ends.
 
         Raises:
             ActorDiedError: a server that is needed for it has ended for good, and the service with it.
         """
-        try:
-            batch = self._heard(ask)
-            if batch is None:
-                return Made(None, _NO_COST, 0.0, "the loader has gone on elsewhere")
-            return await self._made(ask, batch)
-        except ActorDiedError:
-            raise
-        except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
-            return Made(None, _NO_COST, 0.0, traceback.format_exc())
+        return await self._unless_it_ends(lambda: self._batch_of(ask))
 
-    async def samples(self, ask: Ask) -> Part:
-        """The samples of a batch that this server keeps."""
-        batch = self._heard(ask)
-        return await self._part(ask, batch_at(ask.plan, ask.place, self._tasks.orders) if batch is None else batch)
+    async def samples(self, ask: Ask) -> Part | None:
+        """The samples of a batch that this server keeps. None if the service ends."""
+        return await self._unless_it_ends(lambda: self._part_of(ask))
+
+    async def stop(self) -> None:
+        """The service ends: answer at once what was asked, and whatever will be. When this returns, nobody waits for an
+        answer. Ray would say on the terminals of trainers which calls the end of this process has interrupted."""
+        self._is_ending = True
+        for one in self._under_way:
+            one.cancel()
+        while self._under_way:
+            await asyncio.wait(self._under_way)
 
     async def preload(self, start: Start) -> None:
         """Fill the cache in the order of an epoch."""
@@ -171,6 +174,20 @@ class Server:
         }
         node = ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "node": node, "loaders": loaders, "counts": self._tasks.status()}
+
+    async def _unless_it_ends(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Do something for who waits for it. None if the service ends meanwhile, or has before."""
+        if self._is_ending:
+            return None
+        task = asyncio.create_task(begin())
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self._is_ending:
+                raise
+            return None
 
     # Loaders
 
@@ -211,6 +228,23 @@ class Server:
 
     # Batches
 
+    async def _batch_of(self, ask: Ask) -> Made | None:
+        try:
+            batch = self._heard(ask)
+            if batch is None:
+                return Made(None, _NO_COST, 0.0, "the loader has gone on elsewhere")
+            return await self._made(ask, batch)
+        except ActorDiedError:
+            raise
+        except EngineLost:
+            return None
+        except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
+            return Made(None, _NO_COST, 0.0, traceback.format_exc())
+
+    async def _part_of(self, ask: Ask) -> Part:
+        batch = self._heard(ask)
+        return await self._part(ask, batch_at(ask.plan, ask.place, self._tasks.orders) if batch is None else batch)
+
     async def _made(self, ask: Ask, batch: Batch) -> Made:
         parts = await self._parts(ask, batch)
         samples = _in_order(batch.positions, self._facts.workers, parts)
@@ -225,11 +259,17 @@ class Server:
         return Made(content, cost, seconds)
 
     async def _parts(self, ask: Ask, batch: Batch) -> dict[int, Part]:
-        """By server the samples of a batch."""
+        """By server the samples of a batch.
+
+        Raises:
+            EngineLost: the service ends.
+        """
         wanted = sorted(set(owners(batch.positions, self._facts.workers).tolist()))
         others = {number: self._peer(number).samples.remote(ask) for number in wanted if number != self._number}
         parts = {self._number: await self._part(ask, batch)} if self._number in wanted else {}
         found = await asyncio.gather(*others.values())
+        if None in found:
+            raise EngineLost("a server has been told to end")
         return parts | dict(zip(others, found, strict=True))
 
     async def _part(self, ask: Ask, batch: Batch) -> Part:
