@@ -108,6 +108,7 @@ class TestRay(OnRay):
 
     test_samples_are_read_once = None
     test_a_bad_sample_is_told_in_its_place = None
+    test_broken_samples_are_left_out = None
     test_random_numbers_depend_on_sample_and_epoch = None
     test_the_cache_can_be_filled_before = None
 

@@ -180,6 +180,23 @@ class ProvisionTests:
         assert "sample 9 is missing" in came[2].failure
         assert "Traceback" in came[2].failure
 
+    def test_broken_samples_are_left_out(self, start: StartEngine, source: CountedSource) -> None:
+        engine, plan = start(source, cache_nbytes=1 << 20), EpochPlan(SAMPLES, shuffle="none", batch_size=4)
+        for position in (9, 12, 13, 14, 15):
+            source.break_sample(position)
+        feed = engine.register(Registration(ahead=4, on_error="skip"))
+        feed.start(Start(plan, 0, 0))
+        came = {one.index: one for one in (next_of(feed) for _ in range(4))}
+        assert not any(one.failure for one in came.values())
+        assert [came[index].cost.skipped for index in range(4)] == [0, 0, 1, 4]
+        assert [came[index].cost.samples for index in range(4)] == [4, 4, 3, 1]
+        batch, positions, reasons = decode(came[2].content)
+        assert (batch[:, 0].tolist(), positions) == ([8, 10, 11], [9])
+        assert reasons == ["LookupError: sample 9 is missing"]
+        substitute, positions, _ = decode(came[3].content)
+        assert len(substitute) == 1
+        assert (positions, substitute[0, 0].item() in range(12, 16)) == ([12, 13, 14, 15], False)
+
     @pytest.mark.parametrize("cache_nbytes", [0, 40_000, 1 << 20])
     def test_random_numbers_depend_on_sample_and_epoch(
         self, start: StartEngine, source: CountedSource, cache_nbytes: int
