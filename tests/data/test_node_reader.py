@@ -26,6 +26,7 @@ from programs import Program
 from fastensor.data import LmdbDataset, LmdbLoader, Merging, decoders
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.data.engines.choice import Strategy
+from fastensor.data.node import engine as node_engine
 from fastensor.data.node import lease
 from fastensor.data.node.lease import NodeReader, name_of_job
 from fastensor.data.node.protocol import REQUEST, Opening, Say
@@ -147,6 +148,19 @@ def test_announced_batches_may_be_left_out(path: Path) -> None:
     assert dataset.__getitems__([4, 5]) == VALUES[4:6]
     assert dataset.__getitems__([2, 3]) == VALUES[2:4]
     assert dataset.__getitems__([6]) == VALUES[6:7]
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_reader_that_hangs_is_an_error(path: Path, node: NodeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_engine, "_SILENT_SECONDS", 0.2)
+    dataset = LmdbDataset(path, reader="node")
+    assert dataset[0] == VALUES[0]
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(NodeReaderError, match=r"it has sent nothing for 0.2 s.*Make the dataset anew"):
+            dataset[1]
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
 
 
 @pytest.mark.usefixtures("shared")

@@ -105,13 +105,13 @@ class Refuses:
 
 
 class Waits:
-    """A transform that waits for a sample until somebody opens a named pipe for writing."""
+    """A transform that waits for a sample until somebody opens a named pipe for writing, while there is one."""
 
     def __init__(self, number: int, fifo: Path) -> None:
         self._number, self._fifo = number, fifo
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        if sample["id"] == self._number:
+        if sample["id"] == self._number and self._fifo.exists():
             self._fifo.read_bytes()
         return sample
 

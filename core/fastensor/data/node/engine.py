@@ -31,6 +31,9 @@ from fastensor.data.node.protocol import (
 from fastensor.data.ring import RingReader, Slot
 from fastensor.errors import NodeReaderError
 
+_SILENT_SECONDS = 1800.0
+"""A node reader that sends nothing for so long, although something is wanted, is taken to hang."""
+
 
 class NodeEngine:
     """Reads by way of a node reader. See :class:`fastensor.data.engines.base.Engine`.
@@ -97,7 +100,7 @@ class NodeEngine:
                 if message is not None:
                     self._dispatch(message)
                 elif wanted:
-                    self._connection.wait()
+                    self._wait()
                 else:
                     self._connection.send(Say.WANT, WANT.pack(fetch.number, end))
                     wanted = True
@@ -128,8 +131,17 @@ class NodeEngine:
 
     def _next_message(self) -> Message:
         while (message := self._connection.receive()) is None:
-            self._connection.wait()
+            self._wait()
         return message
+
+    def _wait(self) -> None:
+        """Wait until something comes.
+
+        Raises:
+            ConnectionLost: nothing does.
+        """
+        if not self._connection.wait(_SILENT_SECONDS):
+            raise ConnectionLost(f"it has sent nothing for {_SILENT_SECONDS:g} s")
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
