@@ -171,6 +171,10 @@ class ProvisionError(FastensorError, RuntimeError):
     """
 
 
+class BatchError(ProvisionError):
+    """A data service could not make a batch, or not in time. The loader goes on with the next one."""
+
+
 def caught_as(error: _E, kind: type[Exception]) -> _E:
     """An exception like ``error`` that handlers of another type catch, too: those of what torch raises in its place.
 
@@ -208,5 +212,3 @@ def _of_both(ours: Any, kind: Any) -> Any:
         return type(ours.__name__, (ours, kind), {**looks, "__reduce__": reduce})
     except TypeError:  # their instances are laid out differently
         return ours
-class BatchError(ProvisionError):
-    """A data service could not make a batch, or not in time. The loader goes on with the next one."""

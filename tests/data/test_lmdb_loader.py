@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,63 @@ def test_only_one_batch_is_lost_with_a_worker(dataset: LmdbDataset[Any], tmp_pat
     assert failures == 1
     assert len(found) == len(set(found)) in (COUNT - 10, COUNT - 3)
     assert loader.progress.consumed == COUNT
+
+
+def _raise_local_error(_: object) -> Any:
+    class Local(Exception):  # as those of libraries in other languages
+        pass
+
+    raise Local("cannot be pickled")
+
+
+def _decoded_but_37(value: memoryview) -> int:
+    number = int.from_bytes(value, "little")
+    return _raise_local_error(value) if number == 37 else number
+
+
+def _collated_but_37(numbers: list[int]) -> Any:
+    return _raise_local_error(numbers) if 37 in numbers else torch.tensor(numbers)
+
+
+@pytest.mark.parametrize("by", ["decode", "collate_fn"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_error_that_cannot_be_pickled_does_not_hang(dataset: LmdbDataset[Any], by: str, on_error: Any) -> None:
+    """A ``DataLoader`` would wait for the worker for ever."""
+    decode = _decoded_but_37 if by == "decode" else failing(dataset).decode
+    collate = _collated_but_37 if by == "collate_fn" else None
+    loader = LmdbLoader(
+        LmdbDataset(dataset.index, decode=decode), 10, shuffle="none", num_workers=1, collate_fn=collate,
+        on_error=on_error,
+    )  # fmt: skip
+    batches = iter(loader)
+    found = next_of(batches, 3)
+    if (by, on_error) == ("decode", "skip"):
+        assert numbers(batches) == [number for number in range(30, COUNT) if number != 37]
+        return
+    with pytest.raises(RuntimeError, match="Local: cannot be pickled"):
+        next(batches)
+    assert found + numbers(batches) == [*range(30), *range(40, COUNT)]
+
+
+class _Hangs:
+    """Does not decode a given number."""
+
+    def __call__(self, value: memoryview) -> int:
+        number = int.from_bytes(value, "little")
+        if number == 15:
+            threading.Event().wait()
+        return number
+
+
+@pytest.mark.torture
+def test_a_worker_that_hangs_is_replaced_after_a_time(dataset: LmdbDataset[Any]) -> None:
+    hanging: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_Hangs())
+    loader = LmdbLoader(hanging, 10, shuffle="none", num_workers=1, timeout=10)
+    batches = iter(loader)
+    found = next_of(batches, 1)
+    with pytest.raises(RuntimeError, match="timed out after 10"):
+        next(batches)
+    assert found + numbers(batches) == [*range(10), *range(20, COUNT)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -23,6 +23,7 @@ from fastensor.data.plan import Positions
 from fastensor.data.reading import READ_AHEAD_NBYTES, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
 from fastensor.data.staggering import Staggering
+from fastensor.data.worker_errors import sendable_errors
 from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import as_nbytes, check_function, check_word
@@ -226,8 +227,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
         decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
         samples: list[T] = []
         try:
-            for value in values:
-                samples.append(decode(value))
+            with sendable_errors():
+                for value in values:
+                    samples.append(decode(value))
         except Exception as error:
             self.index.check_unchanged()
             error.add_note(f"This was sample {positions[len(samples)]} of {self.index.path}")

@@ -16,6 +16,7 @@ from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.data.samplers import ReadAheadSampler
 from fastensor.data.skipping import OnError
 from fastensor.data.skipping_dataset import SkippingCollate, SkippingDataset, WithSkipped
+from fastensor.data.worker_errors import SendableErrors
 
 T = TypeVar("T")
 
@@ -66,6 +67,8 @@ class LmdbLoader(EpochLoader):
             ``collate_fn``, and those that concern all samples, see :mod:`fastensor.data.skipping`.
         num_workers: processes that read and decode; with 0 this one does. They make decoding faster; reading ahead
             does not need them.
+        timeout: for how many seconds a batch of the workers is waited for; then RuntimeError is raised in its place,
+            and the iterator goes on with other workers. 0: for ever.
         collate_fn, pin_memory, persistent_workers, prefetch_factor, multiprocessing_context, worker_init_fn: as for a
             ``DataLoader``.
 
@@ -88,6 +91,7 @@ class LmdbLoader(EpochLoader):
         ranks: tuple[int, int] | None = None,
         on_error: OnError = "raise",
         num_workers: int = 0,
+        timeout: float = 0,
         collate_fn: Callable[[list[T]], Any] | None = None,
         pin_memory: bool = False,
         persistent_workers: bool = False,
@@ -113,13 +117,15 @@ class LmdbLoader(EpochLoader):
             batches_ahead=min(max(int(dataset.read_ahead_nbytes / batch_nbytes), _FEWEST_AHEAD), _MOST_AHEAD),
         )
         self._has_workers = num_workers > 0
+        collate = SendableErrors(collate_fn) if self._has_workers and collate_fn is not None else collate_fn
         self._made_loader: partial[DataLoader[Any]] = partial(
             DataLoader,
             SkippingDataset(dataset) if on_error == "skip" else dataset,
             batch_sampler=sampler,
             num_workers=num_workers,
-            collate_fn=SkippingCollate(collate_fn) if on_error == "skip" else collate_fn,
+            collate_fn=SkippingCollate(collate) if on_error == "skip" else collate,
             pin_memory=pin_memory,
+            timeout=timeout,
             persistent_workers=persistent_workers,
             prefetch_factor=prefetch_factor,
             multiprocessing_context=multiprocessing_context,
