@@ -21,7 +21,7 @@ from fastensor.backends.to_device import entered
 from fastensor.errors import UnknownKeyError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice
-from fastensor_accelerate.matching import fill_buffers, match, no_weight, parameters_of
+from fastensor_accelerate.matching import fill_buffers, match, no_weight, one_of_tied, parameters_of
 from fastensor_accelerate.weight_files import WeightFiles, open_weights
 
 _MOST_AHEAD = 16
@@ -172,8 +172,8 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         FileNotFoundError: a file is missing.
         UnknownKeyError: the checkpoint lacks a parameter or a persistent buffer of the model, or has no name with the
             prefix; or another buffer of the model is on the meta device.
-        UnsupportedContentError: a tensor has another shape than the model's; or a file can only be loaded whole; or
-            transformers fails to convert a tensor.
+        UnsupportedContentError: a tensor has another shape than the model's; a file can only be loaded whole; tensors
+            that the model ties have different values; or transformers fails to convert a tensor.
         CorruptCheckpointError: a file is damaged or cut off.
         NotACheckpointError: a file is something else than a checkpoint.
         CheckpointReadError: the operating system failed to deliver bytes.
@@ -213,7 +213,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         try:
             self._files, self._names = match(files, self._path, prefix, model)
             if model is not None:
-                self._fill_buffers(model, opened, prefix)
+                self._names = self._complete(model, opened, prefix)
         except BaseException:
             files.close()
             raise
@@ -290,13 +290,23 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         self._ahead.clear()
         self._files.close()
 
-    def _fill_buffers(self, model: nn.Module, opened: Callable[[torch.device], WeightFiles], prefix: str) -> None:
-        """Fill buffers from the page cache: Accelerate moves them to the device, or frees them again."""
+    def _complete(
+        self, model: nn.Module, opened: Callable[[torch.device], WeightFiles], prefix: str
+    ) -> Mapping[str, str]:
+        """Fill buffers from the page cache, from which Accelerate moves them to the device, or frees them again.
+
+        Returns:
+            The names, of which tied ones lead to one tensor.
+        """
         if self._device.type == "cpu":
-            fill_buffers(model, self._files, self._names)
-            return
-        with closing(opened(torch.device("cpu"))) as files:
-            fill_buffers(model, *match(files, self._path, prefix, model))
+            found = one_of_tied(model, self._files, self._names, self._path)
+            fill_buffers(model, self._files, found)
+            return found
+        with closing(opened(torch.device("cpu"))) as opened_files:
+            files, names = match(opened_files, self._path, prefix, model)
+            found = one_of_tied(model, files, names, self._path)
+            fill_buffers(model, files, found)
+            return found
 
     def _check_usable(self) -> None:
         if self._is_closed:

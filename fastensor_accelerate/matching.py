@@ -57,6 +57,26 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return model.named_parameters(remove_duplicate=False)
 
 
+def one_of_tied(model: nn.Module, files: WeightFiles, names: Mapping[str, str], path: str) -> dict[str, str]:
+    """The names, of which those that the model ties lead to one tensor of the files, if these have several.
+
+    Raises:
+        UnsupportedContentError: the files have different values for tensors that the model ties.
+    """
+    found = dict(names)
+    for group in _ties(model):
+        stored = list(dict.fromkeys(names[name] for name in group if name in names))
+        if len(stored) < 2:
+            continue
+        if not all(_is_same(files.read(stored[0]), files.read(other)) for other in stored[1:]):
+            raise UnsupportedContentError(
+                f"{path}: the model ties {' and '.join(map(repr, group))}, but the checkpoint has different values for "
+                "them: make a model that does not tie them (config.tie_word_embeddings=False in transformers)"
+            )
+        found |= dict.fromkeys(group, stored[0])
+    return found
+
+
 def fill_buffers(model: nn.Module, files: WeightFiles, names: Mapping[str, str]) -> None:
     """Give a model's persistent buffers the values that they have in a checkpoint.
 
@@ -98,6 +118,14 @@ def _ties(model: nn.Module) -> list[list[str]]:
     for name, buffer in _persistent_buffers_of(model):
         buffers[buffer].append(name)
     return [*find_tied_parameters(model), *buffers.values()]
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes."""
+    first, second = first.contiguous(), second.contiguous()
+    return first.dtype == second.dtype and torch.equal(
+        first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)
+    )
 
 
 def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.Module) -> FastensorError | None:

@@ -247,6 +247,24 @@ def test_tied_weights_have_one_memory_and_are_read_once(tmp_path: Path, reads: l
     assert reads == ["embedding.weight"] * 2
 
 
+def test_tied_weights_of_which_the_file_has_both(path: Path) -> None:
+    """Copies are one tensor. Different values are those of another model."""
+    state = fastensor.load(path)
+    fastensor.save(state | {"head.weight": state["embedding.weight"].clone()}, path, durable=False)
+    model = tied_model()
+    with CheckpointMapping(path, model) as weights:
+        assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
+        cpu_offload(model, CPU, state_dict=weights)
+        assert torch.equal(model(TOKENS), trained(tied=True)(TOKENS))
+    fastensor.save(state, path, durable=False)
+    with pytest.raises(
+        UnsupportedContentError, match=r"ties 'embedding\.weight' and 'head\.weight', but .* different values for them"
+    ):
+        CheckpointMapping(path, tied_model())
+    with CheckpointMapping(path, empty()) as weights:
+        assert not torch.equal(weights["head.weight"], weights["embedding.weight"])
+
+
 # --- buffers ---
 
 
