@@ -210,7 +210,7 @@ CODE = [
         "a lazy module of torch",
         program(dict_of(plain=dict_of(w=tensor()), x=named("torch", "onnx"))),
         FORBIDDEN,
-        LOADING,
+        ("load",),
     ),
     Hostile("an extension", program(b"\x82\1"), "damaged|refuses", ("load", *OURS)),
 ]

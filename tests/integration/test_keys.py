@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,15 @@ from fastensor.files import posix
 class Unknown:
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def with_attribute(state: Any, value: Any) -> Any:
+    state.attribute = value
+    return state
 
 
 WEIGHTS = OrderedDict({"layer.weight": torch.randn(50, 100), "layer.bias": torch.randn(50), "head": torch.randn(9)})
@@ -118,10 +129,75 @@ def test_any_kind_of_tensor_chosen_or_not(tmp_path: Path, kind: str) -> None:
         states.assert_equal(found[key], expected[key])
 
 
+class Named(enum.Enum):
+    ONE = 1
+
+
+def unknown() -> None:
+    """A function that a file may name."""
+
+
+NOT_ALLOWED: dict[str, Any] = {
+    "an object": Unknown(torch.arange(4)),
+    "a path": Path("data"),
+    "a class": Unknown,
+    "a function": unknown,
+    "in a dict": {"hyper_parameters": {"root": Path("data"), "act": torch.nn.ReLU, "lr": 0.1}},
+    "a namespace": argparse.Namespace(root=Path("data"), sizes=[1, 2]),
+    "a list": [Path("a"), "b", Path("a")],
+    "a set": {Path("a"), Path("b")},
+    "keys": {Named.ONE: 1, Unknown: 2, (Path("a"), 3): torch.ones(2)},
+    "an attribute": with_attribute(OrderedDict(a=torch.ones(1)), Unknown),
+    "a subclass of tensors": torch.ones(2).as_subclass(Subclass),
+    "a range": range(3),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ALLOWED)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_was_not_chosen_may_be_of_any_class(tmp_path: Path, kind: str, first: bool) -> None:
+    """Nothing else is read: neither does ``weights_only=True`` refuse it."""
+    odd, plain = {"odd": NOT_ALLOWED[kind]}, {"state_dict": OrderedDict(w=torch.ones(2), tied=torch.arange(3)), "n": 3}
+    fastensor.save({**odd, **plain} if first else {**plain, **odd}, tmp_path / "x")
+    with pytest.raises(UnsafeCheckpointError):
+        fastensor.load(tmp_path / "x")
+    for keys in (["state_dict", "n"], ["state_dict.w"], ["n"]):
+        found, report = fastensor.load_with_report(tmp_path / "x", keys=keys)
+        states.assert_equal(found, names.choose(plain, set(keys).__contains__))
+        assert report.verified
+        assert not report.fallbacks
+    with pytest.raises(UnsafeCheckpointError, match=r"fastensor\.open reads its tensors"):
+        fastensor.load(tmp_path / "x", keys=["odd"])
+
+
+def test_what_both_need_is_refused_with_it(tmp_path: Path) -> None:
+    """A key of a dict that was chosen from stays, and so does what it is made of."""
+    state = {"modes": {Named.ONE: 1, "w": torch.ones(2)}, "mode": Named.ONE, "kind": Named}
+    fastensor.save(state, tmp_path / "x")
+    with pytest.raises(UnsafeCheckpointError, match="Named"):
+        fastensor.load(tmp_path / "x", keys=["modes.w"])
+    with torch.serialization.safe_globals([Named]):
+        assert fastensor.load(tmp_path / "x", keys=["mode", "kind"]) == {"mode": Named.ONE, "kind": Named}
+        states.assert_equal(fastensor.load(tmp_path / "x", keys=["modes.w"]), {"modes": {"w": torch.ones(2)}})
+    with torch.serialization.safe_globals([Subclass]):
+        fastensor.save({"kind": Subclass, "t": torch.ones(2).as_subclass(Subclass)}, tmp_path / "x")
+        assert type(fastensor.load(tmp_path / "x", keys=["t"])["t"]) is Subclass
+
+
+def test_a_refusal_of_a_part_names_the_ways_that_work(tmp_path: Path) -> None:
+    """A pickle of another protocol is not cut."""
+    fastensor.save({"root": Path("data"), "w": torch.ones(2)}, tmp_path / "x", pickle_protocol=4)
+    with pytest.raises(UnsafeCheckpointError, match=r"fastensor\.open reads its tensors.*into=.*without any of that"):
+        fastensor.load(tmp_path / "x", keys=["w"])
+    with fastensor.open(tmp_path / "x") as opened:
+        assert opened["w"].tolist() == [1, 1]
+    assert fastensor.load(tmp_path / "x", into={"w": torch.zeros(2)})["w"].tolist() == [1, 1]
+
+
 def test_objects_of_classes_that_are_not_allowed(tmp_path: Path) -> None:
     fastensor.save({"object": Unknown(torch.arange(4)), "w": torch.ones(2)}, tmp_path / "x")
     with pytest.raises(UnsafeCheckpointError, match="Unknown"):
-        fastensor.load(tmp_path / "x", keys=["w"])
+        fastensor.load(tmp_path / "x", keys=["object"])
     found = fastensor.load(tmp_path / "x", keys=["object"], weights_only=False)
     assert list(found) == ["object"]
     assert torch.equal(found["object"].tensor, torch.arange(4))

@@ -22,6 +22,7 @@ import fastensor
 from fastensor import UnsafeCheckpointError
 from fastensor.checkpoint import names
 from fastensor.stitch.pickle_parts import cut
+from fastensor.stitch.pickle_records import all_in
 from fastensor.stitch.torch_pickle import read_program
 
 
@@ -164,10 +165,28 @@ def test_only_what_is_asked_for_is_rebuilt(tmp_path: Path) -> None:
     assert not Pair.built
 
 
-def test_globals_of_what_is_cut_out_are_still_refused(tmp_path: Path) -> None:
-    fastensor.save({"a": torch.ones(1), "pair": Pair(1, 2)}, tmp_path / "x")
-    with pytest.raises(UnsafeCheckpointError, match="Pair"):
-        fastensor.load(tmp_path / "x", keys=["a"])
+def test_globals_of_what_is_cut_out_are_cut_out_unless_they_are_used(tmp_path: Path) -> None:
+    fastensor.save({"a": torch.ones(1), "pair": Pair(1, 2), "again": Pair(3, 4)}, tmp_path / "x")
+    assert fastensor.load(tmp_path / "x", keys=["a"])["a"].tolist() == [1]
+    for key in ("pair", "again"):
+        with pytest.raises(UnsafeCheckpointError, match="Pair"):
+            fastensor.load(tmp_path / "x", keys=["a", key])
+        assert fastensor.load(tmp_path / "x", keys=[key], weights_only=False)[key].one in (1, 3)
+
+
+def test_what_is_named_only_by_values_that_are_cut_out() -> None:
+    data = pickle.dumps({"a": Pair(1, 2), "b": Pair, "c": Mode, "d": {Mode.EVAL: 3}, "e": [Mode, "x"]}, protocol=2)
+    program = read_program(data, where="x")
+    structure = program.structure
+    wanted = {id(one) for one in all_in([structure["c"], structure["e"]])}
+    short = cut(program, (one for one in all_in(structure) if id(one) not in wanted))
+    assert short is not None
+    assert b"Pair" not in short
+    assert pickle.loads(short) == {"a": (), "b": (), "c": Mode, "d": {(): 3}, "e": [Mode, "x"]}
+    short = cut(program, all_in(structure))
+    assert short is not None
+    assert b"Mode" not in short
+    assert pickle.loads(short) == {"a": (), "b": (), "c": (), "d": {(): 3}, "e": [(), "x"]}
 
 
 def test_what_cannot_be_cut_is_left_as_it_is(tmp_path: Path) -> None:

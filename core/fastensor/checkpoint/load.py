@@ -55,9 +55,9 @@ def load(
         map_location: as for ``torch.load``, in all its forms.
         keys: names of what to load, such as ``state_dict.layer.weight``: keys of dicts and positions in lists, joined
             by dots. They may be glob patterns (a star also stands for dots), and may name whole branches
-            (``state_dict``). Only the tensors in it are read. The result is the same object with nothing else in it; of
-            a list, only what was chosen is left. A list of nothing but plain values is one value. None loads
-            everything.
+            (``state_dict``). Only the tensors in it are read, and objects of other classes beside it are not made. The
+            result is the same object with nothing else in it; of a list, only what was chosen is left. A list of
+            nothing but plain values is one value. None loads everything.
         into: a dict of tensors, such as ``model.state_dict()``, which may be nested as the file is. Each tensor gets
             the values that the file has under its name, straight into its memory on whatever device, converted to its
             dtype if that keeps them; nothing else is read. It is returned. A damaged tensor is noticed when its old

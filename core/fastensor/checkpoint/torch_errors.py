@@ -86,7 +86,7 @@ def _translate(
         return read_error(error, file.where)
     if isinstance(error, pickle.UnpicklingError):
         if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error)) or _is_refused_opcode(error)):
-            return _refusal(error, file, request)
+            return _refusal(error, file, request, _WITHOUT_RUNNING if is_zip else "")
         return CorruptCheckpointError(f"{file.where}: its pickle is damaged or not one of torch's: {error}")
     if isinstance(error, RuntimeError) and _READER in str(error):
         return CorruptCheckpointError(f"{file.where}: {error}")
@@ -208,8 +208,15 @@ def _refused_place(
     return None
 
 
-def _refusal(error: pickle.UnpicklingError, file: OpenedFile, request: LoadRequest) -> UnsafeCheckpointError:
-    """The error for a file that torch's restricted unpickler refuses. It says what to do."""
+_WITHOUT_RUNNING = (
+    ". fastensor.open reads its tensors, and fastensor.load with into= copies them into others, without any of that"
+)
+
+
+def _refusal(
+    error: pickle.UnpicklingError, file: OpenedFile, request: LoadRequest, otherwise: str
+) -> UnsafeCheckpointError:
+    """The error for a file that torch's restricted unpickler refuses. It says what to do; ``otherwise`` is its end."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, FileView(file)))
     except Exception:  # noqa: BLE001  # a pickle that cannot be scanned: torch's message has to do
@@ -219,13 +226,14 @@ def _refusal(error: pickle.UnpicklingError, file: OpenedFile, request: LoadReque
     if not unsafe:
         return UnsafeCheckpointError(
             f"{file.where}: weights_only=True refuses the file's pickle ({error}). If you trust the file, load it with "
-            f"weights_only=False, which lets it run any code{forced}"
+            f"weights_only=False, which lets it run any code{forced}{otherwise}"
         )
     names = ", ".join(unsafe)
     return UnsafeCheckpointError(
         f"{file.where}: weights_only=True does not allow {names}, which the file contains. If you trust the file, "
         f"either allow them (torch.serialization.add_safe_globals([{names}]), or the context manager "
         f"torch.serialization.safe_globals), or load with weights_only=False, which lets the file run any code{forced}"
+        f"{otherwise}"
     )
 
 

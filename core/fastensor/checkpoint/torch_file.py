@@ -142,10 +142,31 @@ def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], reques
     needed = list(all_in(choose(program.structure, names.__contains__)))
     needed_keys = {one.key for one in needed if isinstance(one, PickledStorage)}
     skipped = {part.name for key, part in archive.storages.items() if key not in needed_keys and part.nbytes}
-    identities = {id(one) for one in needed}
-    leaves = (node.value for node in nodes(program.structure, file.where) if node.is_leaf)
-    short = cut(program, (leaf for leaf in leaves if id(leaf) not in identities))
+    aside, leading_keys = _beside(program.structure, names, file.where)
+    kept = {id(one) for one in (*needed, *all_in(leading_keys))}
+    short = cut(program, (one for one in all_in(aside) if id(one) not in kept))
     return _Selection(names, skipped, None if short is None else short.ljust(archive.pickle.nbytes, b"\0"))
+
+
+def _beside(tree: Any, names: Collection[str], where: str) -> tuple[list[Any], list[Any]]:
+    """What is in a tree beside the branches that lead to chosen values.
+
+    Args:
+        tree: what a pickle makes.
+        names: of the chosen values.
+        where: the file's name, for messages.
+
+    Returns:
+        All other values, the chosen ones among them; and the keys of the branches that lead to chosen values.
+    """
+    leading = {name[:at] for name in names for at, character in enumerate(name) if character == "."}
+    aside, keys = [], [*tree] if isinstance(tree, dict) else []
+    for node in nodes(tree, where):
+        if node.is_leaf or node.name not in leading:
+            aside.append(node.value)
+        elif isinstance(node.value, dict):
+            keys += dict.keys(node.value)
+    return aside, keys
 
 
 def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection) -> Loaded:

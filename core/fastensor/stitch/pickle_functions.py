@@ -68,8 +68,8 @@ def rebuild_from_type(call: Callable[[Any, Any], Any], function: Any, kind: Any,
     """
     base = call(function, arguments)
     if not isinstance(base, PickledTensor):
-        return UnknownObject(_name_of(kind), [base, state])
-    return replace(base, kind=_name_of(kind), parts=(base.parts, state))
+        return UnknownObject(_name_of(kind), [base, state, kind])
+    return replace(base, kind=_name_of(kind), parts=(base.parts, state, kind))
 
 
 def _rebuild_tensor_v3(
@@ -95,7 +95,7 @@ def _rebuild_on_meta(dtype: Any, size: Any, stride: Any, *rest: Any) -> PickledT
 
 
 def _rebuild_wrapper(kind: Any, dtype: Any, size: Any, *rest: Any) -> PickledTensor:
-    return PickledTensor(_name_of(kind), _dtype(dtype), _shape(size), None, parts=rest, plain=False)
+    return PickledTensor(_name_of(kind), _dtype(dtype), _shape(size), None, parts=(kind, *rest), plain=False)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

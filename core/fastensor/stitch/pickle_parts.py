@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fastensor.stitch.pickle_records import PickledTensor, Range, UnknownObject
+from fastensor.stitch.pickle_records import NOWHERE, PickledTensor, Range, UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.torch_pickle import Program
 
 
@@ -16,28 +16,43 @@ def cut(program: Program, unwanted: Iterable[Any]) -> bytes | None:
     """The bytes of a pickle that makes the same structure, with () in place of what is unwanted; None if it cannot be
     cut.
 
-    The bytes that are kept are the file's own, so an unpickler treats them as before. All globals are still named, so
-    an unpickler that refuses one of them refuses the new pickle, too.
+    The bytes that are kept are the file's own, so an unpickler treats them as before. Unknown globals that only
+    unwanted values name are not in the new pickle, so an unpickler that would refuse them does not meet them.
 
     Args:
         program: the pickle.
-        unwanted: values of its structure. Of these, tensors and objects of unknown classes are cut out, unless
-            something that stays in the pickle refers to them or to what is in them.
+        unwanted: values of its structure, and what is in them; nothing of that is wanted elsewhere. Of these, tensors,
+            objects of unknown classes, and unknown globals are cut out, unless something that stays in the pickle
+            refers to them or to what is in them.
 
     Returns:
         No more bytes than the pickle has.
     """
     if not program.can_be_cut:
         return None
-    made_by = (value.made_by for value in unwanted if isinstance(value, PickledTensor | UnknownObject))
-    removed = _without_needed(program, _outermost(made_by))
+    values = [*unwanted]
+    records = [one for one in values if isinstance(one, PickledTensor | UnknownObject) and one.made_by != NOWHERE]
+    removed = _without_needed(program, _outermost(one.made_by for one in records))
+    kept = [one for one in records if not _around(one.made_by[0], removed)]
+    unnamed = _names_of_globals(values) - _names_of_globals(all_in(kept))
+    forgotten = [one for one in program.globals if _name_of_global(program.data, one) in unnamed]
     data = program.data
     at = 2 if data[:1] == pickle.PROTO else 0
-    pieces = [data[:at], *_texts_in(program, removed)]
-    for begin, end in removed:
+    pieces = [data[:at], *_texts_in(program, removed, forgotten)]
+    for begin, end in sorted([*removed, *(one for one in forgotten if not _around(one[0], removed))]):
         pieces += (data[at:begin], pickle.EMPTY_TUPLE)
         at = end
     return b"".join((*pieces, data[at:]))
+
+
+def _names_of_globals(values: Iterable[Any]) -> set[str]:
+    return {one.name for one in values if isinstance(one, UnknownGlobal)}
+
+
+def _name_of_global(data: bytes, place: Range) -> str:
+    """The name that an :class:`~fastensor.stitch.pickle_records.UnknownGlobal` has which these bytes make."""
+    begin, end = place
+    return data[begin + 1 : end - 1].decode().replace("\n", ".")
 
 
 def _outermost(ranges: Iterable[Range]) -> list[Range]:
@@ -73,8 +88,19 @@ def _without_needed(program: Program, ranges: list[Range]) -> list[Range]:
     return [one for one in ranges if one not in kept]
 
 
-def _texts_in(program: Program, removed: list[Range]) -> Iterator[bytes]:
+def _texts_in(program: Program, removed: list[Range], forgotten: list[Range]) -> Iterator[bytes]:
     """The texts and globals in what is removed. The new pickle begins with them: that puts them into the memo, and
-    leaves them at the bottom of the stack."""
+    leaves them at the bottom of the stack.
+
+    Args:
+        program: the pickle.
+        removed: the ranges.
+        forgotten: globals that are not to be named. An empty tuple takes the place of each.
+    """
+    data, ends = program.data, dict(forgotten)
     places = {**dict(program.globals), **dict(program.texts)}
-    yield from dict.fromkeys(program.data[begin:end] for begin, end in places.items() if _around(begin, removed))
+    yield from dict.fromkeys(
+        pickle.EMPTY_TUPLE + data[ends[begin] : end] if begin in ends else data[begin:end]
+        for begin, end in places.items()
+        if _around(begin, removed)
+    )

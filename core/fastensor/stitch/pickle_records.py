@@ -13,7 +13,8 @@ import torch
 
 Range: TypeAlias = tuple[int, int]
 """Begin and end of bytes."""
-_NOWHERE: Range = (0, 0)
+NOWHERE: Range = (0, 0)
+"""Of a value that no bytes of its own make."""
 _LONGEST_KEY = 100_000
 """In characters or bytes. Comparing two equal keys of this length takes a few microseconds."""
 _MOST_ELEMENTS = 10
@@ -53,7 +54,7 @@ class PickledTensor:
     """Whether storage, offset and stride are all that there is to its values: not so for lazy conjugates, say."""
     parts: tuple[Any, ...] = ()
     """What a tensor that is not dense is made of, and attributes."""
-    made_by: Range = _NOWHERE
+    made_by: Range = NOWHERE
     """The bytes of the pickle that make it, and leave it on the stack."""
 
 
@@ -76,7 +77,7 @@ class UnknownObject:
     """Full name of the class or function."""
     parts: list[Any] = field(default_factory=list)
     """Arguments, state and items, for the storages in them."""
-    made_by: Range = _NOWHERE
+    made_by: Range = NOWHERE
     """The bytes of the pickle that make it, and leave it on the stack."""
 
     def __repr__(self) -> str:
