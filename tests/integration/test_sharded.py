@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fastensor import (
     DamagedCheckpointError,
     StateMismatchError,
     UnknownKeyError,
+    UnverifiedCheckpointWarning,
 )
 from fastensor.checkpoint.sharded import split
 from fastensor.cli.output import UNCHECKED
@@ -394,6 +396,59 @@ def test_a_model_in_legacy_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert command_line(capsys, "verify", tmp_path)[0] == UNCHECKED
     status, out, _ = command_line(capsys, "verify", "--allow-unchecked", tmp_path)
     assert (status, out.count("no checksums")) == (0, 2)
+
+
+def legacy(folder: Path, step: int = 1) -> Path:
+    """A model in files as torch wrote them before 1.6."""
+    folder.mkdir()
+    weight_map = {}
+    for name, one in state_of(step, 2).items():
+        weight_map[name] = f"pytorch_model-{name}.bin"
+        torch.save({name: one}, folder / weight_map[name], _use_new_zipfile_serialization=False)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::fastensor.errors.UnverifiedCheckpointWarning")
+@pytest.mark.parametrize("container", ["torch", "safetensors", "huggingface", "dcp"])
+def test_a_model_in_legacy_files_is_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], container: Any
+) -> None:
+    """Whatever ``load_sharded`` reads, ``convert`` reads."""
+    folder = legacy(tmp_path / "model")
+    fastensor.convert(folder, tmp_path / "new", container=container)
+    assert fastensor.verify(tmp_path / "new").complete
+    whole = tmp_path / "new.safetensors" if container == "dcp" else tmp_path / "new"
+    if container == "dcp":
+        fastensor.convert(tmp_path / "new", whole)
+    assert_equal(fastensor.load_sharded(whole), state_of(1, 2))
+    command = ["convert", folder, tmp_path / "again", "--container", container, "--json"]
+    status, out, _ = command_line(capsys, *command)
+    found = json.loads(out)
+    assert (status, found["container"], found["left_out"]) == (0, container, [])
+
+
+@pytest.mark.filterwarnings("ignore::fastensor.errors.UnverifiedCheckpointWarning")
+def test_a_model_in_legacy_files_is_loaded_into_tensors(tmp_path: Path) -> None:
+    folder = legacy(tmp_path / "model")
+    into = {name: torch.zeros_like(one) for name, one in state_of(1, 2).items()}
+    assert fastensor.load_sharded(folder, into=into) is into
+    assert_equal(into, state_of(1, 2))
+    with pytest.raises(StateMismatchError):
+        fastensor.load_sharded(folder, into={"layer.0": torch.zeros(2)})
+
+
+def test_converting_legacy_files_warns_of_each_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = legacy(tmp_path / "model")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.warns(UnverifiedCheckpointWarning) as caught:
+        fastensor.convert(folder, tmp_path / "new.safetensors")
+    assert {name in str(one.message) for one in caught for name in ("layer.0.bin", "layer.1.bin")} == {True, False}
+    assert len(caught) == 2
+    assert not os.listdir(tmp_path / "temporary")
 
 
 def test_a_model_without_a_tensor_of_its_index_is_not_verified(

@@ -17,10 +17,10 @@ from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_
 from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.conversion.sources import Source, open_source
 from fastensor.checkpoint.directories import metadata_names
-from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.save import SavedContainer, choose_container
+from fastensor.checkpoint.save import SavedContainer
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
 from fastensor.errors import UnsupportedContentError
@@ -59,9 +59,10 @@ def convert(
     anything fails, it is not touched, unless it is an open file. It may be the source, if nothing in that is lost.
 
     Args:
-        source: a file that holds a dict from names to dense tensors, in any container but that of torch before 1.6; or
-            ``*.index.json`` of a model in several files, or its folder; or the directory of a distributed checkpoint,
-            of which a torch file also gets the other objects, if ``weights_only=True`` allows them.
+        source: a file that holds a dict from names to dense tensors; or ``*.index.json`` of a model in several files,
+            or its folder; or the directory of a distributed checkpoint, of which a torch file also gets the other
+            objects, if ``weights_only=True`` allows them. A file that torch wrote before 1.6 is loaded whole, if
+            ``weights_only=True`` allows that, and copied to ``$TMPDIR`` first; other files are read by their tensors.
         target: as for :func:`fastensor.save`; or, for the last two containers, a directory.
         root: the name of the dict within the source, such as ``state_dict`` of a Lightning checkpoint; what is beside
             it is left out. None means all of the source.
@@ -123,7 +124,7 @@ def convert(
         drop=drop,
     )
     with reporting(progress) as tell:
-        return convert_by(source, target, settings, tell, stacklevel=3)
+        return convert_by(source, target, settings.checked(target), tell, stacklevel=3)
 
 
 def convert_by(
@@ -132,10 +133,10 @@ def convert_by(
     """:func:`convert` with its keywords as a record.
 
     Args:
-        source, target, settings, progress: as there.
+        source, target, progress: as there.
+        settings: have been checked.
         stacklevel: of the warning that a file could not be verified; 2 blames the caller of this function.
     """
-    settings.check(target)
     if settings.container == "dcp" or metadata_names(source):
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
 
@@ -180,8 +181,7 @@ class _Conversion:
                 lambda path, names: self._write(path, names, "safetensors"),
                 durable=settings.durable,
             )
-        wanted = cast(SavedContainer | None, settings.container)
-        kind = choose_container(wanted, name_of(target), settings.metadata, settings.checksums)
+        kind = cast(SavedContainer, settings.container)
         if kind == "torch":
             self._texts = None
         if any(is_same_file(path, target) for path in self._source.paths):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fastensor.backends import registry
-from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.contested import check_agree, contested
 from fastensor.checkpoint.into import (
     LEAVE_OUT,
@@ -34,6 +33,7 @@ from fastensor.checkpoint.placement import MapLocation
 from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.request import LoadRequest, check_arguments, is_restricted
+from fastensor.checkpoint.rewriting import read_catalog_of_any
 from fastensor.checkpoint.save import save
 from fastensor.checkpoint.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
@@ -286,8 +286,7 @@ def _fill(
             names = targets.keys() if expected is None else targets.keys() & expected
             if not names:
                 continue
-            file = stack.enter_context(opened(location))
-            catalog = read_catalog(file, verify=request.checked)
+            file, catalog = read_catalog_of_any(stack.enter_context(opened(location)), stack, verify=request.checked)
             if expected is not None:
                 check_holds(file.where, catalog.tensors, names)
             if odd := [name for name in catalog.tensors if name in names and name not in catalog.located]:

@@ -17,7 +17,6 @@ from fastensor.checkpoint.convert import convert_by
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.save import choose_container
 from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import OK, print_json, printable, progress_bar
 from fastensor.errors import FastensorError
@@ -42,14 +41,14 @@ def container_of(target: str) -> Literal["huggingface"] | None:
 def run(source: str, target: str, settings: ConvertSettings, *, force: bool, json: bool) -> int:
     """Convert, unless that would destroy or lose something that was not given up."""
     with wrong_arguments():
-        settings.check(target)
+        settings = settings.checked(target)
         _check_target(source, target, force=force)
-        lost = left_out(source, target, settings)
+        lost = left_out(source, settings)
         _check_losses(source, lost, settings)
         with progress_bar(target) as progress:
             report = convert_by(source, target, replace(settings, drop=bool(lost)), progress)
     if json:
-        print_json({**asdict(report), "left_out": lost})
+        print_json({**asdict(report), "container": settings.container, "left_out": lost})
     else:
         _print(target, settings, report, lost)
     return OK
@@ -96,8 +95,7 @@ def _in_words(names: Sequence[str]) -> str:
 
 
 def _print(target: str, settings: ConvertSettings, report: SaveReport, lost: Sequence[str]) -> None:
-    container = settings.container or choose_container(None, target, settings.metadata, settings.checksums)
     moved = f"{human_size(report.nbytes)} in {human_seconds(report.seconds)} ({human_size(report.bytes_per_second)}/s)"
-    print(printable(f"{target}: {container}, {moved}"))
+    print(printable(f"{target}: {settings.container}, {moved}"))
     if lost:
         print(f"left out: {_in_words(lost)}")

@@ -7,41 +7,43 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
 
-from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.conversion.selection import beside
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.conversion.sources import open_source
 from fastensor.checkpoint.directories import metadata_names
-from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.names import nodes
 from fastensor.checkpoint.opened import opened
-from fastensor.checkpoint.save import SavedContainer, choose_container
+from fastensor.checkpoint.rewriting import read_catalog_of_any
 from fastensor.checkpoint.sharded import is_index, weights_at
 from fastensor.stitch.safetensors import beyond_format
 
 
-def left_out(source: Location, target: Location, settings: ConvertSettings) -> tuple[str, ...]:
-    """Names of what a conversion would leave out, with ``drop``. Only the directory of the source is read.
+def left_out(source: Location, settings: ConvertSettings) -> tuple[str, ...]:
+    """Names of what a conversion would leave out, with ``drop``. Only the directory of the source is read, unless torch
+    wrote it before 1.6.
 
     Not listed are: which tensors are parameters, attributes of the dict, and which tensors share memory.
+
+    Args:
+        source: as for :func:`fastensor.convert`.
+        settings: of the conversion, with the container of the target.
 
     Raises:
         Exception: as :func:`fastensor.convert`, for what it finds before it writes.
     """
     if settings.container == "dcp":
         return () if metadata_names(source) else _left_out_of_directories(source, settings)
-    kind: SavedContainer = "safetensors"
-    if settings.container != "huggingface":
-        kind = choose_container(settings.container, name_of(target), settings.metadata, settings.checksums)
+    becomes_torch = settings.container == "torch"
     if metadata_names(source):
         from fastensor.checkpoint.dcp import catalog, convert  # loads torch.distributed.checkpoint
 
         contents = catalog.read_contents(cast(str, source))
-        only_tensors = kind == "safetensors" or bool(settings.rename)
+        only_tensors = not becomes_torch or bool(settings.rename)
         return convert.left_out(contents, settings.root, only_tensors=only_tensors)
     with ExitStack() as stack:
         found = open_source(source, replace(settings, drop=True, copy_ties=True, rename={}), stack)
-        return (*found.left_out, *(_metadata(found.metadata) if kind == "torch" else ()))
+        return (*found.left_out, *(_metadata(found.metadata) if becomes_torch else ()))
 
 
 def _left_out_of_directories(source: Location, settings: ConvertSettings) -> tuple[str, ...]:
@@ -49,8 +51,8 @@ def _left_out_of_directories(source: Location, settings: ConvertSettings) -> tup
     found = weights_at(source)
     if found is not None and is_index(found):
         return ()
-    with opened(source if found is None else found) as file:
-        catalog = read_catalog(file, verify=settings.verify)
+    with opened(source if found is None else found) as file, ExitStack() as stack:
+        file, catalog = read_catalog_of_any(file, stack, verify=settings.verify)
         aside: tuple[str, ...] = ()
         if settings.root is not None:
             aside = beside([node.name for node in nodes(catalog.structure, file.where)], settings.root)

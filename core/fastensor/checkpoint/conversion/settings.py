@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
-from fastensor.checkpoint.save import SavedContainer
+from fastensor.checkpoint.save import SavedContainer, choose_container
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -20,7 +20,6 @@ WrittenContainer: TypeAlias = SavedContainer | Literal["dcp", "huggingface"]
 MIN_MEMORY_NBYTES = 1 << 20
 CAST_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes between which tensors are cast. Others are kept: integers, and floats of 8 bits, which have scales."""
-_IN_DIRECTORIES = ("dcp", "huggingface")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,9 @@ class ConvertSettings:
     rename: Mapping[str, str]
     drop: bool
 
-    def check(self, target: Location) -> None:
-        """Refuse settings that mean nothing, or do not fit each other or the target.
+    def checked(self, target: Location) -> ConvertSettings:
+        """The settings, with the container of the target if they name none. Refuses those that mean nothing, or do not
+        fit each other or the target.
 
         Raises:
             ValueError, UnsupportedContentError: the message says which.
@@ -55,8 +55,11 @@ class ConvertSettings:
         )
         if self.dtype is not None and self.dtype not in CAST_DTYPES:
             raise ValueError(f"dtype is one of {', '.join(map(str, CAST_DTYPES))}, found {self.dtype}")
-        if self.container in _IN_DIRECTORIES:
+        if self.container == "dcp" or self.container == "huggingface":
             self._check_directory(target)
+            return self
+        chosen = choose_container(self.container, name_of(target), self.metadata, self.checksums)
+        return replace(self, container=chosen)
 
     def _check_directory(self, target: Location) -> None:
         if not isinstance(target, str | os.PathLike):

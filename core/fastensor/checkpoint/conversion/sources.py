@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastensor.checkpoint.catalog import Catalog, Located, read_catalog, ties_in
+from fastensor.checkpoint.catalog import Catalog, Located, ties_in
 from fastensor.checkpoint.conversion.copying import InFile
 from fastensor.checkpoint.conversion.renames import renamed
 from fastensor.checkpoint.conversion.selection import Selection, select
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, opened
+from fastensor.checkpoint.rewriting import read_catalog_of_any
 from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
 from fastensor.errors import UnsupportedContentError
 
@@ -41,7 +42,7 @@ class Source:
 
 
 def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
-    """Open the files of a source, and choose its tensors. Only directories are read.
+    """Open the files of a source, and choose its tensors. Only directories are read, but for files of torch before 1.6.
 
     Args:
         location: a file; or the index or folder of a model in several files.
@@ -76,8 +77,7 @@ def _open_file(location: Location, settings: ConvertSettings, stack: ExitStack) 
 def _open_one(
     location: Location, settings: ConvertSettings, root: str | None, stack: ExitStack
 ) -> tuple[OpenedFile, Catalog, Selection]:
-    file = stack.enter_context(opened(location))
-    catalog = read_catalog(file, verify=settings.verify)
+    file, catalog = read_catalog_of_any(stack.enter_context(opened(location)), stack, verify=settings.verify)
     selection = select(catalog, root, drop=settings.drop, where=file.where)
     if not settings.copy_ties:
         _check_ties(selection.tensors, file.where)

@@ -26,9 +26,10 @@ from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.checkpoint.directories import metadata_names, survives_power_failure
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.opened import container_of, opened
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.save import SavedContainer, choose_container
+from fastensor.checkpoint.save import SavedContainer
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import check_holds, files_behind, write_sharded
 from fastensor.checkpoint.verify import verify_part, with_progress
@@ -52,8 +53,7 @@ def from_directory(source: Location, target: Location, settings: ConvertSettings
                 lambda path, keys: writer.write(path, {key: by_key[key] for key in keys}, "safetensors"),
                 durable=settings.durable,
             )
-        wanted = cast(SavedContainer | None, settings.container)
-        kind = choose_container(wanted, name_of(target), settings.metadata, settings.checksums)
+        kind = cast(SavedContainer, settings.container)
         if kind == "safetensors" or settings.rename:
             return writer.write(target, _keys(contents, chosen, names, settings), kind)
         others = {name: tensors.read_object(name) for name in chosen if name not in tensors.entries}
@@ -293,10 +293,12 @@ def to_directory(
 
 
 def _loaded(files: Mapping[Location, set[str] | None]) -> Any:
-    """What a file, or the files of a model, hold. Tensors are mapped."""
+    """What a file, or the files of a model, hold. Tensors are mapped, unless torch wrote the file before 1.6."""
     state: dict[str, Any] = {}
     for file, names in files.items():
-        found = load(file, "cpu", mmap=True, weights_only=True)
+        with opened(file) as one:
+            mmap = container_of(one) != "legacy"
+        found = load(file, "cpu", mmap=mmap, verify=False, weights_only=True)
         if names is None:
             return found
         check_holds(name_of(file), found, names)
