@@ -88,7 +88,7 @@ class NewFile:
             _claim(self.path, self._link)
             if self._withdrawn:
                 raise OSError(errno.ECANCELED, "another save replaces it", self.path)
-        if not _leads_to(self._names[-1], self.fd):
+        if not leads_to(self._names[-1], self.fd):
             what = "it was removed or replaced, perhaps by another machine, which does not see our locks"
             raise OSError(errno.ESTALE, what, self._names[-1])
         os.rename(self._names[-1], self.path)
@@ -136,7 +136,7 @@ class NewFile:
                 return True
         except BaseException:
             with contextlib.suppress(OSError):
-                if _leads_to(name, fd):
+                if leads_to(name, fd):
                     os.unlink(name)
             os.close(fd)
             raise
@@ -164,7 +164,7 @@ class NewFile:
     def _remove(self) -> None:
         for name in self._names:
             with contextlib.suppress(OSError):  # the file is not there, or may not be removed
-                if _leads_to(name, self.fd):
+                if leads_to(name, self.fd):
                     os.unlink(name)
 
 
@@ -221,7 +221,8 @@ def _is_locked(name: str) -> bool:
         posix.close_read_only(fd)
 
 
-def _leads_to(name: str, fd: int) -> bool:
+def leads_to(name: str, fd: int) -> bool:
+    """Whether a name, which is no symlink, is that of an open file or directory."""
     try:
         return os.path.samestat(os.lstat(name), os.fstat(fd))
     except FileNotFoundError:

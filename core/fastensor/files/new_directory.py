@@ -10,29 +10,35 @@ import hashlib
 import os
 import shutil
 import time
+from collections.abc import Iterator
 
 from fastensor.files import posix
-from fastensor.files.atomic import LEFTOVER_SECONDS
+from fastensor.files.atomic import LEFTOVER_SECONDS, leads_to
 
 SUFFIX = ".fastensor-saving"
-_ASIDE_SUFFIX = ".fastensor-replaced"
+ASIDE_SUFFIX = ".fastensor-replaced"
 _DIGITS = 16
 
 
-class NewDirectory:
-    """A directory that is filled under a hidden name beside its path, and then takes the place of whatever is there.
+class DirectoryInUseError(FileExistsError):
+    """Another process fills a directory for the same path, or other work of this process does."""
 
-    Several processes may fill it. One of them calls the methods, in one thread at a time. The hidden name follows from
-    the path. It is locked (``flock``) until the directory is published or discarded, so that others know what a killed
-    process has left.
+
+class NewDirectory:
+    """A directory that is filled under another name, and then takes the place of whatever is at its path.
+
+    Several processes may fill it. One of them calls the methods, in one thread at a time. The directory is locked
+    (``flock``) until it is published or discarded, so that others know what a killed process has left.
 
     Args:
         path: the absolute path that the directory is to have. Its parent exists.
+        hidden: the absolute path while the directory is filled, on the same filesystem. It follows from ``path``. None
+            means a hidden name beside ``path``.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, hidden: str | None = None) -> None:
         self.path = path
-        self.hidden = _hidden_name(path)
+        self.hidden = _hidden_name(path) if hidden is None else hidden
         """The path while the directory is filled."""
         self._aside = _aside_name(self.hidden)
         """The path of what was replaced, where two renames are needed."""
@@ -43,23 +49,30 @@ class NewDirectory:
         was about to replace gets its path back.
 
         Raises:
-            FileExistsError: another process is filling the directory.
+            DirectoryInUseError: another process is filling the directory.
             OSError: the filesystem refused.
         """
-        if os.path.lexists(self._aside) and not os.path.lexists(self.path):
-            os.rename(self._aside, self.path)  # a process was killed between the two renames
-        _remove(self._aside)
-        parent = os.path.dirname(self.path)
-        for left in glob.glob(f"{glob.escape(parent)}/.*{SUFFIX}"):
+        for left in (self.hidden, *_old_leftovers(os.path.dirname(self.path))):
             with contextlib.suppress(FileNotFoundError):  # its own process was faster
-                if left == self.hidden or os.lstat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
-                    _remove_unless_locked(left)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.hidden)
-        self._lock = os.open(self.hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if not posix.try_lock(self._lock):
-            self._unlock()
-            raise FileExistsError(errno.EEXIST, "another process is saving to the same path", self.path)
+                remove_unless_locked(left)
+        if not self._make_and_lock():
+            raise DirectoryInUseError(errno.EEXIST, "another process is saving to the same path", self.path)
+        restore(self._aside, self.path)
+        _remove(self._aside)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has removed or replaced the directory since it was created here, and until it is published."""
+        return self._lock is None or leads_to(self.hidden, self._lock)
+
+    def check(self) -> None:
+        """
+        Raises:
+            OSError: the directory is not intact.
+        """
+        if not self.is_intact:
+            what = "it was removed or replaced, perhaps by another machine, which does not see our locks"
+            raise OSError(errno.ESTALE, what, self.hidden)
 
     def publish(self, *, durable: bool) -> None:
         """Give the directory its path, and remove what was there before.
@@ -71,27 +84,47 @@ class NewDirectory:
             durable: whether everything is on stable storage then.
 
         Raises:
-            OSError: the filesystem refused. What was at the path is there, unless only the removal has failed.
+            OSError: the filesystem refused, or another process has removed the new directory. What was at the path is
+                there, unless only its removal has failed.
         """
+        self.check()
         if durable:
             posix.sync_tree(self.hidden)
-        if os.path.lexists(self.path):
+        if replaces := os.path.lexists(self.path):
             _exchange(self.hidden, self.path)
         else:
             os.rename(self.hidden, self.path)
         if durable:
-            posix.sync_directory(os.path.dirname(self.path))
-        self._unlock()
-        _remove(self.hidden)
+            for parent in {os.path.dirname(self.path), os.path.dirname(self.hidden)}:
+                with contextlib.suppress(FileNotFoundError):  # another process has removed the hidden one's, now empty
+                    posix.sync_directory(parent)
         _remove(self._aside)
+        self._unlock()
+        if replaces:
+            with contextlib.suppress(FileNotFoundError):
+                remove_unless_locked(self.hidden)
 
     def discard(self) -> None:
         """Remove the directory, if it was created here and not published. Calling this again does nothing."""
         if self._lock is not None:
             try:
-                _remove(self.hidden)
+                _remove_locked(self.hidden, self._lock)
             finally:
                 self._unlock()
+
+    def _make_and_lock(self) -> bool:
+        """Make the directory, unless it is there, and lock it. False if another process fills or removes it."""
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed its parent, which was empty
+            os.makedirs(self.hidden, exist_ok=True)
+        os.makedirs(self.hidden, exist_ok=True)
+        try:
+            self._lock = os.open(self.hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        if posix.try_lock(self._lock) and self.is_intact:
+            return True
+        self._unlock()
+        return False
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
@@ -150,10 +183,30 @@ def _hidden_name(path: str) -> str:
 
 def _aside_name(hidden: str) -> str:
     """Where that is which was replaced, if two renames are needed."""
-    return hidden.removesuffix(SUFFIX) + _ASIDE_SUFFIX
+    return hidden.removesuffix(SUFFIX) + ASIDE_SUFFIX
 
 
-def _remove_unless_locked(path: str) -> None:
+def restore(aside: str, path: str) -> None:
+    """Give what a process was about to replace its path back, if that process was killed between its two renames.
+    Several processes may do this at a time.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    if os.path.lexists(aside) and not os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(aside, path)
+
+
+def _old_leftovers(parent: str) -> Iterator[str]:
+    """Hidden directories that no process of another machine is likely to fill still."""
+    for left in glob.glob(f"{glob.escape(parent)}/.*{SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(left).st_mtime < time.time() - LEFTOVER_SECONDS:
+                yield left
+
+
+def remove_unless_locked(path: str) -> None:
     """Remove a directory unless a process fills it; or a file or link, which a directory has replaced.
 
     Raises:
@@ -162,13 +215,20 @@ def _remove_unless_locked(path: str) -> None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
-        _remove(path)
+        os.unlink(path)
         return
     try:
         if posix.try_lock(fd):
-            _remove(path)
+            _remove_locked(path, fd)
     finally:
         posix.close_read_only(fd)
+
+
+def _remove_locked(path: str, lock: int) -> None:
+    """Remove a directory that this process has locked, and not one that another process makes there afterwards."""
+    while leads_to(path, lock):  # its process may have published it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a process that is told to give up removes its own files
+            shutil.rmtree(path)
 
 
 def remove_directory(path: str) -> None:
@@ -182,7 +242,7 @@ def remove_directory(path: str) -> None:
     path = os.path.abspath(path)
     hidden = _hidden_name(path)
     with contextlib.suppress(FileNotFoundError):
-        _remove_unless_locked(hidden)
+        remove_unless_locked(hidden)
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         os.rename(path, hidden)
         _remove(hidden)
