@@ -75,7 +75,7 @@ class CheckpointMonitor(Callback):
         self._logs = log
         self._explain = explain
         self._to_show: fastensor.SaveReport | None = None
-        self._to_log: deque[tuple[int, fastensor.SaveReport]] = deque()
+        self._to_log: deque[tuple[int | None, fastensor.SaveReport]] = deque()
         self._saved = SavedInRun()
         self._thread = 0
         self._undo: list[Callable[[], None]] = []
@@ -184,7 +184,7 @@ class CheckpointMonitor(Callback):
     def _on_save(self, trainer: Trainer, report: fastensor.SaveReport, step: int | None) -> None:
         self._to_show = report
         self._saved.add(report)
-        self._to_log.append((trainer.global_step if step is None else step, report))
+        self._to_log.append((step, report))
         if threading.get_ident() == self._thread:
             self._log(trainer)
 
@@ -202,7 +202,7 @@ class CheckpointMonitor(Callback):
                 "checkpoint/save_bytes_per_second": report.bytes_per_second,
             }
             for logger in trainer.loggers if self._logs else ():
-                logger.log_metrics(metrics, step=step)
+                logger.log_metrics(metrics, step=trainer.global_step if step is None else step)
             if self._explain:
                 _explain(trainer, "saved", report)
         if self._loggers is not None:
