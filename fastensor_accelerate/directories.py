@@ -16,16 +16,18 @@ import contextlib
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.files import posix
+from fastensor.files.new_directory import ASIDE_SUFFIX, NewDirectory, remove_unless_locked, restore
 
 CHECKPOINTS = "checkpoints"
 """Accelerate's folder of states that it names itself, in the project's folder."""
+_STAGING = ".saving"
+"""The end of the name of the folder beside it, in which they are staged."""
 _SAVING = ".fastensor-saving"
 _SAVED = ".fastensor-saved"
 _NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")
@@ -36,15 +38,21 @@ _OBSOLETE = ".fastensor-obsolete"
 """The end of the name of an empty file in a committed state: the file of that name goes from the directory."""
 
 
-@dataclass(frozen=True, slots=True)
 class StateDirectory:
-    """Where a state goes, and where its files are written first."""
+    """Where a state goes, and where its files are written first.
 
-    path: str
-    """The directory that the state is to be found in."""
-    staging: str
-    """The directory that the files are written to. It has the same name as ``path``, and is on the same filesystem."""
-    is_named_by_accelerate: bool
+    Args:
+        path: the directory that the state is to be found in.
+        staging: the directory that the files are written to. It has the same name as ``path``, and is on the same
+            filesystem.
+        is_named_by_accelerate: whether all that is in the directory is the state.
+    """
+
+    def __init__(self, path: str, staging: str, *, is_named_by_accelerate: bool) -> None:
+        self.path = path
+        self.staging = staging
+        self.is_named_by_accelerate = is_named_by_accelerate
+        self._new = NewDirectory(path if is_named_by_accelerate else os.path.join(path, _SAVED), staging)
 
     @property
     def exists(self) -> bool:
@@ -57,56 +65,59 @@ class StateDirectory:
         parent, name = os.path.split(self.staging)
         return name in _names_in(parent) and not os.path.islink(self.staging)
 
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has removed the staging directory that was made here."""
+        return self._new.is_intact
+
     def prepare(self, *, durable: bool) -> None:
-        """Create an empty staging directory. What a killed process has left there is removed, or moved to its place.
+        """Create an empty staging directory, which is this process's until it is published or discarded. What a killed
+        process has left is removed, or moved to its place.
 
         Raises:
+            DirectoryInUseError: another process saves to the same path.
             OSError: the filesystem refused.
         """
         parent = os.path.dirname(self.staging)
         if self.is_named_by_accelerate:
             make_directories(os.path.dirname(self.path), durable=durable)
-            remove_leftovers(parent)
+            restore_replaced(os.path.dirname(self.path))
         else:
             make_directories(self.path, durable=durable)
             finish(self.path, durable=durable)
-            if os.path.isdir(parent):
-                shutil.rmtree(parent)
-        os.makedirs(self.staging)
+        remove_leftovers(parent)
+        self._new.create()
 
-    def publish(self, *, durable: bool, link: bool) -> None:
+    def publish(self, *, durable: bool, link: bool, replaces: bool = False) -> None:
         """Give the state its place. What was written to ``path`` meanwhile stays, unless the state has such a file.
 
         Args:
             durable: whether the state is on stable storage then.
             link: whether the name of the staging directory, if ``save_state`` has returned it, is to lead to the state.
+            replaces: whether there is a state that Accelerate has named, of which nothing stays.
 
         Raises:
             OSError: the filesystem refused. Whoever loads or saves next goes on, if the state was committed.
         """
-        if self.is_named_by_accelerate:
-            if os.path.isdir(self.path):
-                move_into(self.path, self.staging, durable=durable)  # what a script has written, which knew the name
-            committed = self.path
-        else:
+        self._new.check()
+        if not self.is_named_by_accelerate:
             _mark_obsolete(self.path, self.staging)
-            committed = os.path.join(self.path, _SAVED)
-        if durable:
-            posix.sync_tree(self.staging)
-        os.rename(self.staging, committed)
+        elif os.path.isdir(self.path) and not replaces:
+            move_into(self.path, self.staging, durable=durable)  # what a script has written, which knew the name
+        self._new.publish(durable=durable)
         if self.is_named_by_accelerate and link:
-            with contextlib.suppress(FileExistsError):  # a script has made a directory of that name
+            # a script has made a directory of that name, or another process has removed the empty folder
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
                 os.symlink(os.path.relpath(self.path, os.path.dirname(self.staging)), self.staging)
-        if durable:
-            posix.sync_directory(os.path.dirname(committed))
-            posix.sync_directory(os.path.dirname(self.staging))
         if not self.is_named_by_accelerate:
             finish(self.path, durable=durable)
         self.tidy()
 
     def discard(self) -> None:
-        """Remove the staging directory."""
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Remove the staging directory, if it was made here and not published. What cannot be removed is left to the
+        next save."""
+        with contextlib.suppress(OSError):
+            self._new.discard()
         self.tidy()
 
     def tidy(self) -> None:
@@ -124,7 +135,9 @@ def named_state(project_dir: str, number: int) -> StateDirectory:
     """
     name = f"checkpoint_{number}"
     folder = os.path.join(project_dir, CHECKPOINTS)
-    return StateDirectory(os.path.join(folder, name), os.path.join(f"{folder}.saving", name), True)
+    return StateDirectory(
+        os.path.join(folder, name), os.path.join(f"{folder}{_STAGING}", name), is_named_by_accelerate=True
+    )
 
 
 def state_in(directory: str | os.PathLike[str]) -> StateDirectory:
@@ -134,7 +147,9 @@ def state_in(directory: str | os.PathLike[str]) -> StateDirectory:
     'runs/step_5/.fastensor-saving/step_5'
     """
     path = os.fspath(directory)
-    return StateDirectory(path, os.path.join(path, _SAVING, os.path.basename(os.path.abspath(path))), False)
+    return StateDirectory(
+        path, os.path.join(path, _SAVING, os.path.basename(os.path.abspath(path))), is_named_by_accelerate=False
+    )
 
 
 def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
@@ -203,15 +218,18 @@ def states_in(checkpoints: str) -> list[str]:
     return [os.path.join(checkpoints, name) for _, name in sorted(numbered)]
 
 
-def surplus(states: list[str], newest: str, total_limit: int | None) -> list[str]:
-    """The states to be removed, the oldest first, so that ``total_limit`` are left. The newest one is never removed.
+def surplus(states: list[str], newest: str | None, total_limit: int | None) -> list[str]:
+    """The states to be removed, the oldest first, so that ``total_limit`` are left. The newest one, which need not be
+    listed, counts, and is never removed. None stands for one that is to come, with any name.
 
     >>> surplus(["c_0", "c_1", "c_2"], "c_2", 2)
     ['c_0']
+    >>> surplus(["c_0", "c_1", "c_2"], None, 2)
+    ['c_0', 'c_1']
     """
     if total_limit is None:
         return []
-    others = [state for state in states if os.path.basename(state) != os.path.basename(newest)]
+    others = [state for state in states if newest is None or os.path.basename(state) != os.path.basename(newest)]
     return others[: max(len(others) + 1 - max(total_limit, 1), 0)]
 
 
@@ -223,7 +241,7 @@ def remove_state(state: str) -> None:
     Raises:
         OSError: the filesystem refused.
     """
-    folder = f"{os.path.dirname(state)}.saving"
+    folder = f"{os.path.dirname(state)}{_STAGING}"
     os.makedirs(folder, exist_ok=True)
     aside = os.path.join(folder, f"{os.path.basename(state)}.removed")
     shutil.rmtree(aside, ignore_errors=True)
@@ -240,27 +258,44 @@ def remove_state(state: str) -> None:
 
 
 def remove_leftovers(saving: str) -> None:
-    """Remove what killed processes have left in the folder ``checkpoints.saving``, and links to removed states.
+    """Remove what killed processes have left in a folder of staging directories, and links to removed states. What a
+    process is writing stays.
 
     Raises:
         OSError: the filesystem refused.
     """
     with contextlib.suppress(FileNotFoundError):
         for entry in list(os.scandir(saving)):
-            if entry.is_symlink():
-                if not os.path.exists(entry.path):
-                    os.unlink(entry.path)
-            elif entry.is_dir():
-                shutil.rmtree(entry.path)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                if entry.is_symlink():
+                    if not os.path.exists(entry.path):
+                        os.unlink(entry.path)
+                elif entry.is_dir():
+                    remove_unless_locked(entry.path)
+
+
+def restore_replaced(checkpoints: str) -> None:
+    """Give states their places back that killed processes were about to replace, where the filesystem cannot exchange
+    two names.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    saving = f"{checkpoints}{_STAGING}"
+    for name in _names_in(saving):
+        if name.endswith(ASIDE_SUFFIX):
+            restore(os.path.join(saving, name), os.path.join(checkpoints, name.removesuffix(ASIDE_SUFFIX)))
 
 
 def published_path(path: str | os.PathLike[str]) -> Path:
-    """Where a state is found now, by the path that ``save_state`` has returned."""
+    """Where a state is found now, by the path that ``save_state`` has returned. A directory in the place of the link to
+    a state was left by a killed process."""
     found = Path(path)
     folder = found.parent
-    if folder.name == f"{CHECKPOINTS}.saving" and not found.exists():
-        return folder.with_name(CHECKPOINTS) / found.name
-    return found
+    if folder.name != f"{CHECKPOINTS}{_STAGING}" or found.is_symlink():
+        return found
+    published = folder.with_name(CHECKPOINTS) / found.name
+    return published if published.exists() or not found.exists() else found
 
 
 def _twin_of(name: str) -> str | None:

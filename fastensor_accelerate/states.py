@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.logging import get_logger
 
 import fastensor
-from fastensor.checkpoint import cooperative
+from fastensor.backends.fallback import announce
+from fastensor.checkpoint import cooperative, ordering
 from fastensor.checkpoint.agreement import Agreement, has_others
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.directories import nbytes_in_directory
@@ -32,17 +32,20 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files import posix
+from fastensor.files.new_directory import DirectoryInUseError
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
 from fastensor_accelerate.agreement import SavingProcesses
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.directories import (
+    CHECKPOINTS,
     StateDirectory,
     finish,
     is_incomplete,
     named_state,
     published_path,
     remove_state,
+    restore_replaced,
     state_in,
     states_in,
     surplus,
@@ -55,18 +58,31 @@ if TYPE_CHECKING:
     from fastensor_accelerate.shards import ShardWriters
 
 _logger = logging.getLogger("fastensor")
-_accelerates_logger = get_logger("accelerate.accelerator")
+_accelerates_logger = logging.getLogger("accelerate.accelerator")  # its adapter would ask Accelerate's state
+_HOW_TO_KEEP_APART = (
+    "give each job a directory of its own. If it is one job, its launcher has started processes that do not know each "
+    "other"
+)
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 @dataclass(slots=True)
 class _Saving:
-    """One state that is being saved by this process."""
+    """One state that is being saved by this process. It has all that the save needs when ``save_state`` has returned:
+    the Accelerator may be reset or used for something else by then."""
 
     directory: StateDirectory
-    started: float
     agreement: Agreement
     """With whom this process agrees that the state is whole."""
+    config: FastensorConfig
+    is_main: bool
+    is_first_of_machine: bool
+    is_sharded: bool
+    """Whether FSDP has processes save together."""
+    total_limit: int | None
+    started: float = field(default_factory=time.perf_counter)
+    replaces: bool = False
+    """Whether the state takes the place of an older one of the same name."""
     metrics: StateMetrics = field(default_factory=StateMetrics)
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     shards: list[Callable[[], object]] = field(default_factory=list)
@@ -105,6 +121,7 @@ class StateSaver:
         self._sharing: Sharing | None = None
         self._to_log: deque[StateMetrics] = deque()
         self._totals = Totals()
+        """What the main process has saved and loaded."""
         self._said_other_engine = False
         self._saving_in_turn = False
         self._said_old_torch = False
@@ -146,21 +163,29 @@ class StateSaver:
         project = self.accelerator.project_configuration
         iteration = project.iteration
         returned, directory = self._directory(output_dir)
-        saving = _Saving(directory, time.perf_counter(), agreement)
-        saving.together(lambda: self._check(directory))  # all processes raise, or none
+        saving = self._begin(directory, agreement, self.config)
+        saving.together(lambda: self._check(saving))  # all processes raise, or none
         if agreement.size > 1:
             self._share_choice()
-        self._on_each_machine(saving, lambda: self._prepare(directory), lambda: not directory.is_staged)
-        self._write(saving, stock, options)
-        saving.metrics.stall_seconds = time.perf_counter() - saving.started
-        if not self.config.asynchronous:
-            self._confirm(saving)
-            project.iteration = iteration + 1
-            self._publish(saving)
+        try:
+            _on_each_machine(saving, lambda: self._prepare(saving), lambda: not directory.is_staged)
+            self._write(saving, stock, options)
+            saving.metrics.stall_seconds = time.perf_counter() - saving.started
+            if not saving.config.asynchronous:
+                self._confirm(saving)
+                project.iteration = iteration + 1
+                self._publish(saving)
+        except BaseException:
+            if saving.handles:  # their files are still being written
+                self._in_turn(saving, lambda: None)
+            else:
+                directory.discard()
+            raise
+        if not saving.config.asynchronous:
             self._log()
             return returned
         project.iteration = iteration + 1  # in all processes, whether or not they fail
-        self._in_turn(saving.directory.path, partial(self._commit, saving))
+        self._in_turn(saving, partial(self._commit, saving))
         if saving.failure is not None:
             raise saving.failure
         return Path(directory.staging) if naming else returned
@@ -183,8 +208,14 @@ class StateSaver:
         directory = None
         if input_dir:
             directory = published_path(os.path.expanduser(input_dir))
+            ordering.wait_to_remove(directory)
+            restore_replaced(str(directory.parent))
             if directory.is_dir():
                 finish(directory, durable=self.config.durable)
+        elif self.accelerator.project_dir is not None:
+            folder = os.path.join(self.accelerator.project_dir, CHECKPOINTS)
+            ordering.wait_to_remove(folder)
+            restore_replaced(folder)
         try:
             with self.loading(together=self.config.cooperative) as shards:
                 stock(input_dir if directory is None else str(directory), **options)
@@ -227,11 +258,13 @@ class StateSaver:
             yield
 
     @contextmanager
-    def saving_in_turn(self, directory: str) -> Iterator[list[Callable[[], None]]]:
+    def saving_in_turn(self, directory: str, *, reader: str | None = None) -> Iterator[list[Callable[[], None]]]:
         """What is saved in the block is written by Fastensor: file by file, or asynchronously if the options say so.
 
         Args:
             directory: where the files go, for messages.
+            reader: says what may read the files as soon as they are saved. Then this process and all others wait for
+                each file.
 
         Yields:
             A list. The functions that are put into it are called when the files of all processes are durable, and not
@@ -243,7 +276,11 @@ class StateSaver:
         """
         self.wait()
         agreement = self._processes.all()  # in the thread that trains, in the same order in all processes
-        saving = _Saving(state_in(os.path.abspath(directory)), time.perf_counter(), agreement)
+        config = self.config
+        if config.asynchronous and (reader := agreement.first(reader, f"{directory} was not saved")) is not None:
+            announce("saving a Trainer's checkpoints asynchronously", f"{reader} may read each as soon as it is saved")
+            config = replace(config, asynchronous=False)
+        saving = self._begin(state_in(os.path.abspath(directory)), agreement, config)
         afterwards: list[Callable[[], None]] = []
 
         def finish_saving() -> None:
@@ -261,8 +298,8 @@ class StateSaver:
         finally:
             self._saving_in_turn = False
         saving.metrics.stall_seconds = time.perf_counter() - saving.started
-        if self.config.asynchronous:
-            self._in_turn(saving.directory.path, finish_saving)
+        if config.asynchronous:
+            self._in_turn(saving, finish_saving)
             if saving.failure is not None:
                 self.wait()
                 raise saving.failure
@@ -282,8 +319,7 @@ class StateSaver:
 
     def print_summary(self) -> None:
         """Say in one line on ``stderr`` what the saves and loads have cost, in the main process."""
-        summary = self._totals.summary()
-        if summary and self.accelerator.is_main_process:
+        if summary := self._totals.summary():
             print(f"fastensor: {summary}", file=sys.stderr)
 
     def close(self) -> None:
@@ -322,15 +358,33 @@ class StateSaver:
         folder, number = self.accelerator.project_dir, self.accelerator.save_iteration
         return Path(named_state(folder, number).path), named_state(os.path.abspath(folder), number)
 
-    def _check(self, directory: StateDirectory) -> None:
-        """Wait for the pending state.
+    def _begin(self, directory: StateDirectory, agreement: Agreement, config: FastensorConfig) -> _Saving:
+        accelerator = self.accelerator
+        return _Saving(
+            directory,
+            agreement,
+            config,
+            is_main=accelerator.is_main_process,
+            is_first_of_machine=accelerator.is_local_main_process,
+            is_sharded=accelerator.distributed_type == DistributedType.FSDP,
+            total_limit=accelerator.project_configuration.total_limit,
+        )
+
+    def _check(self, saving: _Saving) -> None:
+        """Wait for pending states, also those of other Accelerators of this process, and find out whether the state
+        replaces an older one. Accelerate would remove that before it saves.
 
         Raises:
             Exception: what the save of the pending state has failed with.
-            ValueError: Accelerate has given the same name before.
+            ValueError: Accelerate has given the same name before, and the state of that name is to be kept.
         """
+        directory = saving.directory
         self.wait()
+        folder = os.path.dirname(directory.path)
+        ordering.wait_to_remove(folder if directory.is_named_by_accelerate else directory.path)
         if directory.is_named_by_accelerate and directory.exists:
+            saving.replaces = directory.path in surplus(states_in(folder), None, saving.total_limit)
+        if directory.is_named_by_accelerate and directory.exists and not saving.replaces:
             number = self.accelerator.save_iteration
             path = named_state(self.accelerator.project_dir, number).path
             exists = ValueError(  # in Accelerate's words
@@ -340,19 +394,26 @@ class StateSaver:
             exists.add_note("Set accelerator.project_configuration.iteration, which load_state leaves as it is.")
             raise exists
 
-    def _prepare(self, directory: StateDirectory) -> None:
+    def _prepare(self, saving: _Saving) -> None:
         """Make the staging directory, and remove states that a process which was killed in time had left to remove:
         they would add up.
 
         Raises:
+            CheckpointWriteError: another process saves a state of the same name.
             OSError: the filesystem refused.
         """
-        directory.prepare(durable=self.config.durable)
+        directory = saving.directory
+        try:
+            directory.prepare(durable=saving.config.durable)
+        except DirectoryInUseError as error:
+            raise CheckpointWriteError(
+                errno.EEXIST, f"{error.strerror}; {_HOW_TO_KEEP_APART}", error.filename
+            ) from error
         folder = os.path.dirname(directory.path)
         if directory.is_named_by_accelerate and (states := states_in(folder)):
-            if self.config.durable:
+            if saving.config.durable:
                 posix.sync_directory(folder)  # the newest one was perhaps published a moment before
-            self._remove_surplus(states[-1])
+            _remove_surplus(saving, states[-1])
 
     def _before_writing(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
@@ -375,7 +436,7 @@ class StateSaver:
         Raises:
             CheckpointWriteError: there is no room for the state beside the older ones.
         """
-        if not self.accelerator.is_main_process or self.accelerator.distributed_type == DistributedType.FSDP:
+        if not saving.is_main or saving.is_sharded:
             return
         nbytes = nbytes_of([weights, [dict(optimizer.state) for optimizer in self.accelerator._optimizers]])
         free = shutil.disk_usage(output_dir).free
@@ -389,7 +450,7 @@ class StateSaver:
                 "removed when a new one is durable",
                 saving.directory.path,
             )
-        if self.config.asynchronous:
+        if saving.config.asynchronous:
             reserve(self._open_writer(), nbytes)
 
     def _write(self, saving: _Saving, stock: Callable[..., Path], options: dict[str, Any]) -> None:
@@ -413,7 +474,7 @@ class StateSaver:
 
     @contextmanager
     def _writing(self, saving: _Saving) -> Iterator[Redirected | None]:
-        first = staging_first(self._open_writer()) if self.config.asynchronous else nullcontext()
+        first = staging_first(self._open_writer()) if saving.config.asynchronous else nullcontext()
         with first, replaced(self._files(saving)) as shards:
             yield shards
 
@@ -421,7 +482,7 @@ class StateSaver:
         self, saving: _Saving | None = None, damaged: list[CorruptCheckpointError | NotACheckpointError] | None = None
     ) -> Files:
         write: Write = partial(self._write_now, saving=saving)
-        if saving is not None and self.config.asynchronous:
+        if saving is not None and saving.config.asynchronous:
             write = partial(self._write_later, saving=saving)
         has_shards = self.accelerator.distributed_type == DistributedType.FSDP
         if saving is not None and has_shards:
@@ -434,7 +495,7 @@ class StateSaver:
             self.config,
             write,
             shards,
-            self._totals.add_load,
+            self._totals.add_load if self.accelerator.is_main_process else lambda report: None,
             [] if damaged is None else damaged,
             write_together=together,
         )
@@ -449,7 +510,7 @@ class StateSaver:
             self._shard_writers = ShardWriters()
         if saving is not None:
             saving.folders_of_shards.append(os.fspath(path))
-        if saving is None or not self.config.asynchronous:
+        if saving is None or not saving.config.asynchronous:
             self._shard_writers.write(self.config, state_dict, path, **options)
         else:
             options["process_group"] = saving.agreement.group
@@ -558,9 +619,13 @@ class StateSaver:
         """
         try:
             self._finish_writing(saving)
-        except BaseException:
-            if self.accelerator.is_local_main_process:
-                saving.directory.discard()
+        except BaseException as error:
+            if not saving.directory.is_intact:
+                error.add_note(
+                    f"{saving.directory.staging} was removed meanwhile, perhaps by a job of another machine "
+                    f"that saves there, too; {_HOW_TO_KEEP_APART}"
+                )
+            saving.directory.discard()
             raise
 
     def _finish_writing(self, saving: _Saving) -> None:
@@ -570,7 +635,7 @@ class StateSaver:
             Exception: a process has failed.
         """
         try:
-            if self.accelerator.distributed_type == DistributedType.FSDP:
+            if saving.is_sharded:
                 saving.together(partial(_check_begun, saving))  # then all have the same shards to write together
             if saving.is_settled:
                 _check_written(saving)
@@ -579,7 +644,7 @@ class StateSaver:
             for handle in saving.handles:
                 handle.exception()  # is raised here, and by no later call
             raise
-        if self.accelerator.is_main_process:  # it publishes, perhaps before another process comes here
+        if saving.is_main:  # it publishes, perhaps before another process comes here
             saving.metrics.nbytes += sum(map(nbytes_in_directory, saving.folders_of_shards))
 
     def _publish(self, saving: _Saving) -> None:
@@ -588,56 +653,35 @@ class StateSaver:
         Raises:
             Exception: the filesystem refused.
         """
-        directory = saving.directory
-        publish = partial(directory.publish, durable=self.config.durable, link=self.config.asynchronous)
-        self._on_each_machine(saving, publish, lambda: directory.is_staged)
+        directory, config = saving.directory, saving.config
+        publish = partial(directory.publish, durable=config.durable, link=config.asynchronous, replaces=saving.replaces)
+        _on_each_machine(saving, publish, lambda: directory.is_staged)
         self._account(saving)
         if directory.is_named_by_accelerate:
             what = f"{directory.path} is saved, but older states were not removed"
-            self._on_each_machine(saving, lambda: self._remove_surplus(directory.path), lambda: True, what)
-            if self.accelerator.is_local_main_process:
+            _on_each_machine(saving, lambda: _remove_surplus(saving, directory.path), lambda: True, what)
+            if saving.is_first_of_machine:
                 directory.tidy()
 
-    def _in_turn(self, path: str, do: Callable[[], None]) -> None:
+    def _in_turn(self, saving: _Saving, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
-        writer = self._open_writer()
-        in_turn(writer, do, path, f"publishing {path}", at_end=partial(touch_staging, writer))
+        writer, path = self._open_writer(), saving.directory.path
+
+        def end() -> None:
+            saving.directory.discard()  # unless it is published
+            touch_staging(writer)
+
+        in_turn(writer, do, next(ordering.places_behind(path)), f"publishing {path}", at_end=end)
 
     def _account(self, saving: _Saving) -> None:
         metrics = saving.metrics
         metrics.nbytes += sum(handle.result().nbytes for handle in saving.handles)
         metrics.seconds = time.perf_counter() - saving.started
-        if not self.config.asynchronous:
+        if not saving.config.asynchronous:
             metrics.stall_seconds = metrics.seconds
-        self._totals.add_state(metrics)
-        self._to_log.append(metrics)
-
-    def _remove_surplus(self, newest: str) -> None:
-        """Remove the states that are too old beside the newest one.
-
-        Raises:
-            OSError: the filesystem refused.
-        """
-        limit = self.accelerator.project_configuration.total_limit
-        old = surplus(states_in(os.path.dirname(newest)), newest, limit)
-        if old:
-            _accelerates_logger.warning(f"Deleting {len(old)} checkpoints to make room for new checkpoint.")
-        for state in old:
-            with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
-                remove_state(state)
-
-    def _on_each_machine(
-        self, saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool], what: str = ""
-    ) -> None:
-        """Do something in the main process, and then in the first process of every other machine where it is due:
-        machines have the same filesystem, or each its own.
-
-        Raises:
-            Exception: what this process has failed with; or another one, as a CheckpointWriteError.
-        """
-        main, first = self.accelerator.is_main_process, self.accelerator.is_local_main_process
-        saving.together(lambda: do() if main else None, what)
-        saving.together(lambda: do() if first and not main and is_due() else None, what)
+        if saving.is_main:
+            self._totals.add_state(metrics)
+            self._to_log.append(metrics)
 
     # --- what they need
 
@@ -659,8 +703,34 @@ class StateSaver:
         """Give trackers what was not logged. They are not made for several threads."""
         while self._to_log:
             metrics = self._to_log.popleft()
-            for tracker in self.accelerator.trackers if self.accelerator.is_main_process else ():
+            for tracker in self.accelerator.trackers:
                 tracker.log(metrics.as_metrics(), step=self.step)
+
+
+def _remove_surplus(saving: _Saving, newest: str) -> None:
+    """Remove the states that are too old beside the newest one.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    old = surplus(states_in(os.path.dirname(newest)), newest, saving.total_limit)
+    if old and saving.is_main:
+        _accelerates_logger.warning(f"[RANK 0] Deleting {len(old)} checkpoints to make room for new checkpoint.")
+    for state in old:
+        with contextlib.suppress(FileNotFoundError):  # another machine, of the same filesystem, was faster
+            remove_state(state)
+
+
+def _on_each_machine(saving: _Saving, do: Callable[[], None], is_due: Callable[[], bool], what: str = "") -> None:
+    """Do something in the main process, and then in the first process of every other machine where it is due: machines
+    have the same filesystem, or each its own.
+
+    Raises:
+        Exception: what this process has failed with; or another one, as a CheckpointWriteError.
+    """
+    main, first = saving.is_main, saving.is_first_of_machine
+    saving.together(lambda: do() if main else None, what)
+    saving.together(lambda: do() if first and not main and is_due() else None, what)
 
 
 def _note_failure(saving: _Saving, write: Write, *args: Any, **options: Any) -> None:

@@ -1,11 +1,13 @@
 """The seam of ``transformers.Trainer``, which does not call ``save_state``. TRL's trainers inherit it.
 
 A Trainer's files keep their names and formats. Each is replaced whole. The Trainer removes old checkpoints when the new
-one is written; with asynchronous saves that waits until the new one is durable.
+one is written; with asynchronous saves that waits until the new one is durable. A save is asynchronous only if nothing
+but the Trainer reads the checkpoint when it is saved: a Trainer has no place where others wait for it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -36,6 +38,20 @@ _LOSS = "compute_loss_context_manager"
 _PUSH = "_push_from_checkpoint"
 _ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
 """What removes old checkpoints: a function of the module, or a method of the Trainer before transformers 5.3."""
+_OVERRIDDEN = ("_save_checkpoint", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "save_model")
+"""Methods of a Trainer that save, after which a subclass may read what was saved."""
+_KNOWN = ("transformers", "trl", "peft")
+"""Packages whose methods, but for callbacks, read no checkpoint when the method of their parent has saved it."""
+_UPLOADS = {
+    "ClearMLCallback": "_log_model",
+    "FlyteCallback": "sync_checkpoints",
+    "MLflowCallback": "_log_artifacts",
+    "SwanLabCallback": "_log_model",
+    "WandbCallback": "_log_model",
+}
+"""Callbacks of transformers by what says whether they upload checkpoints."""
+_NOT_NOW = ("false", "none", "end")
+"""What that says if they do not, or not when a checkpoint is saved."""
 _own: dict[str, Callable[..., Any]] = {}
 """The Trainer's own methods by name, while they are intercepted."""
 
@@ -100,11 +116,17 @@ def _method(
 
     def save_checkpoint(trainer: Any, *args: Any, **options: Any) -> Any:
         folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
-        with saver_of(trainer.accelerator).saving_in_turn(folder) as afterwards, ExitStack() as undo:
+        saver = saver_of(trainer.accelerator)
+        with saver.saving_in_turn(folder, reader=reader_of(trainer)) as afterwards, ExitStack() as undo:
 
             def put_off(owner: Any, attribute: str) -> None:
                 now = getattr(owner, attribute)
-                replace(owner, attribute, lambda *args, **options: afterwards.append(partial(now, *args, **options)))
+
+                def later(*args: Any, **options: Any) -> None:
+                    as_it_is = [_copy(trainer) if one is trainer else one for one in args]
+                    afterwards.append(partial(now, *as_it_is, **options))
+
+                replace(owner, attribute, later)
 
             def replace(owner: Any, attribute: str, function: Callable[..., None]) -> None:
                 is_own, before = attribute in vars(owner), getattr(owner, attribute)
@@ -139,6 +161,48 @@ def _method(
 
     named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train, _LOSS: loss_context}
     return named.get(name, read)
+
+
+def reader_of(trainer: Any) -> str | None:
+    """Say what may read a Trainer's checkpoint as soon as it is saved, beside the Trainer itself; None if nothing may.
+
+    A callback is told of it. A subclass, or a model with a method of its own, goes on when the method of its parent has
+    returned. What is pushed is read as well.
+    """
+    if trainer.args.push_to_hub:
+        return "what pushes it to the Hub"
+    for callback in trainer.callback_handler.callbacks:
+        if _reads_in_on_save(callback):
+            return f"on_save of {type(callback).__name__}"
+    for owner, names in ((trainer, _OVERRIDDEN), (trainer.model, ("save_pretrained",))):
+        for name in names:
+            if hasattr(owner, name) and _definer(owner, name) not in _KNOWN:
+                return f"{name} of {type(owner).__name__}"
+    return None
+
+
+def _reads_in_on_save(callback: Any) -> bool:
+    known = _definer(callback, "on_save") in _KNOWN
+    name = next((kind.__name__ for kind in type(callback).__mro__ if "on_save" in vars(kind)), "")
+    if not known or name not in _UPLOADS:
+        return not known or name != "TrainerCallback"
+    upload = getattr(callback, _UPLOADS[name], "unknown")
+    return str(getattr(upload, "value", upload)).lower() not in _NOT_NOW
+
+
+def _definer(owner: Any, name: str) -> str:
+    """The package that defines an object's method; an empty string if the object has been given one of its own."""
+    if name in vars(owner):
+        return ""
+    kind = next(kind for kind in type(owner).__mro__ if name in vars(kind))
+    return kind.__module__.partition(".")[0]
+
+
+def _copy(trainer: Any) -> Any:
+    """A Trainer in the state that it is in now, for what is done later."""
+    copied = copy.copy(trainer)
+    copied.state = copy.copy(trainer.state)
+    return copied
 
 
 def _rotation(module: Any) -> tuple[Any, str]:

@@ -82,3 +82,6 @@ class Gate:
 
     def open(self) -> None:
         self._opened.set()
+
+    def close(self) -> None:
+        self._opened.clear()

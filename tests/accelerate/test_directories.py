@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from accelerators import files_in
 
+from fastensor.files import posix
+from fastensor.files.new_directory import DirectoryInUseError
 from fastensor.testing import failing_call
 from fastensor.testing.calls import Call, intercepted
 from fastensor_accelerate.directories import (
@@ -23,6 +25,7 @@ from fastensor_accelerate.directories import (
     published_path,
     remove_leftovers,
     remove_state,
+    restore_replaced,
     state_in,
     states_in,
     surplus,
@@ -64,6 +67,11 @@ def named(folder: Path, number: int = 3) -> StateDirectory:
 def stage(state: StateDirectory) -> None:
     state.prepare(durable=True)
     write(Path(state.staging), NEW)
+
+
+def die(state: StateDirectory) -> None:
+    """What the end of its process does."""
+    state._new._unlock()
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -174,6 +182,66 @@ def test_publishing_a_named_state_ends_at_the_nth_call(tmp_path: Path, code: int
 
 
 @ends
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("link", [False, True])
+def test_replacing_a_named_state_ends_at_the_nth_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, link: bool, exchanges: bool
+) -> None:
+    """There is the old state or the new one, whole, by either of its names."""
+    if not exchanges:  # as on some network filesystems
+        monkeypatch.setattr(posix, "exchange", lambda one, two: False)
+    path, outcomes = tmp_path / "checkpoints" / "checkpoint_3", []
+    write(path, OLD)
+    states = [named(tmp_path)]
+    stage(states[0])
+    for _ in every_call(lambda: states[-1].publish(durable=True, link=link, replaces=True), code):
+        state = states.pop()
+        die(state)
+        restore_replaced(str(path.parent))
+        outcomes.append(content(path))
+        assert content(path) in (OLD, NEW)
+        assert os.listdir(path.parent) == ["checkpoint_3"]
+        if code is None and outcomes[-1] == NEW:
+            assert content(published_path(state.staging)) == NEW
+        state = named(tmp_path)
+        state.prepare(durable=True)  # whoever saves next
+        state.discard()
+        assert content(path) == outcomes[-1]
+        assert not os.path.lexists(tmp_path / "checkpoints.saving")
+        shutil.rmtree(path)
+        write(path, OLD)
+        states.append(named(tmp_path))
+        stage(states[0])
+    assert OLD in outcomes
+    assert outcomes[-1] == NEW
+
+
+@pytest.mark.parametrize("kind", ["named", "explicit"])
+def test_a_directory_that_another_process_saves_to(tmp_path: Path, kind: str) -> None:
+    def state() -> StateDirectory:
+        return named(tmp_path) if kind == "named" else state_in(tmp_path)
+
+    one, two = state(), state()
+    stage(one)
+    for _ in range(2):
+        with pytest.raises(DirectoryInUseError, match="another process is saving to the same path"):
+            two.prepare(durable=True)
+        two.discard()
+    named(tmp_path, 2).prepare(durable=True)  # takes nothing for a leftover that is not one
+    assert content(Path(one.staging)) == NEW
+    one.publish(durable=True, link=False)
+    assert content(Path(one.path)).items() >= NEW.items()
+    two.prepare(durable=True)
+    assert two.is_intact
+    shutil.rmtree(two.staging)  # by a machine that does not see our locks
+    assert not two.is_intact
+    with pytest.raises(OSError, match="removed or replaced, perhaps by another machine"):
+        two.publish(durable=True, link=False)
+    two.discard()
+    assert content(Path(one.path)).items() >= NEW.items()
+
+
+@ends
 def test_publishing_to_a_directory_of_the_script_ends_at_the_nth_call(tmp_path: Path, code: int | None) -> None:
     """Once committed it is finished by the next who comes, and before that nothing has changed."""
     folder = tmp_path / "x"
@@ -196,6 +264,7 @@ def test_publishing_to_a_directory_of_the_script_ends_at_the_nth_call(tmp_path: 
             outcomes.append(False)
             found = content(folder)
             assert {name: text for name, text in found.items() if not name.startswith(".fastensor")} == OLD
+        die(state)
         state.prepare(durable=True)  # whoever saves next
         state.discard()
         assert content(folder) == (expected if outcomes[-1] else OLD)
@@ -218,10 +287,12 @@ def test_preparing_ends_at_the_nth_call(tmp_path: Path, code: int | None, kind: 
 
     begin()
     for _ in every_call(lambda: state.prepare(durable=True), code):
+        die(state)
         state.prepare(durable=True)
         assert files_in(Path(state.staging)) == []
         committed = {"committed": "yes"} if kind == "explicit" else {}
         assert content(tmp_path / "x") == {**OLD, **committed}
+        die(state)
         begin()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from programs import run_ranks
 from fastensor.errors import CheckpointWriteError
 from fastensor_accelerate import FastensorConfig
 from fastensor_accelerate.states import StateSaver
+
+
+def _note_thread(done: list[str]) -> None:
+    done.append(threading.current_thread().name)
 
 
 def _saves(rank: int, folder: str) -> None:
@@ -34,8 +39,10 @@ def _saves(rank: int, folder: str) -> None:
         assert not done
         with saver.saving_in_turn(folder) as afterwards:
             afterwards.append(functools.partial(done.append, "saved"))
+        with saver.saving_in_turn(folder, reader="the last process" if rank == 1 else None) as afterwards:
+            afterwards.append(functools.partial(_note_thread, done))
+        assert done == ["saved", threading.current_thread().name], "all processes have waited for it"
         saver.close()
-        assert done == ["saved"]
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ import pytest
 import safetensors
 import torch
 from accelerate import Accelerator, DistributedType, load_checkpoint_in_model
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DataLoaderConfiguration, fsdp_utils
 from accelerators import (
@@ -246,6 +247,79 @@ def test_names_and_rotation(
             os.listdir(tmp_path / "ours" / "checkpoints")
         )
         assert len(os.listdir(tmp_path / "ours" / "checkpoints.saving")) == left
+
+
+@modes
+@pytest.mark.parametrize(("limit", "saves_again"), [(1, 3), (2, 1), (3, 1)])
+def test_a_resumed_job_saves_in_the_place_of_a_state_that_is_too_old(
+    tmp_path: Path, config: FastensorConfig, limit: int, saves_again: int
+) -> None:
+    """Its numbers begin at 0 again. Accelerate removes the oldest state, and then looks whether the name is free."""
+
+    def job(folder: Path, saves: int, resumes: bool) -> list[Any]:
+        found = training(folder, total_limit=limit)
+        if resumes:
+            found.accelerator.load_state()
+        steps = []
+        for _ in range(saves):
+            found.train()
+            steps.append(found.state()["step"])
+            found.accelerator.save_state()
+        return steps
+
+    def run(folder: Path, reader: FastensorConfig | None) -> list[Any]:
+        begin_anew()
+        with by(reader):  # the second Accelerator loads what the first one has pending
+            steps = [job(folder, limit, resumes=False), job(folder, saves_again, resumes=True)]
+        reread = training(folder)
+        held = []
+        for state in states_in(str(folder / "checkpoints")):
+            reread.accelerator.load_state(state)
+            held.append(reread.state())
+        return [steps, files_in(folder / "checkpoints"), held]
+
+    stock, ours = run(tmp_path / "stock", None), run(tmp_path / "ours", config)
+    assert_equal(ours, stock)
+    assert len(ours[2]) == limit
+    left = [f"checkpoint_{number}" for number in range(limit)] if limit > 1 else ["checkpoint_2"]
+    saving = tmp_path / "ours" / "checkpoints.saving"
+    assert sorted(os.listdir(saving) if saving.exists() else []) == (left if config.asynchronous else [])
+
+
+@modes
+def test_a_state_is_replaced_when_the_new_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: FastensorConfig
+) -> None:
+    found = training(tmp_path, total_limit=1)
+    with by(config):
+        found.train()
+        found.accelerator.save_state()
+        at, numbers = found.state(), random_numbers()
+        wait(found)
+        again = training(tmp_path, total_limit=1)
+        with monkeypatch.context() as patches:
+            FullDisk(patches).full = True
+            with pytest.raises(CheckpointWriteError, match="No space left"):  # noqa: PT012  # by either call
+                again.accelerator.save_state()
+                wait(again)
+        found.train()
+        found.accelerator.load_state()
+        assert_goes_on(found, at, numbers)
+
+
+@modes
+def test_a_state_that_is_not_too_old_is_not_replaced(tmp_path: Path, config: FastensorConfig) -> None:
+    """Accelerate raises the same, but has removed the state that the resumed job has saved before."""
+    with by(config):
+        found = training(tmp_path, total_limit=2)
+        for _ in range(2):
+            found.accelerator.save_state()
+        again = training(tmp_path, total_limit=2)
+        again.accelerator.save_state()
+        with pytest.raises(ValueError, match="already exists"):
+            again.accelerator.save_state()
+        wait(again)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_1"]
 
 
 @modes
@@ -589,6 +663,34 @@ def test_what_a_script_writes_to_the_returned_path(tmp_path: Path, gate: Gate) -
         wait(found)
         assert not os.path.lexists(path), "its link went with the state"
         assert (newer / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("reset_partial_state", [False, True])
+@pytest.mark.parametrize("named", [True, False])
+def test_accelerates_state_is_reset_while_a_save_is_pending(
+    tmp_path: Path, gate: Gate, named: bool, reset_partial_state: bool
+) -> None:
+    """As ``TrainingArguments`` does. Nothing that is pending asks the Accelerator."""
+    found = training(tmp_path if named else None, total_limit=1 if named else None)
+    output_dir = None if named else str(tmp_path / "x")
+    fastensor_accelerate.enable(ASYNCHRONOUS)
+    found.accelerator.save_state(output_dir)
+    found.train()
+    gate.open()
+    wait(found)
+    gate.close()
+    found.accelerator.save_state(output_dir)
+    at, numbers = found.state(), random_numbers()
+    found.accelerator.project_configuration.total_limit = None
+    AcceleratorState._reset_state(reset_partial_state)
+    gate.open()
+    fastensor_accelerate.disable()
+    begin_anew()
+    if named:
+        assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
+    again = training(tmp_path if named else None)
+    again.accelerator.load_state(output_dir)
+    assert_goes_on(again, at, numbers)
 
 
 def test_a_script_writes_to_its_own_directory(tmp_path: Path, gate: Gate) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 import fastensor
 import fastensor_accelerate
+from fastensor.backends.fallback import announce
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor_accelerate import FastensorConfig, transformers_trainer
@@ -36,6 +37,7 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.integrations.integration_utils import WandbLogModel  # noqa: E402
 
 TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
 SYNCHRONOUS = FastensorConfig()
@@ -327,19 +329,19 @@ def test_an_old_checkpoint_is_removed_when_the_new_one_is_durable(
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            if state.global_step == 3:
+            if state.global_step == 2:
                 wait_for_pending(training)
+                there.append(checkpoints(tmp_path))
                 gate.open.clear()
-
-        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            there.append(checkpoints(tmp_path))
-            gate.open.set()
+            if state.global_step == 4:  # a callback with on_save would have the save wait
+                there.append(checkpoints(tmp_path))
+                gate.open.set()
 
     with by(ASYNCHRONOUS):
-        training = trainer(tmp_path, Watch(), save_total_limit=1)
+        training = trainer(tmp_path, Watch(), save_total_limit=1, max_steps=6)
         training.train()
     assert there == [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"]]
-    assert checkpoints(tmp_path) == ["checkpoint-4"]
+    assert checkpoints(tmp_path) == ["checkpoint-6"]
 
 
 class Fills(TrainerCallback):  # type: ignore[misc]
@@ -404,6 +406,98 @@ def test_what_is_pushed_was_written_before(tmp_path: Path, monkeypatch: pytest.M
     assert pushed == [tensor_files(tmp_path / "checkpoint-2")]
 
 
+# --- who reads a checkpoint as soon as it is saved
+
+
+class Reads:
+    """Looks at the newest checkpoint, or at what is there of it, as an upload would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: list[Any] = []
+
+    def look(self) -> None:
+        newest = max(self.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        model = newest / "model.safetensors"
+        self.found.append([newest.name, sorted(os.listdir(newest)), stock_content(model) if model.exists() else None])
+
+
+class ReadsInCallback(Reads, TrainerCallback):  # type: ignore[misc]
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.look()
+
+
+def reading(kind: str, reads: Any) -> Any:
+    """A training in which somebody reads each checkpoint."""
+    if kind == "callback":
+        return trainer(reads.folder, reads)
+
+    def looks_afterwards(method: Callable[..., Any]) -> Callable[..., Any]:
+        def overriding(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            reads.look()
+            return result
+
+        return overriding
+
+    made = trainer(reads.folder)
+    if kind == "save_pretrained":
+        overridden = {kind: looks_afterwards(type(made.model).save_pretrained)}
+        made.model.__class__ = type("OfUser", (type(made.model),), overridden)
+    elif kind == "instance":
+        made.save_model = looks_afterwards(made.save_model)
+    else:
+        made.__class__ = type("OfUser", (Trainer,), {kind: looks_afterwards(getattr(Trainer, kind))})
+    return made
+
+
+@pytest.mark.parametrize("kind", ["callback", "_save_checkpoint", "save_model", "_save", "instance", "save_pretrained"])
+def test_what_reads_a_checkpoint_that_is_just_saved_finds_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    SlowDisk(monkeypatch, 0.02)
+    announce.cache_clear()
+    stock, ours = ReadsInCallback(tmp_path / "stock"), ReadsInCallback(tmp_path / "ours")
+    reading(kind, stock).train()
+    with by(ASYNCHRONOUS):
+        reading(kind, ours).train()
+    assert [found[0] for found in ours.found] == ["checkpoint-2", "checkpoint-4"]
+    assert_equal(ours.found, stock.found)
+    said = [record.getMessage() for record in caplog.records if "asynchronously is not used" in record.getMessage()]
+    assert len(said) == 1, "once"
+    assert ("ReadsInCallback" if kind == "callback" else "OfUser" if kind != "instance" else "Trainer") in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value", "reads"),
+    [
+        ("WandbCallback", "_log_model", WandbLogModel.CHECKPOINT, True),
+        ("WandbCallback", "_log_model", WandbLogModel.END, False),
+        ("WandbCallback", "_log_model", WandbLogModel.FALSE, False),
+        ("WandbCallback", "renamed", WandbLogModel.FALSE, True),
+        ("MLflowCallback", "_log_artifacts", True, True),
+        ("MLflowCallback", "_log_artifacts", False, False),
+        ("DagsHubCallback", "_log_artifacts", True, True),
+        ("DagsHubCallback", "_log_artifacts", False, False),
+        ("DVCLiveCallback", "_log_model", None, True),
+        ("TensorBoardCallback", "tb_writer", None, False),
+    ],
+)
+def test_callbacks_that_only_log_let_training_go_on(
+    tmp_path: Path, name: str, attribute: str, value: object, reads: bool
+) -> None:
+    kind = getattr(transformers.integrations, name)
+    callback = kind.__new__(kind)  # its package need not be installed
+    setattr(callback, attribute, value)
+    training = trainer(tmp_path)
+    assert transformers_trainer.reader_of(training) is None
+    training.callback_handler.callbacks.append(callback)
+    assert transformers_trainer.reader_of(training) == (f"on_save of {name}" if reads else None)
+    training.callback_handler.callbacks.clear()
+    training.args.push_to_hub = True
+    assert transformers_trainer.reader_of(training) == "what pushes it to the Hub"
+
+
 # --- TRL
 
 
@@ -429,7 +523,9 @@ def test_trl(tmp_path: Path, seen: Seen) -> None:
     whole = sft(stock)
     whole.train()
     with by(ASYNCHRONOUS):
-        sft(ours).train()
+        saved = sft(ours)
+        assert transformers_trainer.reader_of(saved) is None
+        saved.train()
         assert all_files(ours) == all_files(stock)
         assert seen.of(seen.saved, ours) == tensor_files(ours)
         shutil.rmtree(ours / "checkpoint-4")
@@ -465,7 +561,9 @@ def test_adapters_are_saved_and_loaded_by_fastensor(tmp_path: Path, seen: Seen, 
     whole = lora(stock, **best)
     whole.train()
     with by(config):
-        lora(ours, **best).train()
+        saved = lora(ours, **best)
+        assert transformers_trainer.reader_of(saved) is None
+        saved.train()
         assert all_files(ours) == all_files(stock)
         assert seen.of(seen.saved, ours) == tensor_files(ours)
         adapter = "checkpoint-2/adapter_model.safetensors"

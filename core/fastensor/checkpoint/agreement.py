@@ -68,6 +68,24 @@ class Agreement:
         if failed:
             raise error(f"{what}: {'; '.join(failed)}")
 
+    def first(self, text: str | None, what: str) -> str | None:
+        """The text of the lowest process that has one, the same in all processes.
+
+        Args:
+            text: that of this process.
+            what: says what was not done if that is not known, for messages.
+
+        Raises:
+            CheckpointWriteError: other processes cannot be reached.
+        """
+        texts: list[str | None] = [text] * self.size
+        if self.size > 1:
+            try:
+                self._gather(texts, text)
+            except (RuntimeError, ValueError) as broken:
+                raise CheckpointWriteError(f"{what}: a process cannot be reached: {broken}") from broken
+        return next((one for one in texts if one is not None), None)
+
     def together(self, do: Callable[[], None], what: str, error: type[FastensorError] = CheckpointWriteError) -> None:
         """Do something in all processes. Returns when all have done it.
 

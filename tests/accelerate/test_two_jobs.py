@@ -1,0 +1,85 @@
+"""Two jobs that save to one place by mistake: one of them is told, and no state is lost, mixed or left half."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerators import MODES, by, training
+from programs import Program
+
+from fastensor_accelerate import FastensorConfig
+from fastensor_accelerate.directories import states_in
+
+JOB = Path(__file__).with_name("lone_job.py")
+modes = pytest.mark.parametrize("config", MODES)
+places = pytest.mark.parametrize("named", [True, False], ids=["named", "explicit"])
+
+
+def start(folder: Path, config: FastensorConfig, named: bool, *, saves: int, pauses: bool) -> Program:
+    """A job of one process. It says ``saving`` in each save if it pauses there, until it gets a line; in the end, it
+    prints what its saves have raised."""
+    mode = "asynchronous" if config.asynchronous else "synchronous"
+    return Program(JOB, folder, mode, int(named), saves, int(pauses), accelerate=True, ACCELERATE_USE_CPU="true")
+
+
+def outcomes(job: Program) -> list[Any]:
+    out, err = job.communicate("\n")
+    assert job.returncode == 0, err
+    found: list[Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def loaded(folder: Path, named: bool) -> int:
+    """How many states there are. Each is whole."""
+    states = states_in(str(folder / "checkpoints")) if named else [str(folder)]
+    found = training()
+    with by(FastensorConfig()):
+        for state in states:
+            found.accelerator.load_state(state)
+    return len(states)
+
+
+@places
+@modes
+def test_the_second_job_is_told_and_the_first_one_goes_on(tmp_path: Path, config: FastensorConfig, named: bool) -> None:
+    first = start(tmp_path, config, named, saves=1, pauses=True)
+    assert first.stdout.readline() == "saving\n"
+    (raised,) = outcomes(start(tmp_path, config, named, saves=1, pauses=False))
+    assert raised[0] == "CheckpointWriteError"
+    assert "another process is saving to the same path; give each job a directory of its own" in raised[1]
+    assert outcomes(first) == [None]
+    assert loaded(tmp_path, named) == 1
+    assert not [name for name in os.listdir(tmp_path) if "fastensor" in name]
+
+
+@places
+@modes
+def test_what_a_killed_job_has_left_is_in_nobodys_way(tmp_path: Path, config: FastensorConfig, named: bool) -> None:
+    first = start(tmp_path, config, named, saves=1, pauses=True)
+    assert first.stdout.readline() == "saving\n"
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert outcomes(start(tmp_path, config, named, saves=1, pauses=False)) == [None]
+    assert loaded(tmp_path, named) == 1
+    left = tmp_path / "checkpoints.saving" / "checkpoint_0"
+    assert left.is_symlink() == (named and config.asynchronous)
+
+
+@pytest.mark.torture
+@places
+@modes
+def test_two_jobs_that_save_again_and_again(
+    tmp_path: Path, config: FastensorConfig, named: bool, tally: Counter[str]
+) -> None:
+    jobs = [start(tmp_path, config, named, saves=30, pauses=False) for _ in range(2)]
+    for raised in outcomes(jobs[0]) + outcomes(jobs[1]):
+        tally[f"saves of two jobs: {raised[0] if raised else 'done'}"] += 1
+        assert raised is None or raised[0] in ("CheckpointWriteError", "ValueError"), raised
+        assert raised is None or "another process is saving" in raised[1] or "already exists" in raised[1], raised
+    assert loaded(tmp_path, named) >= 1
