@@ -15,6 +15,7 @@ import struct
 import tarfile
 import threading
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -486,6 +487,23 @@ def test_variables_that_contradict_each_other(tmp_path: Path, monkeypatch: pytes
     for name in ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
         monkeypatch.setenv(name, "1")
     check_alike(*loads(written(tmp_path / "x")))
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_only": False}, {"mmap": True}], ids=str)
+@pytest.mark.parametrize("write", [of_torch, legacy])
+def test_files_that_were_cut_off_anywhere(tmp_path: Path, write: Callable[..., bytes], options: dict[str, Any]) -> None:
+    """torch raises ``OSError`` for most archives of more than a page."""
+    data = write(OrderedDict(w=torch.arange(1500.0), s="text"))
+    assert len(data) > 6000
+    for nbytes in [*range(1, 600, 13), *range(600, len(data), 397), len(data) - 1]:
+        (tmp_path / "x.pt").write_bytes(data[:nbytes])
+        theirs, ours = loads(tmp_path / "x.pt", **options)
+        assert theirs is not None
+        check_alike(theirs, ours)
+        assert isinstance(ours, CorruptCheckpointError) or options
+        if "mmap" not in options:
+            theirs = outcome(lambda: torch.load(io.BytesIO(data[:nbytes]), **options))  # noqa: B023
+            check_alike(theirs, outcome(lambda: fastensor.load(io.BytesIO(data[:nbytes]), **options)))  # noqa: B023
 
 
 class Refuses:

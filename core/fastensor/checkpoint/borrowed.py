@@ -7,10 +7,8 @@ import io
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, BinaryIO
-
-import torch
 
 from fastensor.backends import stream
 from fastensor.files.os_errors import read_errors
@@ -48,13 +46,6 @@ class BorrowedFile:
             yield self.file
         finally:
             self.stopped_at = self.file.tell() - self.begin
-
-    def stop_where_torch_refuses(self) -> None:
-        """Note where torch's reader of archives stops, which was not used because the directory is damaged. It reads
-        little else, and nothing that the directory points to."""
-        private: Any = torch
-        with suppress(RuntimeError, OSError), self.lent_to_torch() as file:
-            private._C.PyTorchFileReader(file)
 
     def give_back(self, where: str) -> None:
         """Leave the position. A file that was closed meanwhile stays so; a forked process shares the position with its

@@ -182,6 +182,8 @@ class FileView(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.nbytes}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a file has no negative positions")
         self._position = base + offset
         return self._position
 

@@ -10,6 +10,7 @@ import tarfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import dropwhile
 from types import FrameType
 from typing import Any, cast
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 
 from fastensor.checkpoint.archive import read_archive
 from fastensor.checkpoint.catalog import read_catalog
-from fastensor.checkpoint.opened import FileView, OpenedFile
+from fastensor.checkpoint.opened import FileView, OpenedFile, read_exactly
 from fastensor.checkpoint.placement import check_destination, is_users
 from fastensor.checkpoint.request import FORCED, LoadRequest
 from fastensor.errors import (
@@ -85,6 +86,8 @@ def _translate(
     if isinstance(error, OSError) and restricted:
         return read_error(error, file.where)
     if isinstance(error, pickle.UnpicklingError):
+        if not is_zip and _ends_in_a_name(error, file):
+            return CorruptCheckpointError(f"{file.where}: its pickle ends within a name; the file was cut off")
         if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error)) or _is_refused_opcode(error)):
             return _refusal(error, file, request, _WITHOUT_RUNNING if is_zip else "")
         return CorruptCheckpointError(f"{file.where}: its pickle is damaged or not one of torch's: {error}")
@@ -100,6 +103,18 @@ def _is_refused_opcode(error: Exception) -> bool:
     of other protocols have some."""
     found = _OPERAND.search(str(error))
     return found is not None and int(found[1]) in _OPCODES
+
+
+def _ends_in_a_name(error: Exception, file: OpenedFile) -> bool:
+    """Whether a global that was refused is the end of the file. A name in a pickle ends with a newline, for which
+    torch's unpickler takes the last character."""
+    found = _GLOBAL_REFUSED.search(str(error))
+    if found is None:
+        return False
+    name = (found[1] or found[2]).rstrip(".").encode()
+    nbytes = min(len(name) + 1, file.nbytes)
+    end = read_exactly(file, file.nbytes - nbytes, nbytes)[:-1]
+    return end.endswith(name.rpartition(b".")[2])
 
 
 def _is_users(error: Exception) -> bool:
@@ -263,6 +278,18 @@ def refusal_by_torch(file: OpenedFile, request: LoadRequest) -> type[Exception]:
     except Exception as error:  # noqa: BLE001  # its type is what is asked for
         return type(error)
     return pickle.UnpicklingError
+
+
+def refusal_of_archive(file: OpenedFile) -> type[Exception]:
+    """The type of what torch's reader of archives raises for an archive whose directory is damaged. It reads little
+    else, and nothing that the directory points to. It is noted where it stops in a file that the caller has opened."""
+    private: Any = torch
+    try:
+        with nullcontext(FileView(file)) if file.borrowed is None else file.borrowed.lent_to_torch() as given:
+            private._C.PyTorchFileReader(given)
+    except Exception as error:  # noqa: BLE001  # its type is what is asked for
+        return type(error)
+    return RuntimeError
 
 
 def _is_readable_tar(file: OpenedFile) -> bool:

@@ -21,7 +21,7 @@ from fastensor.checkpoint.placement import MapLocation, destination, may_be_fill
 from fastensor.checkpoint.reader import open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
-from fastensor.checkpoint.torch_errors import explain, is_refused_global, unless_forced
+from fastensor.checkpoint.torch_errors import explain, is_refused_global, refusal_of_archive, unless_forced
 from fastensor.errors import (
     CorruptCheckpointError,
     FastensorError,
@@ -94,10 +94,8 @@ def _archive_of(file: OpenedFile) -> TorchArchive:
     """The archive's directory. A damaged one leaves an open file where it leaves it for ``torch.load``."""
     try:
         return read_archive(file)
-    except (CorruptCheckpointError, NotACheckpointError):
-        if file.borrowed is not None:
-            file.borrowed.stop_where_torch_refuses()
-        raise
+    except (CorruptCheckpointError, NotACheckpointError) as error:
+        raise caught_as(error, refusal_of_archive(file)) from error.__cause__
 
 
 def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
