@@ -48,6 +48,10 @@ class OffloadConfig:
     share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes by ``"auto"``,
     because nobody knows yet how many bytes there will be.
 
+    If host memory gets short later, in either pass, what stays there leaves after all: what was saved first, and is
+    needed last, goes first (:attr:`OffloadStatistics.displaced_bytes`). Passes that are not examined because everything
+    fits leave nothing.
+
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""
     min_bytes: int = 256 << 10

@@ -17,7 +17,7 @@ from fastensor.errors import OffloadError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import PAGE_NBYTES
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.host_memory import map_large_tensors, page_fault_seconds
+from fastensor.offload.host_memory import is_address_space_limited, page_fault_seconds, spare_address_space
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
 from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules
@@ -88,9 +88,12 @@ class OffloadEngine:
         """The open swapper: made for the first tensor that is offloaded, and again after an interrupt."""
         with self._lock:
             if self._swapper is None:
-                if self.config.return_freed_memory:
-                    map_large_tensors()
+                is_limited = is_address_space_limited()
+                if is_limited and self.config.return_freed_memory:
+                    spare_address_space()
                 self._swapper = Swapper(self.config, self._counters, self.trace)
+                if is_limited:  # stacks count: what is free is found out when there are all
+                    self._swapper.start_threads()
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
                     self._swapper.close()
             return self._swapper
@@ -234,9 +237,13 @@ class OffloadEngine:
                     self._counts[name] = max(self._counts[name], nbytes)
 
     def note_use(self, nbytes: int, device: torch.device) -> None:
-        """See :meth:`fastensor.offload.swapper.Swapper.note_use`."""
-        if (swapper := self._swapper) is not None:
-            swapper.note_use(nbytes, device)
+        """Note that a tensor is saved, whether it stays or leaves, or is needed. Now and then, look how much memory is
+        free: what was to stay leaves if memory is short."""
+        swapper = self._swapper
+        if swapper is None or device.type != "cpu" or not swapper.note_use(nbytes):
+            return
+        with self.guarded(swapper):
+            self.planner.note_shortage(device, swapper.look_at_memory(self.planner.besides(device)))
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""
@@ -272,9 +279,9 @@ class OffloadEngine:
                 moved["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
             ),
             **{name: moved[name] for name in (
-                "offloaded", "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "failed_writes",
-                "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes", "peak_loaded_bytes",
-                "peak_dram_bytes", "peak_ssd_bytes",
+                "offloaded", "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "displaced_bytes",
+                "failed_writes", "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes",
+                "peak_loaded_bytes", "peak_dram_bytes", "peak_ssd_bytes",
             )},
         )  # fmt: skip
 

@@ -138,7 +138,9 @@ class ForwardPass:
             self._expected_takes = count // _LOOK_AGAIN_AFTER
 
     def _is_there(self, position: int) -> bool:
-        return self._ranges[position]() is not None
+        """Whether a graph still holds the range at a position, and the range does not stay in memory."""
+        saved = self._ranges[position]()
+        return saved is not None and saved.resident is None
 
     def _there(self, positions: Iterable[int]) -> list[SavedBytes]:
         """The ranges at these positions that a graph still holds."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastensor.errors import OffloadError
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import event_now, page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
@@ -62,7 +63,7 @@ class SavedHandle:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTensor:
-    """The graph's record of a tensor whose bytes are offloaded."""
+    """The graph's record of a tensor whose bytes are offloaded, or may be if memory gets short."""
 
     handle: SavedHandle
     forward: ForwardPass
@@ -81,6 +82,18 @@ class OffloadedTensor:
         """Raise RuntimeError if the tensor was modified in place."""
         _check_version(self.versioned, self.version, self.view)
 
+    def in_child(self) -> torch.Tensor:
+        """The tensor in a forked child, where other threads of the parent may have held the locks. It has only what
+        stays in memory.
+
+        Raises:
+            OffloadError: the tensor was offloaded.
+        """
+        source = self.handle.saved.source
+        if source is None or self.handle.saved.resident is None:
+            raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
+        return _with_version_counter(self.versioned, self.view.on(source, 0))
+
     def bring(self) -> torch.Tensor:
         """The tensor, in memory again.
 
@@ -88,7 +101,9 @@ class OffloadedTensor:
             OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
         """
         swapper, saved = self.handle.swapper, self.handle.saved
-        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
+        upcoming, unexpected = list[SavedBytes](), list[SavedBytes]()
+        if saved.resident is None:
+            upcoming, unexpected = self.forward.look_ahead(saved, self.position)
         storage, origin = swapper.bring(saved, upcoming, unexpected)
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
@@ -99,32 +114,11 @@ class OffloadedTensor:
         return tensor
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class ResidentHandle:
-    """The graphs' handle of bytes that stay in memory by plan. When the handle goes, others have room."""
-
-    resident: ResidentBytes
-    forward: ForwardPass
-    position: int
-    """In that forward pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentTensor:
-    """The graph's record of a tensor that stays in memory by plan."""
-
-    kept: KeptTensor
-    handle: ResidentHandle
-    forward: ForwardPass
-    position: int
-    """In the forward pass."""
-
-
 @dataclass(frozen=True, slots=True)
 class _KnownRange:
     """A range that was saved, and may be saved again while a graph holds it."""
 
-    handle: weakref.ref[SavedHandle | ResidentHandle]
+    handle: weakref.ref[SavedHandle]
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
     span: range
@@ -159,7 +153,7 @@ class StepHooks:
         """Ranges in ``_known``."""
         self._tidy_at = _LEAST_TO_TIDY
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | ResidentTensor | OffloadedTensor:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
         nbytes = nbytes_of(tensor)
@@ -216,7 +210,7 @@ class StepHooks:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes = None, 0
 
-    def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
+    def unpack(self, packed: KeptTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
         self._note_pass(is_needed=True)
@@ -227,19 +221,15 @@ class StepHooks:
             return packed.tensor
         started = time.perf_counter()
         clock = started - self._seconds_in_hooks
-        if isinstance(packed, ResidentTensor):
-            packed.forward.note_needed(packed.position, clock)
-            packed.kept.check_version()
-            packed.forward.swapper.note_use(packed.handle.resident.nbytes, packed.kept.tensor.device)
-            self._note_time(started)
-            return packed.kept.tensor
         packed.forward.note_needed(packed.position, clock, packed.handle.saved)
-        packed.handle.swapper.check_process()
         packed.check_version()
+        if packed.handle.swapper.is_of_parent:
+            return packed.in_child()
         try:
             with self._engine.guarded(packed.handle.swapper):
                 tensor = packed.bring()
                 self._engine.note_memory(packed.handle.swapper)
+                self._engine.note_use(packed.handle.saved.nbytes, tensor.device)
                 return tensor
         finally:
             self._note_pass(is_needed=True)
@@ -283,18 +273,15 @@ class StepHooks:
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
-    ) -> KeptTensor | ResidentTensor | OffloadedTensor:
+    ) -> KeptTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
         shared = self._share(key, tensor, span, swapper)
-        if isinstance(shared, SavedHandle):
-            counts["shared_bytes"] = len(span)
+        if shared is not None:
+            counts["shared_bytes"] = len(span) if shared.saved.resident is None else 0
             position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
             return OffloadedTensor.of(tensor, shared, forward, position)
-        if shared is not None:
-            position = forward.add_again(shared.position if shared.forward is forward else None, None, self._clock)
-            return ResidentTensor(KeptTensor.of(tensor), shared, forward, position)
         if len(span) < self._engine.config.min_bytes:
             kept["small"] = len(span)
             return KeptTensor.of(tensor)
@@ -304,15 +291,9 @@ class StepHooks:
             forward.note_nothing(self._clock)
             forward.add(None)
             return KeptTensor.of(tensor)
-        swapper.note_use(len(span), tensor.device)
+        self._engine.note_use(len(span), tensor.device)
         position = forward.next_position
         forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
-        if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
-            kept["fits"] = len(span)
-            forward.add(None)
-            staying = ResidentHandle(resident, forward, position)
-            self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(_owner_of(tensor)), span))
-            return ResidentTensor(KeptTensor.of(tensor), staying, forward, position)
         saved = SavedBytes(
             nbytes=len(span),
             origin=span.start,
@@ -324,10 +305,15 @@ class StepHooks:
             dtype=tensor.dtype,
             mark=mark,
             position=position,
+            resident=self._engine.planner.stay(mark, len(span), tensor.device),
         )
         handle = SavedHandle(saved, swapper)
         record = OffloadedTensor.of(tensor, handle, forward, position)
-        swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
+        if saved.resident is not None:
+            kept["fits"] = len(span)
+            swapper.keep(saved)
+        else:
+            swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
         forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
         return record
@@ -355,9 +341,7 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
-    def _share(
-        self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper
-    ) -> SavedHandle | ResidentHandle | None:
+    def _share(self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper) -> SavedHandle | None:
         """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
         owner = _owner_of(tensor)
         known = self._known.get(key, [])
@@ -367,8 +351,6 @@ class StepHooks:
             covers = one.owner() is owner and one.span.start <= span.start and span.stop <= one.span.stop
             if not covers or handle is None:
                 continue
-            if isinstance(handle, ResidentHandle):
-                return handle
             if handle.swapper is swapper and self._is_kept_for(tensor, handle):
                 swapper.share(handle.saved)
                 return handle

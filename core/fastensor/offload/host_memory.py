@@ -26,7 +26,7 @@ from fastensor.offload.copying import PAGE_NBYTES
 
 _HUGE_PAGES_FROM = 4 << 20
 _MAPPED_FROM = 1 << 20
-_M_MMAP_THRESHOLD = -3
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _FAULTED_PAGES = 1024
 """Pages whose first touch is timed."""
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
@@ -64,18 +64,23 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return trim
 
 
-def map_large_tensors() -> None:
-    """Have the C library map each large tensor by itself from now on, in this process, if its address space is limited
-    (``ulimit -d``, ``ulimit -v``).
-
-    Such a limit counts the holes that freed tensors leave in the heap, whose pages :func:`return_freed_memory` returns;
-    and tensors of the same size do not fit into the holes, for their alignment. Other processes are better off with
-    the heap, whose pages are there already.
-    """
+def is_address_space_limited() -> bool:
+    """Whether this process may only have so much address space (``ulimit -d``, ``ulimit -v``)."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and any(limit != resource.RLIM_INFINITY for limit in limits):
+    return any(limit != resource.RLIM_INFINITY for limit in limits)
+
+
+def spare_address_space() -> None:
+    """Have the C library of this process map each large tensor by itself from now on, and give new threads no heaps of
+    their own. Call it where address space is limited.
+
+    Such a limit counts the holes that freed tensors leave in heaps, whose pages :func:`return_freed_memory` returns;
+    and tensors of the same size do not fit into the holes, for their alignment. Only the main heap ever shrinks. Other
+    processes are better off with heaps, whose pages are there already.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 class _MallInfo2(ctypes.Structure):
@@ -101,6 +106,12 @@ def bytes_until_short(reserve: int) -> int:
     """Bytes that this process may take until memory is short; negative if it is. Then fewer than ``reserve`` bytes are
     free, or fewer than a quarter of what lies in holes of the C library's heap. Takes about a millisecond."""
     return available_memory() // local_processes() - max(reserve, free_heap_bytes() // 4)
+
+
+def free_host_memory() -> int:
+    """Bytes that this process may still take, what the C library keeps for it included. The processes of the job on
+    this machine share what is free."""
+    return available_memory() // local_processes() + free_heap_bytes()
 
 
 def resident_bytes() -> int:
@@ -166,16 +177,36 @@ class HostMemory:
             same = self._idle.pop(nbytes)
             self._idle_nbytes -= nbytes * len(same)
 
+    def drop_idle(self) -> None:
+        """Return the memory that is kept for later to the system."""
+        self.trim()
+        self._idle.clear()
+        self._idle_nbytes = 0
+
     def _take(self, nbytes: int) -> mmap.mmap:
         if same := self._idle.get(nbytes):
             self._idle_nbytes -= nbytes
             memory = same.pop()
         else:
-            memory = _mapped(nbytes)
+            memory = self._mapped(nbytes)
             if nbytes >= _HUGE_PAGES_FROM:
                 _advise(memory, mmap.MADV_HUGEPAGE)
         _advise(memory, _MADV_WIPEONFORK)
         return memory
+
+    def _mapped(self, nbytes: int) -> mmap.mmap:
+        """New memory; in place of idle memory of other sizes, if there is no room for both.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        try:
+            return _mapped(nbytes)
+        except OSError:
+            if not self._idle_nbytes:
+                raise
+            self.drop_idle()
+            return _mapped(nbytes)
 
     def _give_back(self, memory: mmap.mmap) -> None:
         """Called by finalizers, which must not wait."""

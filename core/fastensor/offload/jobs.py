@@ -86,6 +86,15 @@ class Jobs:
         Raises:
             NoThreadsError: threads cannot be started, or accept no work any more.
         """
+        self.start_threads()
+        return submit(self._pools[pool], self._run, job, *arguments)
+
+    def start_threads(self) -> None:
+        """Start all threads, unless they run already.
+
+        Raises:
+            NoThreadsError: threads cannot be started.
+        """
         if not self._pools:  # both: what is written must be readable
             with ExitStack() as opened:
                 pools = {}
@@ -94,7 +103,6 @@ class Jobs:
                     opened.callback(shut_down, pools[name])
                 self._pools = pools
                 opened.pop_all()
-        return submit(self._pools[pool], self._run, job, *arguments)
 
     def submit_read(self, job: Callable[[Reading], T], reading: Reading) -> Future[T]:
         """Have a reader thread run a job that reads a range, and others help it.

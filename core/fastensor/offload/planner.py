@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastensor.files.budgets import available_memory
-from fastensor.files.launchers import local_processes
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.host_memory import free_heap_bytes
+from fastensor.offload.host_memory import free_host_memory
 from fastensor.offload.scheduler import (
     OffloadPlan,
     ProfiledTensor,
@@ -32,6 +30,8 @@ from fastensor.offload.scheduler import (
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
+"""Of the memory that is left when transfers and gradients have theirs. The rest is for what nobody counts: what other
+processes take, and holes between tensors."""
 _UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
@@ -49,6 +49,11 @@ _REST = 1
 """Where marks begin in the rest of a pass whose first tensors were not examined."""
 _MORE_THAN_BEFORE = 1.05
 """How many times more bytes than examined passes have saved a pass may save before the rest is examined."""
+_OPERATION_TENSORS = 4
+"""An operation, in either pass, may take the memory of so many of the largest saved tensors besides: for its results or
+gradients, and for what it computes on the way."""
+_SHORTAGE_KEPT = 0.875
+"""The share of what memory was short by that still counts after one more pass."""
 _MOST_PASSES = 8
 """Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
 
@@ -194,6 +199,10 @@ class Planner:
         self._released: deque[tuple[torch.device, int]] = deque()
         self._resident: Counter[torch.device] = Counter()
         self._limits: dict[torch.device, int] = {}
+        self._largest: Counter[torch.device] = Counter()
+        """The bytes of the largest saved tensor."""
+        self._shortage: Counter[torch.device] = Counter()
+        """Bytes by which memory was short in the latest passes, though what stayed was within the limit."""
         self._looked_at = 0.0
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
         self._unexamined = 0
@@ -262,12 +271,26 @@ class Planner:
             return None
         with self._lock:
             self._let_go_released()
+            self._largest[device] = max(self._largest[device], nbytes)
             if self._planned.get(mark, _UNPLANNED)[0]:
                 return None
             if self._resident[device] + nbytes > self._limit(device):
                 return None
             self._hold(device, nbytes)
         return ResidentBytes(nbytes, device, self._released)
+
+    def besides(self, device: torch.device) -> int:
+        """Bytes that steps take on a device besides saved tensors and their transfers: for gradients that the backward
+        pass will allocate, and for what single operations take."""
+        return self._unallocated() + _OPERATION_TENSORS * self._largest[device]
+
+    def note_shortage(self, device: torch.device, nbytes: int) -> None:
+        """Note that so many bytes had to leave, though they were to stay, because memory got short. Fewer stay from now
+        on, and the more again the more passes go well."""
+        if nbytes:
+            with self._lock:
+                self._shortage[device] += nbytes
+                self._limits.pop(device, None)
 
     def planned(self, record: PassRecord) -> PlannedForm:
         """The plan of a pass that has ended, whether or not there is one of its form."""
@@ -316,14 +339,16 @@ class Planner:
             return self._config.schedule
         if device not in self._limits:
             reserve = self._config.staging_bytes + self._config.prefetch_bytes + self._unallocated()
-            if device == _HOST:
-                reserve += self._config.dram_bytes or 0
-            free = _SHARE_OF_FREE_MEMORY * _free_memory(device) - reserve + self._resident[device]
-            self._limits[device] = max(int(free), 0)
-        return self._limits[device]
+            if device == _HOST:  # which also keeps memory that was read into, for what is read next
+                reserve += self._config.prefetch_bytes + (self._config.dram_bytes or 0)
+            left = _free_memory(device) - reserve - self._shortage[device]
+            self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._resident[device]
+        return max(self._limits[device] - _OPERATION_TENSORS * self._largest[device], 0)
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
+        for device in self._shortage:
+            self._shortage[device] = int(_SHORTAGE_KEPT * self._shortage[device])
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
@@ -388,4 +413,4 @@ def _free_memory(device: torch.device) -> int:
         reserved = torch.cuda.memory_reserved(device)
         allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
         return min(int(free), allowed) + reserved - torch.cuda.memory_allocated(device)
-    return available_memory() // local_processes() + free_heap_bytes()
+    return free_host_memory()

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastensor.backends.buffers import Buffer
 from fastensor.errors import OffloadError
 from fastensor.offload.codecs import Encoding
+from fastensor.offload.planner import ResidentBytes
 from fastensor.offload.slots import Slot
 
 
@@ -84,6 +85,8 @@ class SavedBytes:
     """Saved tensors on this range that the backward pass has not asked for."""
     prefetched: bool = False
     """Whether ``loaded`` was read ahead, and has not been asked for since."""
+    resident: ResidentBytes | None = None
+    """The planner's leave to stay in memory; None if the range leaves, or has to leave after all."""
     lent: bool = False
     """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False

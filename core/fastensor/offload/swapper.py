@@ -31,7 +31,7 @@ from fastensor.backends.threads import NoThreadsError
 from fastensor.errors import OffloadError
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.host_memory import HostMemory, bytes_until_short, return_freed_memory
+from fastensor.offload.host_memory import HostMemory, bytes_until_short, free_host_memory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
@@ -43,7 +43,7 @@ _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
 """Bytes of tensors that are saved or needed before freed memory is returned to the system, where nothing stays."""
-_LEAST_USE = 32 << 20
+_LEAST_USE = 16 << 20
 """The least bytes of tensors that are saved or needed before free memory is looked at again, where a part stays. Memory
 counts as short long before so few are free, because operations take more than what they save."""
 _SHARE_OF_USE = 8
@@ -79,6 +79,8 @@ class Swapper:
         """Ranges that have been read back, or are being read."""
         self._saved = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, wherever the bytes are."""
+        self._staying = ByteBudget(sys.maxsize)
+        """Ranges that graphs hold, and that stay in host memory where they were saved, unless memory gets short."""
         self._away = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, and that take no memory on their device."""
         self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
@@ -94,6 +96,11 @@ class Swapper:
         """Marks of saved tensors whose memory other owners keep alive, so that storing them frees nothing."""
 
     # Out. -------------------------------------------------------------------------------------------------------------
+
+    def start_threads(self) -> None:
+        """Start the threads now, not with the first job. Without threads, everything stays in memory."""
+        with self._lock, suppress(NoThreadsError):  # the first job reports that
+            self._jobs.start_threads()
 
     def admit(self, saved: SavedBytes) -> None:
         """Take a range over. Waits while more than ``staging_bytes`` would be pending.
@@ -111,6 +118,14 @@ class Swapper:
             if blocking is None:
                 return
             self._wait_for(blocking, "wait_to_write", saved)
+
+    def keep(self, saved: SavedBytes) -> None:
+        """Take a range over that stays where it was saved, by ``saved.resident``: in host memory, unless that gets
+        short."""
+        with self._lock:
+            self._let_go_released()
+            if saved.device.type == "cpu":
+                self._staying.add(saved, saved.nbytes)
 
     def share(self, saved: SavedBytes) -> None:
         """Note that one more saved tensor is on the range, whose handle the caller holds."""
@@ -141,7 +156,6 @@ class Swapper:
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
         """
-        self.note_use(saved.nbytes, saved.device)
         with self._lock:
             self._let_go_released()
             if saved.unread:
@@ -189,41 +203,97 @@ class Swapper:
         with self._lock:
             self._counters.seconds[what] += time.perf_counter() - started
 
-    def check_process(self) -> None:
-        """Raise OffloadError in a forked child, which has no locks and threads of the parent."""
-        if os.getpid() != self._process:
-            raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that has made the swapper, and has none of its threads."""
+        return os.getpid() != self._process
 
-    def note_use(self, nbytes: int, device: torch.device) -> None:
-        """Note that a tensor is saved, whether it stays or leaves, or is needed. Now and then, return freed memory.
+    def note_use(self, nbytes: int) -> bool:
+        """Note that a tensor in host memory is saved, whether it stays or leaves, or is needed.
 
-        Where nothing stays, a writer thread does that. Where a part stays, the next step takes the same memory again:
-        it is returned if memory is short, and then at once."""
-        config = self._config
-        if device.type != "cpu" or not config.return_freed_memory:
-            return
+        Returns:
+            Whether it is time for :meth:`look_at_memory`.
+        """
         self._used_nbytes += nbytes
-        if self._used_nbytes < self._look_after_nbytes or os.getpid() != self._process:
-            return
+        return self._used_nbytes >= self._look_after_nbytes and not self.is_of_parent
+
+    def look_at_memory(self, besides: int) -> int:
+        """Return freed memory, and have ranges leave that were to stay, if memory is short.
+
+        Where nothing stays, a writer thread returns freed memory, each time. Where a part stays, the next step takes
+        the same memory again: it is returned if memory is short, and then at once.
+
+        Args:
+            besides: bytes that steps take besides saved tensors and their transfers.
+
+        Returns:
+            The bytes of ranges that have left now, though they were to stay.
+        """
+        config = self._config
         with self._lock:
             if self._jobs.closed:
-                return
+                return 0
             self._used_nbytes = 0
             if not config.keeps_some:
-                if self._jobs.have_threads:
+                if config.return_freed_memory and self._jobs.have_threads:
                     with suppress(NoThreadsError):  # at exit
                         self._jobs.submit("write", return_freed_memory)
-                return
+                return 0
         left = bytes_until_short(config.staging_bytes + config.prefetch_bytes + _MOST_IDLE_BYTES)
         self._look_after_nbytes = max(left // _SHARE_OF_USE, _LEAST_USE)
-        if left < 0:
+        if left < 0 and config.return_freed_memory:
             return_freed_memory()
+        return self._have_leave(besides)
+
+    def _have_leave(self, besides: int) -> int:
+        """Have ranges written that were to stay, in the order in which they were saved, until enough memory is free for
+        the transfers and ``besides``. Returns their bytes when their memory is free."""
+        nbytes = 0
+        while (short := self._needed_for_transfers() + besides - free_host_memory()) > 0:
+            left = self._write_staying(short)
+            if not left:
+                break
+            nbytes += left
+        if nbytes and not self._counters.counts["displaced_bytes"]:
+            _logger.warning("memory has got short: activations that were to stay in memory go to the SSD")
+        with self._lock:
+            self._counters.counts["displaced_bytes"] += nbytes
+        return nbytes
+
+    def _needed_for_transfers(self) -> int:
+        """Bytes that transfers may still take within their budgets, beyond the memory that is kept for them."""
+        with self._lock:
+            self._let_go_released()
+            budgets = self._config.staging_bytes + 2 * self._config.prefetch_bytes
+            used = self._pending.nbytes + self._loaded.nbytes + self._host.idle_nbytes
+            return max(budgets - used, 0)
+
+    def _write_staying(self, nbytes: int) -> int:
+        """Have ranges written that were to stay, of ``nbytes`` or more together if there are so many. Returns the bytes
+        of those whose memory is free then: writes may fail."""
+        displaced = list[SavedBytes]()
+        while sum(saved.nbytes for saved in displaced) < nbytes:
+            with self._lock:
+                saved = self._next_to_displace()
+                if saved is None:
+                    break
+                blocking = None if self._pending.fits(cost(saved)) else self._oldest_write()
+                if blocking is None:
+                    self._displace(saved)
+                    displaced.append(saved)
+            if blocking is not None:
+                self._wait_for(blocking, "wait_to_write", saved)
+        for saved in displaced:
+            if (write := saved.write) is not None:
+                self._wait_for(write, "wait_to_write", saved)
+        return sum(saved.nbytes for saved in displaced if saved.source is None)
 
     # Ends. ------------------------------------------------------------------------------------------------------------
 
     def release(self, saved: SavedBytes) -> None:
         """Note that no graph needs a range any more. Called by finalizers, anywhere: waits for nothing. The next
         holder of the lock lets go of the range."""
+        saved.resident = None  # the planner counts it no more
         self._released.append(saved)
 
     def settle(self) -> None:
@@ -332,6 +402,23 @@ class Swapper:
             return False
         self._pending.add(saved, cost(saved))
         return True
+
+    def _next_to_displace(self) -> SavedBytes | None:
+        """The range that was to stay and is needed last; None if writing it would free no memory."""
+        self._let_go_released()
+        if self._jobs.closed or self._tiers.broken or self._config.target == "dram":
+            return None
+        return next((saved for saved in self._staying.oldest_first() if not saved.lent), None)
+
+    def _displace(self, saved: SavedBytes) -> None:
+        """Have a range written that was to stay."""
+        self._staying.remove(saved)
+        saved.resident = None
+        self._saved.add(saved, saved.nbytes)
+        if self._begin_write(saved):
+            self._counters.counts["offloaded"] += 1
+            self._counters.counts["offloaded_bytes"] += saved.nbytes
+            self._note_peaks()
 
     def _write_out(self, saved: SavedBytes) -> None:
         """In a writer thread: write a range, without the lock. Then note what came of it, with the lock held."""
@@ -542,6 +629,7 @@ class Swapper:
             saved = self._released.popleft()
             saved.released, saved.unread = True, 0
             self._saved.remove(saved)
+            self._staying.remove(saved)
             self._note_place(saved)
             self._in_dram.remove(saved)
             self._cancel_write(saved)
