@@ -39,9 +39,10 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "plain", 256, False, options.room << 20, options.blocks, options.width, options.device, folder
     )
     values = {field.name: getattr(task, field.name) for field in fields(task)}
-    none = larger_batch.largest(task, 1.1)
-    checkpointing = larger_batch.largest(Checkpointed(**{**values, "batch": max(2 * none, 1)}), 1.1)
-    offloading = larger_batch.largest(larger_batch.Task(**{**values, "offloads": True, "batch": max(2 * none, 1)}), 1.1)
+    none, _ = larger_batch.largest(task, 1.1)
+    checkpointing, _ = larger_batch.largest(Checkpointed(**{**values, "batch": max(2 * none, 1)}), 1.1)
+    offloads = larger_batch.Task(**{**values, "offloads": True, "batch": max(2 * none, 1)})
+    offloading, _ = larger_batch.largest(offloads, 1.1)
     return {"room": options.room, "none": none, "checkpointing": checkpointing, "auto": offloading}
 
 

@@ -1,9 +1,9 @@
 """The memory wall: the largest batch that a model of 48 blocks trains with in limited memory, with and without an SSD.
 
 Each attempt is a process of its own, whose memory is limited (``RLIMIT_DATA`` on the CPU,
-``set_per_process_memory_fraction`` on a GPU) to what it has when training begins and ``--room`` more. Batches are
-doubled until training fails, and then bisected. At the largest batch with offloading, the losses of a run without any
-limit are the same to the last bit.
+``set_per_process_memory_fraction`` on a GPU) to what it has when training begins and ``--room`` more. The room also
+holds gradients and the state of the optimizer. Batches are doubled until training fails, and then bisected. At the
+largest batch with offloading, the losses of a run without any limit are the same to the last bit.
 
 By plain PyTorch, by a Trainer of Lightning with the callback, or by Accelerate with the options of its flag:
 
@@ -191,37 +191,65 @@ TRAINERS: dict[str, Callable[[Task], Outcome]] = {
 }
 
 
-def attempt(task: Task) -> Outcome | None:
-    """Train in this process. None if the memory is not enough."""
+def attempt(task: Task) -> Outcome | str:
+    """Train in this process. If the memory is not enough: what failed."""
     try:
         return TRAINERS[task.by](task)
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not OUT_OF_MEMORY.search(str(error)):
             raise
-        return None
+        return str(error).partition("\n")[0] or type(error).__name__
 
 
-def in_its_own_process(task: Task) -> Outcome | None:
-    """None also if the process has died: libraries end it where they cannot start a thread, say."""
+def in_its_own_process(task: Task) -> Outcome | str:
+    """:func:`attempt`. The process may also die: libraries end it where they cannot start a thread, say."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(attempt, task).result()
         except BrokenProcessPool:
-            print(f"  the process with a batch of {task.batch} rows has died", flush=True)
-            return None
+            return "the process has died"
 
 
-def largest(task: Task, step: float) -> int:
-    """The largest batch that trains, to within a factor of ``step``."""
-    good, bad = 0, 0
+def largest(task: Task, step: float) -> tuple[int, str]:
+    """The largest batch that trains, to within a factor of ``step``; and what failed with the smallest one that does
+    not."""
+    good, bad, why = 0, 0, ""
     batch = task.batch
     while not bad or bad > max(good * step, good + 1):
         trained = in_its_own_process(dataclasses.replace(task, batch=batch))
-        print(f"  {'with' if task.offloads else 'without'} offloading, a batch of {batch} rows "
-              f"{'trains' if trained else 'is too large'}", flush=True)  # fmt: skip
-        good, bad = (batch, bad) if trained else (good, batch)
+        if isinstance(trained, str):
+            bad, why = batch, trained
+        else:
+            good = batch
+        print(f"  {said(task)}, a batch of {batch} rows {'is too large' if bad == batch else 'trains'}", flush=True)
         batch = (good + bad) // 2 if bad else 2 * batch
-    return good
+    return good, why
+
+
+def trained_again(task: Task) -> Outcome:
+    """The outcome of a batch that has trained before.
+
+    Raises:
+        SystemExit: now it does not.
+    """
+    outcome = in_its_own_process(task)
+    if isinstance(outcome, str):
+        room = "without a limit" if task.room is None else f"in {task.room // MIB} MiB again"
+        sys.exit(f"A batch of {task.batch} rows does not train {said(task)} {room}: {outcome}")
+    return outcome
+
+
+def said(task: Task) -> str:
+    return "with offloading" if task.offloads else "without offloading"
+
+
+def too_small(task: Task, why: str) -> str:
+    """What to say if not even one row trains."""
+    gradients = sum(parameter.nbytes for parameter in task.model().parameters()) / MIB
+    return (
+        f"Not even one row trains {said(task)} in this room ({why}). It has to hold the gradients ({gradients:.0f} "
+        "MiB), as much for the optimizer, and some of the largest activations: give more MiB by --room."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,17 +266,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         task = Task(
             options.by, 256, False, options.room * MIB, options.blocks, options.width, options.device, folder
         )  # fmt: skip
-        without = largest(task, options.step)
+        without, _ = largest(task, options.step)
         offloading = dataclasses.replace(task, offloads=True, batch=max(2 * without, 1))
-        most = largest(offloading, options.step)
-        trained = in_its_own_process(dataclasses.replace(offloading, batch=most))
-        unlimited = in_its_own_process(dataclasses.replace(task, batch=most, room=None))
-    if not without or trained is None or unlimited is None:
-        print("The room is too small for a batch of one row.")
-        return 1
-    print(
-        f"largest batch in {options.room} MiB: {without} rows without offloading, {most} with: {most / without:.1f} ×"
-    )
+        most, why = largest(offloading, options.step)
+        if not most:
+            sys.exit(too_small(offloading, why))
+        trained = trained_again(dataclasses.replace(offloading, batch=most))
+        unlimited = trained_again(dataclasses.replace(task, batch=most, room=None))
+    times = f": {most / without:.1f} ×" if without else ""
+    print(f"largest batch in {options.room} MiB: {without} rows without offloading, {most} with{times}")
     if trained[1] is not None:
         print(trained[1])
     equal = trained[0] == unlimited[0]

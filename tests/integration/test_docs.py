@@ -266,13 +266,14 @@ def test_the_largest_batch_is_found(monkeypatch: pytest.MonkeyPatch, most: int) 
 
     tried: list[int] = []
 
-    def trains(task: larger_batch.Task) -> larger_batch.Outcome | None:
+    def trains(task: larger_batch.Task) -> larger_batch.Outcome | str:
         tried.append(task.batch)
-        return ([], None) if task.batch <= most else None
+        return ([], None) if task.batch <= most else f"no memory for {task.batch} rows"
 
     monkeypatch.setattr(larger_batch, "in_its_own_process", trains)
-    found = larger_batch.largest(larger_batch.Task("plain", 256, False, 1, 1, 1, "cpu", "."), 1.1)
+    found, why = larger_batch.largest(larger_batch.Task("plain", 256, False, 1, 1, 1, "cpu", "."), 1.1)
     assert most / 1.1 <= found <= most
+    assert why == f"no memory for {min(batch for batch in tried if batch > most)} rows"
     assert len(tried) == len(set(tried))
 
 
@@ -283,10 +284,30 @@ def test_a_batch_that_is_too_large_trains_with_offloading(tmp_path: Path, monkey
     import larger_batch
 
     task = larger_batch.Task("plain", 2048, False, 256 << 20, 48, 128, "cpu", str(tmp_path))
-    assert larger_batch.in_its_own_process(task) is None
+    assert "can't allocate memory" in larger_batch.in_its_own_process(task)
     trained = larger_batch.in_its_own_process(dataclasses.replace(task, offloads=True))
-    assert trained is not None
+    assert not isinstance(trained, str), trained
     assert trained[1].offloaded_bytes > 0
+
+
+def test_the_example_says_what_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one row trains; or a batch does not train again that has trained before."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import larger_batch
+
+    options = ["--directory", str(tmp_path), "--blocks", "1", "--step", "2", "--room", "7"]
+    monkeypatch.setattr(larger_batch, "in_its_own_process", lambda task: "no room for 8 bytes")
+    with pytest.raises(SystemExit, match=r"Not even one row trains with offloading in this room \(no room for 8 bytes"):
+        larger_batch.main(options)
+    tried: list[int] = []
+
+    def once(task: larger_batch.Task) -> larger_batch.Outcome | str:
+        tried.append(task.batch)
+        return ([], None) if tried.count(task.batch) == 1 and task.batch < 1000 else "no room"
+
+    monkeypatch.setattr(larger_batch, "in_its_own_process", once)
+    with pytest.raises(SystemExit, match=r"\d+ rows does not train with offloading in 7 MiB again: no room"):
+        larger_batch.main(options)
 
 
 @pytest.mark.torture
