@@ -40,18 +40,22 @@ KILL_IN_EPOCH = 10
 REQUIRED_ACCURACY = 0.95
 IMAGE, PATCH, CLASSES = 8, 2, 10
 SAVES, LOADS = 10, 5
-LOAD = """
-import sys, time
+LOADER = """
+import os, sys, time
 import torch
 from fastensor import load
 
-load = {"fastensor": load, "torch": torch.load}[sys.argv[1]]
-started = time.perf_counter()
-state = load(sys.argv[2])
-print(time.perf_counter() - started)
+for line in sys.stdin:
+    tool, path = line.rstrip("\\n").split(maxsplit=1)
+    if not os.fork():
+        started = time.perf_counter()
+        state = {"fastensor": load, "torch": torch.load}[tool](path)
+        print(time.perf_counter() - started, flush=True)
+        os._exit(0)
+    os.wait()
 """
-"""Times one load in a fresh process. A later load may get memory that another has left in the process, and saves most
-of its time: the kernel has no pages to clear."""
+"""Times loads, each in a fresh process that has only imported what it needs. A later load in the same process may get
+memory that another one has left there, and saves most of its time: the kernel has no pages to clear."""
 
 
 class DigitTransformer(LightningModule):
@@ -158,9 +162,19 @@ def compare(folder: Path, nbytes: int) -> None:
         "fastensor": lambda: seconds_of(lambda: fastensor.save(state, ours)),
         "torch": lambda: seconds_of(torch_save),
     }
-    loads = {"fastensor": lambda: load_alone("fastensor", ours), "torch": lambda: load_alone("torch", theirs)}
     print(f"\nSaves of {nbytes >> 20} MiB in 16 tensors, file and folder synced: the first {SAVES}, in seconds")
     show(in_turn(saves, SAVES))
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as loader:
+        compare_loads(loader, ours, theirs)
+
+
+def compare_loads(loader: subprocess.Popen[str], ours: Path, theirs: Path) -> None:
+    loads = {
+        "fastensor": lambda: load_alone(loader, "fastensor", ours),
+        "torch": lambda: load_alone(loader, "torch", theirs),
+    }
     for title, resident in (("from the disk", False), ("from the page cache", True)):
 
         def prepare(resident: bool = resident) -> None:
@@ -177,10 +191,12 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def load_alone(tool: str, path: Path) -> float:
-    """The seconds of one load in a process of its own, without its imports."""
-    command = [sys.executable, "-c", LOAD, tool, str(path)]
-    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+def load_alone(loader: subprocess.Popen[str], tool: str, path: Path) -> float:
+    """The seconds of one load in a process of its own."""
+    assert loader.stdin is not None
+    assert loader.stdout is not None
+    print(tool, path, file=loader.stdin, flush=True)
+    return float(loader.stdout.readline())
 
 
 def in_turn(
