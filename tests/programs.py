@@ -104,7 +104,7 @@ class Program:
             try:
                 self.wait(timeout)
             except BaseException:
-                self.kill()
+                _kill_group(self.pid)
                 raise
             sent.result()
             out, err = (one.result() for one in read)
@@ -173,15 +173,32 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program (see ``Program``) to its end; ``check`` fails the test if its status is not 0."""
     if cold:
-        command = [sys.executable, *map(str, arguments)]
-        environment = {**os.environ, **variables}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+        done = _run_cold([sys.executable, *map(str, arguments)], folder, {**os.environ, **variables}, timeout)
     else:
         with Program(*arguments, folder=folder, lightning=lightning, accelerate=accelerate, **variables) as program:
             out, err = program.communicate(timeout=timeout)
         done = subprocess.CompletedProcess(arguments, program.wait(), out, err)
     assert not check or done.returncode == 0, f"status {done.returncode}\n{done.stdout}{done.stderr}"
     return done
+
+
+def _run_cold(
+    command: list[str], folder: Path | None, environment: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=folder, env=environment, text=True, process_group=0, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            _kill_group(process.pid)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a program and what it has started, which may hold its pipes open."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 # Processes of "forkserver" come as fast as warm programs. The first use of sharded tensors imports torch._dynamo.

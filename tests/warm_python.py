@@ -45,6 +45,7 @@ def next_program(server: socket.socket) -> dict[str, Any] | None:
             *streams, report = files
             pid = os.fork()
             if not pid:
+                os.setpgid(0, 0)  # so that what it starts can be killed with it
                 server.close()
                 for fd in (report, *running, *(pipe for _, pipe in running.values())):
                     os.close(fd)
