@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from data.databases import make
+from torch.utils.data import DataLoader
 
 import fastensor
 from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader, Merging
@@ -49,6 +51,28 @@ def test_a_position_of_any_integer_type(path: Path, kind: Any) -> None:
     for wrong in (1.0, "1", slice(1, 3)):
         with pytest.raises(TypeError, match="integer"):
             dataset[wrong]  # type: ignore[index]
+
+
+def _refused(error: type[Exception]) -> Any:
+    def decode(value: memoryview) -> bytes:
+        if value == VALUES[3]:
+            raise error("an empty list, perhaps")
+        return bytes(value)
+
+    return decode
+
+
+@pytest.mark.parametrize("error", [IndexError, StopIteration, ValueError])
+def test_no_error_of_a_decoder_ends_an_iteration(path: Path, error: type[Exception]) -> None:
+    """IndexError would, if Python iterated by ``__getitem__``, and StopIteration does in a ``DataLoader``."""
+    dataset: LmdbDataset[bytes] = LmdbDataset(path, decode=_refused(error))
+    expected = RuntimeError if error is StopIteration else error
+    for samples in (iter(dataset), map(itemgetter(0), DataLoader(dataset))):
+        found = [next(samples) for _ in range(3)]
+        with pytest.raises(expected, match=r"an empty list|has raised StopIteration"):
+            next(samples)
+        found += samples
+        assert found == [*VALUES[:3], *VALUES[4:]]
 
 
 def test_a_key_that_is_no_bytes(path: Path) -> None:

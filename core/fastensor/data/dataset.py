@@ -6,7 +6,7 @@ import copy
 import hashlib
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
@@ -119,6 +119,10 @@ class LmdbDataset(Dataset[T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self.index) if self._positions is None else len(self._positions)
+
+    def __iter__(self) -> Iterator[T]:
+        """All samples, in their order. If one raises an error, ``next`` goes on behind it."""
+        return map(self.__getitem__, range(len(self)))  # by itself, Python would take IndexError for the end
 
     def __getitem__(self, position: int) -> T:
         """One sample. Negative positions count from the end.
@@ -233,6 +237,8 @@ class LmdbDataset(Dataset[T], Generic[T]):
         except Exception as error:
             self.index.check_unchanged()
             error.add_note(f"This was sample {positions[len(samples)]} of {self.index.path}")
+            if isinstance(error, StopIteration):
+                raise RuntimeError("the decoder has raised StopIteration") from error  # it would be taken for the end
             raise
         return samples
 
