@@ -398,6 +398,19 @@ def test_a_model_in_legacy_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (status, out.count("no checksums")) == (0, 2)
 
 
+def test_an_index_of_a_variant(tmp_path: Path) -> None:
+    """``save_pretrained(variant="fp16")`` puts the variant between ``index`` and ``json``."""
+    save(tmp_path, 1)
+    index = (tmp_path / INDEX).rename(tmp_path / "model.safetensors.index.fp16.json")
+    assert_equal(fastensor.load_sharded(index), state_of(1))
+    assert fastensor.verify(index).complete
+    assert len(fastensor.inspect(index).tensors) == 3
+    fastensor.convert(index, tmp_path / "whole.safetensors")
+    assert_equal(fastensor.load(tmp_path / "whole.safetensors"), state_of(1))
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        fastensor.load_sharded(tmp_path)  # the variant is chosen by its name
+
+
 def legacy(folder: Path, step: int = 1) -> Path:
     """A model in files as torch wrote them before 1.6."""
     folder.mkdir()

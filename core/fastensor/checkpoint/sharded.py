@@ -29,6 +29,7 @@ WHOLE = ("model.safetensors", "pytorch_model.bin")
 SHARD_NBYTES = 5_000_000_000
 """The largest shard that ``save_pretrained`` writes by default."""
 _INDEX = f"{WHOLE[0]}{INDEX_SUFFIX}"
+_INDEX_NAME = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL)
 _SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 """The names of shards that are written here."""
 
@@ -45,8 +46,12 @@ def find_weights(folder: Path) -> Path | None:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file is, by its name, the index of a model in several files."""
-    return path.name.endswith(INDEX_SUFFIX)
+    """Whether a file is, by its name, the index of a model in several files, or of a variant of one.
+
+    >>> is_index(Path("model.safetensors.index.json")), is_index(Path("model.safetensors.index.fp16.json"))
+    (True, True)
+    """
+    return _INDEX_NAME.fullmatch(path.name) is not None
 
 
 def weights_at(location: Location) -> Path | None:
