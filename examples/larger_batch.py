@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import multiprocessing
 import re
 import resource
@@ -244,18 +245,19 @@ def said(task: Task) -> str:
 
 
 def too_small(task: Task, why: str) -> str:
-    """What to say if not even one row trains."""
+    """What to say if not even one row trains, and what to try."""
     gradients = sum(parameter.nbytes for parameter in task.model().parameters()) / MIB
+    room = max(2 * (task.room or 0) // MIB, math.ceil(3 * gradients))
     return (
         f"Not even one row trains {said(task)} in this room ({why}). It has to hold the gradients ({gradients:.0f} "
-        "MiB), as much for the optimizer, and some of the largest activations: give more MiB by --room."
+        f"MiB), as much for the optimizer, and some of the largest activations: try --room {room}"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", choices=TRAINERS, default="plain")
-    parser.add_argument("--room", type=int, default=512, help="MiB for training on top of model and optimizer")
+    parser.add_argument("--room", type=int, default=512, help="MiB for gradients, the optimizer and activations")
     parser.add_argument("--blocks", type=int, default=48)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -299,6 +299,10 @@ def test_the_example_says_what_has_failed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(larger_batch, "in_its_own_process", lambda task: "no room for 8 bytes")
     with pytest.raises(SystemExit, match=r"Not even one row trains with offloading in this room \(no room for 8 bytes"):
         larger_batch.main(options)
+    for room, wanted in (("7", 14), ("1", 97)):  # twice the room, or three times the gradients
+        wide = [*options, "--width", "1024" if room == "1" else "128", "--room", room]
+        with pytest.raises(SystemExit, match=rf"try --room {wanted}$"):
+            larger_batch.main(wide)
     tried: list[int] = []
 
     def once(task: larger_batch.Task) -> larger_batch.Outcome | str:
