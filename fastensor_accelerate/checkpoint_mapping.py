@@ -21,7 +21,7 @@ from fastensor.backends.to_device import entered
 from fastensor.errors import UnknownKeyError
 from fastensor.files.arguments import as_nbytes, check_flags
 from fastensor.select.transfer import BackendChoice
-from fastensor_accelerate.matching import fill_buffers, match, no_weight, one_of_tied, parameters_of
+from fastensor_accelerate.matching import fill_buffers, match, no_weight, one_of_tied, parameters_of, set_extra_states
 from fastensor_accelerate.weight_files import WeightFiles, open_weights
 
 _MOST_AHEAD = 16
@@ -170,8 +170,8 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     Raises:
         FileNotFoundError: a file is missing.
-        UnknownKeyError: the checkpoint lacks a parameter or a persistent buffer of the model, or has no name with the
-            prefix; or another buffer of the model is on the meta device.
+        UnknownKeyError: the checkpoint lacks a parameter, a persistent buffer or an extra state of the model, or has no
+            name with the prefix; or another buffer of the model is on the meta device.
         UnsupportedContentError: a tensor has another shape than the model's; a file can only be loaded whole; tensors
             that the model ties have different values; or transformers fails to convert a tensor.
         CorruptCheckpointError: a file is damaged or cut off.
@@ -293,7 +293,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
     def _complete(
         self, model: nn.Module, opened: Callable[[torch.device], WeightFiles], prefix: str
     ) -> Mapping[str, str]:
-        """Fill buffers from the page cache, from which Accelerate moves them to the device, or frees them again.
+        """Set extra states, and fill buffers from the page cache. Accelerate moves them to the device, or frees them.
 
         Returns:
             The names, of which tied ones lead to one tensor.
@@ -301,11 +301,13 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         if self._device.type == "cpu":
             found = one_of_tied(model, self._files, self._names, self._path)
             fill_buffers(model, self._files, found)
+            set_extra_states(model, self._files, found, self._path)
             return found
         with closing(opened(torch.device("cpu"))) as opened_files:
             files, names = match(opened_files, self._path, prefix, model)
             found = one_of_tied(model, files, names, self._path)
             fill_buffers(model, files, found)
+            set_extra_states(model, files, found, self._path)
             return found
 
     def _check_usable(self) -> None:

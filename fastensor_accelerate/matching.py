@@ -93,6 +93,24 @@ def fill_buffers(model: nn.Module, files: WeightFiles, names: Mapping[str, str])
             setattr(model.get_submodule(module), leaf, filled[buffer])
 
 
+def set_extra_states(model: nn.Module, files: WeightFiles, names: Mapping[str, str], path: str) -> None:
+    """Give each module that has an extra state (``get_extra_state``) the one of a checkpoint.
+
+    Raises:
+        UnknownKeyError: there is none, or it is no tensor.
+    """
+    for name in model.state_dict(keep_vars=True):
+        module, _, leaf = name.rpartition(".")
+        if leaf != "_extra_state":
+            continue
+        if name not in names:
+            raise UnknownKeyError(
+                f"{path}: {type(model.get_submodule(module)).__name__} {module!r} has an extra state, and no tensor is "
+                f"called {name!r}: load it by load_state_dict, and make the mapping without the model"
+            )
+        model.get_submodule(module).set_extra_state(files.read(names[name]))
+
+
 def no_weight(name: str, path: str, names: Iterable[str], stored: Iterable[str]) -> str:
     """Why a name is not there: in words for people."""
     longer = [known for known in stored if known.endswith(f".{name}")]

@@ -341,6 +341,36 @@ def test_a_buffer_of_another_shape(tmp_path: Path) -> None:
     assert torch.equal(model.scale, torch.ones(3, dtype=torch.bfloat16))
 
 
+class Factor(nn.Linear):
+    """Computes with what is neither a parameter nor a buffer."""
+
+    factor = 1.0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.factor)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.factor = state.item()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_extra_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    source, model = nn.Sequential(Factor(3, 3)), nn.Sequential(Factor(3, 3))
+    source[0].factor = 3.0
+    fastensor.save(source.state_dict(), tmp_path / "model.safetensors", durable=False)
+    with CheckpointMapping(tmp_path, model) as weights, torch.no_grad():
+        cpu_offload(model, CPU, state_dict=weights)
+        assert torch.equal(model(torch.ones(1, 3)), source(torch.ones(1, 3)))
+    parameters = {name: one for name, one in source.state_dict().items() if "extra" not in name}
+    fastensor.save(parameters, tmp_path / "model.safetensors", durable=False)
+    with pytest.raises(
+        UnknownKeyError, match=r"Factor '0' has an extra state, and no tensor is called '0._extra_state'"
+    ):
+        CheckpointMapping(tmp_path, nn.Sequential(Factor(3, 3)))
+
+
 def test_the_buffers_of_another_device_come_by_way_of_the_host(tmp_path: Path) -> None:
     """The model's buffers stay where they are. Accelerate moves them."""
     model = Scaled()
