@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+
 from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.directories import publish_last
 from fastensor_accelerate.seam import missing_seams
@@ -117,7 +119,8 @@ def _method(
     def save_checkpoint(trainer: Any, *args: Any, **options: Any) -> Any:
         folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
         saver = saver_of(trainer.accelerator)
-        with saver.saving_in_turn(folder, reader=reader_of(trainer)) as afterwards, ExitStack() as undo:
+        reader = reader_of(trainer) if saver.config.asynchronous else None
+        with saver.saving_in_turn(folder, reader=reader) as afterwards, ExitStack() as undo:
 
             def put_off(owner: Any, attribute: str) -> None:
                 now = getattr(owner, attribute)
@@ -191,11 +194,15 @@ def _reads_in_on_save(callback: Any) -> bool:
 
 
 def _definer(owner: Any, name: str) -> str:
-    """The package that defines an object's method; an empty string if the object has been given one of its own."""
+    """The package that defines an object's method; an empty string if the object has been given one of its own, or if
+    that is not known. A module may pass on the methods of another one, as compiled models and those of FSDP do."""
     if name in vars(owner):
         return ""
-    kind = next(kind for kind in type(owner).__mro__ if name in vars(kind))
-    return kind.__module__.partition(".")[0]
+    for kind in type(owner).__mro__:
+        if name in vars(kind):
+            return kind.__module__.partition(".")[0]
+    inner = getattr(getattr(owner, name, None), "__self__", owner)
+    return _definer(inner, name) if isinstance(inner, torch.nn.Module) and inner is not owner else ""
 
 
 def _copy(trainer: Any) -> Any:

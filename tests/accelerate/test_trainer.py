@@ -498,6 +498,43 @@ def test_callbacks_that_only_log_let_training_go_on(
     assert transformers_trainer.reader_of(training) == "what pushes it to the Hub"
 
 
+class Forwards(torch.nn.Module):
+    """A model in another one, which passes on what it lacks, as FullyShardedDataParallel does."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("config", MODES)
+@pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), Forwards])
+def test_a_model_that_passes_on_what_it_lacks(tmp_path: Path, config: FastensorConfig, wrap: Any) -> None:
+    with by(config):
+        args = TrainingArguments(**options(tmp_path, remove_unused_columns=False))
+        untied = model()
+        untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+        training = Trainer(wrap(untied), args, train_dataset=Numbers())
+        training.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    assert transformers_trainer.reader_of(training) is None
+
+
+def test_a_method_of_unknown_origin_may_read(tmp_path: Path) -> None:
+    training = trainer(tmp_path)
+    training.model.save_pretrained = functools.partial(type(training.model).save_pretrained, training.model)
+    training.model = Forwards(training.model)
+    assert transformers_trainer.reader_of(training) == "save_pretrained of Forwards"
+
+
 # --- TRL
 
 
