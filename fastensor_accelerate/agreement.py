@@ -16,7 +16,7 @@ from fastensor.files.bounded_call import call_within
 
 _ARRIVAL_SECONDS = 30.0
 """How long the main process waits for the others to call ``save_state``, too, before it goes on alone."""
-_POLL_SECONDS = 0.005
+_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.1
 
 _logger = logging.getLogger("fastensor")
 _calls = itertools.count()
@@ -74,15 +74,15 @@ def _everyone_calls() -> bool:
         ask = partial(call_within, PATIENCE.total_seconds())
         store = _get_default_store()
         ask(store.set, here[rank], "here")
-        while not (arrived := ask(store.check, here)) and not ask(store.check, [f"{key}decision"]):
+        while not any(found := ask(lambda: (store.check(here), store.check([f"{key}decision"])))):
             waited = time.monotonic() - started
             if rank == 0 and waited > _ARRIVAL_SECONDS:
                 break
             if waited > PATIENCE.total_seconds():
                 raise CheckpointWriteError("the main process does not call save_state, but other processes do")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
         # the first answer is that of all
-        decision = ask(store.compare_set, f"{key}decision", "", "everyone" if arrived else "alone")
+        decision = ask(store.compare_set, f"{key}decision", "", "everyone" if found[0] else "alone")
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise CheckpointWriteError(f"the main process cannot be reached: {error}") from error
     if decision != b"everyone" and rank == 0:

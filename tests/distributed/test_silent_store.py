@@ -6,9 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import fastensor
 from fastensor.checkpoint import agreement, cooperative
 from fastensor.data import Staggering
 from fastensor.data.staggering import Tokens
+from fastensor.files import bounded_call
 from fastensor.files.bounded_call import call_within
 from fastensor.select import share
 from fastensor.select.selector import Selector
@@ -71,6 +74,43 @@ def test_a_call_that_does_not_return_is_left_alone() -> None:
         assert call_within(PATIENCE_SECONDS, store.add, "x", 0) == 2, "the call that was left has taken effect"
     with pytest.raises(ZeroDivisionError):
         call_within(PATIENCE_SECONDS, lambda: 1 / 0)
+
+
+class WaitedFor(Future[int]):
+    """It is waited for, even if the call has returned."""
+
+    def result(self, timeout: float | None = None) -> int:
+        Lock().acquire(timeout=-1 if timeout is None else timeout)  # an error if nobody can wait so long
+        return super().result(timeout)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e10])
+def test_a_call_may_take_for_ever(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_call, "Future", WaitedFor)
+    assert call_within(seconds, int) == 0
+
+
+class ReturnedLate(Future[str]):
+    """The call returns after the wait for it is over, and before that is looked at."""
+
+    def result(self, timeout: float | None = None) -> str:
+        found = super().result()
+        if timeout is not None:
+            raise TimeoutError
+        return found
+
+
+def test_a_call_that_returns_as_the_wait_ends_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_call, "Future", ReturnedLate)
+    assert call_within(PATIENCE_SECONDS, lambda: "published") == "published"
+
+
+def test_a_timeout_of_the_call_is_its_own() -> None:
+    def call() -> None:
+        raise TimeoutError("of the call")
+
+    with pytest.raises(TimeoutError, match="of the call"):
+        call_within(PATIENCE_SECONDS, call)
 
 
 def run(function: Callable[[int, Path, int], None], folder: Path, store: tuple[int, int]) -> None:
@@ -129,6 +169,34 @@ def _agree(rank: int, folder: Path, pid: int) -> None:
             with pytest.raises(fastensor.CheckpointWriteError, match="x was not saved: a process cannot be reached"):
                 found.exchange(None, "x was not saved")
         found.end()
+
+
+def test_an_agreement_that_has_ended(tmp_path: Path, store: tuple[int, int]) -> None:
+    """Nobody waits for it, nor talks in the script's own process group in its place."""
+    run(_end, tmp_path, store)
+
+
+def _end(rank: int, folder: Path, pid: int) -> None:
+    found = agreement.Agreement()
+    found.exchange(None, "x was not saved")
+    if rank == 0:
+        found.end()
+        agreement.PATIENCE = timedelta(seconds=SHORT_SECONDS)
+    else:
+        with pytest.raises(fastensor.CheckpointWriteError, match="x was not saved: a process cannot be reached"):
+            found.exchange(None, "x was not saved")
+    before = "this process has ended the agreement" if rank == 0 else ""
+    with pytest.raises(fastensor.CheckpointWriteError, match=f"x was not saved: .* as before: {before}"):
+        found.exchange(None, "x was not saved")
+    with pytest.raises(fastensor.CheckpointWriteError, match=f"x was not saved: .* as before: {before}"):
+        found.first(None, "x was not saved")
+    found.end()
+
+
+def test_an_agreement_of_one_process_has_nothing_to_end() -> None:
+    found = agreement.Agreement()
+    found.end()
+    found.exchange(None, "x was not saved")
 
 
 def test_processes_of_accelerate(tmp_path: Path, store: tuple[int, int]) -> None:

@@ -105,7 +105,10 @@ class Agreement:
         self.exchange(failure, what, error)
 
     def end(self) -> None:
-        """Give the process group back. Others that wait in it are told that this process cannot be reached."""
+        """Give the process group back. Others that wait in it are told that this process cannot be reached. Each
+        further exchange fails at once."""
+        if self.size > 1:
+            self._broken = self._broken or RuntimeError("this process has ended the agreement")
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

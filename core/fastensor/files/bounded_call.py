@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread of its own, and wait for it so long at most.
+    """Call a function in a thread of its own, and wait for it so long at most; ``inf`` is for ever.
 
     A call that has not returned by then, or when an interrupt ends the wait, is left to its thread, which does not keep
     the process from ending. The call may still take effect. What it was made on is in use: further calls of the same
@@ -44,8 +44,8 @@ def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> 
     except RuntimeError:
         return function(*arguments)
     try:
-        return returned.result(seconds)
+        return returned.result(min(seconds, threading.TIMEOUT_MAX))
     except TimeoutError as error:
-        if returned.done():
-            raise
+        if returned.done():  # just now, or with a TimeoutError of its own
+            return returned.result()
         raise TimeoutError(f"no answer within {seconds:g} s") from error
