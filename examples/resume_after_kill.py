@@ -52,7 +52,8 @@ for line in sys.stdin:
         state = {"fastensor": load, "torch": torch.load}[tool](path)
         print(time.perf_counter() - started, flush=True)
         os._exit(0)
-    os.wait()
+    if os.wait()[1]:
+        sys.exit("a load has failed")
 """
 """Times loads, each in a fresh process that has only imported what it needs. A later load in the same process may get
 memory that another one has left there, and saves most of its time: the kernel has no pages to clear."""
@@ -196,7 +197,10 @@ def load_alone(loader: subprocess.Popen[str], tool: str, path: Path) -> float:
     assert loader.stdin is not None
     assert loader.stdout is not None
     print(tool, path, file=loader.stdin, flush=True)
-    return float(loader.stdout.readline())
+    seconds = loader.stdout.readline()
+    if not seconds:
+        raise RuntimeError(f"{path} could not be loaded by {tool}: see above")
+    return float(seconds)
 
 
 def in_turn(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.errors import OffloadError
 from fastensor.files.words import human_size
@@ -237,6 +238,35 @@ def test_what_stays_leaves_in_the_backward_pass_if_memory_gets_short(
     assert found.read_bytes == found.written_bytes
     assert caplog.text.count("memory has got short") == 1
     assert f"{human_size(found.displaced_bytes)} of what fits were offloaded later" in str(found)
+
+
+def test_what_stays_is_freed_with_its_graph(make: Any) -> None:
+    """At once, whoever holds which lock: the next step needs the memory."""
+    offload = make(schedule=1 << 40)
+    found: list[StorageWeakRef] = []
+
+    def keep(tensor: torch.Tensor) -> None:
+        found.append(StorageWeakRef(tensor.untyped_storage()))
+
+    net = Net()
+    for layer in net.layers[1:]:
+        layer.register_forward_hook(lambda layer, inputs, output: keep(inputs[0]))
+    for end in ("is dropped", "is used", "outlives the offload"):
+        found.clear()
+        with offload.step():
+            loss = net(batch()).square().sum()
+        with offload._engine.swapper()._lock:
+            assert not any(one.expired() for one in found)
+            if end == "is dropped":
+                del loss
+                assert all(one.expired() for one in found)
+        if end == "is used":
+            loss.backward()
+        if end == "outlives the offload":
+            offload.close()
+            del loss
+        assert all(one.expired() for one in found)
+    assert len(found) == LAYERS - 1
 
 
 def test_what_stays_leaves_in_the_forward_pass_if_memory_gets_short(short: Any) -> None:

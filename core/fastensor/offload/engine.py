@@ -243,7 +243,8 @@ class OffloadEngine:
         if swapper is None or device.type != "cpu" or not swapper.note_use(nbytes):
             return
         with self.guarded(swapper):
-            self.planner.note_shortage(device, swapper.look_at_memory(self.planner.besides(device)))
+            displaced = swapper.look_at_memory(lambda: self.planner.besides(device))
+            self.planner.note_shortage(device, displaced)
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""

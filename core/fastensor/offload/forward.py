@@ -87,6 +87,11 @@ class ForwardPass:
             self._saved.append(len(self._ranges))
             self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
+    def displace(self, position: int, saved: SavedBytes) -> None:
+        """Note that a tensor leaves memory after all."""
+        with self._lock:
+            self._ranges[position] = weakref.ref(saved)
+
     def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
         """Note that another node saves bytes that were saved before.
 
@@ -138,9 +143,7 @@ class ForwardPass:
             self._expected_takes = count // _LOOK_AGAIN_AFTER
 
     def _is_there(self, position: int) -> bool:
-        """Whether a graph still holds the range at a position, and the range does not stay in memory."""
-        saved = self._ranges[position]()
-        return saved is not None and saved.resident is None
+        return self._ranges[position]() is not None
 
     def _there(self, positions: Iterable[int]) -> list[SavedBytes]:
         """The ranges at these positions that a graph still holds."""

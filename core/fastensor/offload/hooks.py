@@ -6,13 +6,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastensor.errors import OffloadError
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import event_now, page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
@@ -63,7 +62,7 @@ class SavedHandle:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTensor:
-    """The graph's record of a tensor whose bytes are offloaded, or may be if memory gets short."""
+    """The graph's record of a tensor whose bytes are offloaded."""
 
     handle: SavedHandle
     forward: ForwardPass
@@ -75,24 +74,14 @@ class OffloadedTensor:
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, handle: SavedHandle, forward: ForwardPass, position: int) -> OffloadedTensor:
-        return cls(handle, forward, position, View.of(tensor), _without_memory(tensor), tensor._version)
+    def of(
+        cls, tensor: torch.Tensor, handle: SavedHandle, forward: ForwardPass, position: int, version: int
+    ) -> OffloadedTensor:
+        return cls(handle, forward, position, View.of(tensor), _without_memory(tensor), version)
 
     def check_version(self) -> None:
         """Raise RuntimeError if the tensor was modified in place."""
         _check_version(self.versioned, self.version, self.view)
-
-    def in_child(self) -> torch.Tensor:
-        """The tensor in a forked child, where other threads of the parent may have held the locks. It has only what
-        stays in memory.
-
-        Raises:
-            OffloadError: the tensor was offloaded.
-        """
-        source = self.handle.saved.source
-        if source is None or self.handle.saved.resident is None:
-            raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
-        return _with_version_counter(self.versioned, self.view.on(source, 0))
 
     def bring(self) -> torch.Tensor:
         """The tensor, in memory again.
@@ -101,9 +90,7 @@ class OffloadedTensor:
             OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
         """
         swapper, saved = self.handle.swapper, self.handle.saved
-        upcoming, unexpected = list[SavedBytes](), list[SavedBytes]()
-        if saved.resident is None:
-            upcoming, unexpected = self.forward.look_ahead(saved, self.position)
+        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
         storage, origin = swapper.bring(saved, upcoming, unexpected)
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
         if tensor.is_cuda:
@@ -114,11 +101,66 @@ class OffloadedTensor:
         return tensor
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ResidentHandle:
+    """The graphs' handle of bytes that stay in memory by plan, unless memory gets short. When the handle goes, others
+    have room."""
+
+    resident: ResidentBytes | None
+    """The planner's leave to stay; None if the bytes had to leave after all."""
+    swapper: Swapper
+    forward: ForwardPass
+    position: int
+    """In that forward pass."""
+    mark: int
+    span: range
+    records: list[weakref.ref[ResidentTensor]] = field(default_factory=list)
+    """Of the graphs."""
+    is_needed: bool = False
+    """Whether a backward pass has got a tensor, and may keep it alive."""
+
+    def displace(self) -> SavedBytes | None:
+        """Have the graphs hold a range in place of their tensors, which is to be written. None if that would free no
+        memory. Call it with the swapper's lock held."""
+        kept = [(one, one.kept) for record in self.records if (one := record()) is not None and one.kept is not None]
+        if self.is_needed or self.resident is None or not kept:
+            return None
+        tensor = kept[0][1].tensor
+        saved = _saved_bytes(tensor, self.span, self.mark, self.position)
+        saved.resident, self.resident, saved.unread = self.resident, None, len(kept)
+        handle = SavedHandle(saved, self.swapper)
+        self.forward.displace(self.position, saved)
+        for one, before in kept:
+            one.moved = OffloadedTensor.of(before.tensor, handle, one.forward, one.position, before.version)
+            one.kept = None  # last: other threads may ask for the tensor meanwhile
+        return saved
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ResidentTensor:
+    """The graph's record of a tensor that stays in memory by plan, unless memory gets short."""
+
+    kept: KeptTensor | None
+    """None if the tensor had to leave."""
+    handle: ResidentHandle
+    forward: ForwardPass
+    position: int
+    """In the forward pass."""
+    moved: OffloadedTensor | None = None
+    """The record that took the place of ``kept``."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, handle: ResidentHandle, forward: ForwardPass, position: int) -> ResidentTensor:
+        record = cls(KeptTensor.of(tensor), handle, forward, position)
+        handle.records.append(weakref.ref(record))
+        return record
+
+
 @dataclass(frozen=True, slots=True)
 class _KnownRange:
     """A range that was saved, and may be saved again while a graph holds it."""
 
-    handle: weakref.ref[SavedHandle]
+    handle: weakref.ref[SavedHandle | ResidentHandle]
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
     span: range
@@ -153,7 +195,7 @@ class StepHooks:
         """Ranges in ``_known``."""
         self._tidy_at = _LEAST_TO_TIDY
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | ResidentTensor | OffloadedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
         nbytes = nbytes_of(tensor)
@@ -210,7 +252,7 @@ class StepHooks:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes = None, 0
 
-    def unpack(self, packed: KeptTensor | OffloadedTensor) -> torch.Tensor:
+    def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
         self._note_pass(is_needed=True)
@@ -221,10 +263,19 @@ class StepHooks:
             return packed.tensor
         started = time.perf_counter()
         clock = started - self._seconds_in_hooks
+        if isinstance(packed, ResidentTensor):
+            if (kept := packed.kept) is not None:
+                packed.handle.is_needed = True
+                packed.forward.note_needed(packed.position, clock)
+                kept.check_version()
+                self._engine.note_use(len(packed.handle.span), kept.tensor.device)
+                self._note_time(started)
+                return kept.tensor
+            assert packed.moved is not None
+            packed = packed.moved
         packed.forward.note_needed(packed.position, clock, packed.handle.saved)
+        packed.handle.swapper.check_process()
         packed.check_version()
-        if packed.handle.swapper.is_of_parent:
-            return packed.in_child()
         try:
             with self._engine.guarded(packed.handle.swapper):
                 tensor = packed.bring()
@@ -273,15 +324,18 @@ class StepHooks:
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
-    ) -> KeptTensor | OffloadedTensor:
+    ) -> KeptTensor | ResidentTensor | OffloadedTensor:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
         shared = self._share(key, tensor, span, swapper)
-        if shared is not None:
-            counts["shared_bytes"] = len(span) if shared.saved.resident is None else 0
+        if isinstance(shared, SavedHandle):
+            counts["shared_bytes"] = len(span)
             position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
-            return OffloadedTensor.of(tensor, shared, forward, position)
+            return OffloadedTensor.of(tensor, shared, forward, position, tensor._version)
+        if shared is not None:
+            position = forward.add_again(shared.position if shared.forward is forward else None, None, self._clock)
+            return ResidentTensor.of(tensor, shared, forward, position)
         if len(span) < self._engine.config.min_bytes:
             kept["small"] = len(span)
             return KeptTensor.of(tensor)
@@ -294,26 +348,19 @@ class StepHooks:
         self._engine.note_use(len(span), tensor.device)
         position = forward.next_position
         forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
-        saved = SavedBytes(
-            nbytes=len(span),
-            origin=span.start,
-            device=tensor.device,
-            original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
-            source=storage,
-            page_offset=page_offset_of(tensor, span),
-            ready=event_now(tensor.device),
-            dtype=tensor.dtype,
-            mark=mark,
-            position=position,
-            resident=self._engine.planner.stay(mark, len(span), tensor.device),
-        )
-        handle = SavedHandle(saved, swapper)
-        record = OffloadedTensor.of(tensor, handle, forward, position)
-        if saved.resident is not None:
+        if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
             kept["fits"] = len(span)
-            swapper.keep(saved)
-        else:
-            swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
+            forward.add(None)
+            staying = ResidentHandle(resident, swapper, forward, position, mark, span)
+            stays = ResidentTensor.of(tensor, staying, forward, position)
+            if tensor.device.type == "cpu":
+                swapper.keep(weakref.WeakMethod(staying.displace))
+            self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(_owner_of(tensor)), span))
+            return stays
+        saved = _saved_bytes(tensor, span, mark, position)
+        handle = SavedHandle(saved, swapper)
+        record = OffloadedTensor.of(tensor, handle, forward, position, tensor._version)
+        swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
         forward.add(saved)
         self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
         return record
@@ -341,7 +388,9 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
-    def _share(self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper) -> SavedHandle | None:
+    def _share(
+        self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper
+    ) -> SavedHandle | ResidentHandle | None:
         """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
         owner = _owner_of(tensor)
         known = self._known.get(key, [])
@@ -350,6 +399,10 @@ class StepHooks:
             handle = one.handle()
             covers = one.owner() is owner and one.span.start <= span.start and span.stop <= one.span.stop
             if not covers or handle is None:
+                continue
+            if isinstance(handle, ResidentHandle):
+                if handle.resident is not None:
+                    return handle
                 continue
             if handle.swapper is swapper and self._is_kept_for(tensor, handle):
                 swapper.share(handle.saved)
@@ -379,6 +432,23 @@ class StepHooks:
         self._known = {key: known for key, known in alive.items() if known}
         self._count = sum(map(len, alive.values()))
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
+
+
+def _saved_bytes(tensor: torch.Tensor, span: range, mark: int, position: int) -> SavedBytes:
+    """The range of a tensor that leaves memory."""
+    storage = tensor.untyped_storage()
+    return SavedBytes(
+        nbytes=len(span),
+        origin=span.start,
+        device=tensor.device,
+        original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
+        source=storage,
+        page_offset=page_offset_of(tensor, span),
+        ready=event_now(tensor.device),
+        dtype=tensor.dtype,
+        mark=mark,
+        position=position,
+    )
 
 
 def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float, ratio: float) -> SavedTensor:

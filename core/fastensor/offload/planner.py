@@ -52,8 +52,8 @@ _MORE_THAN_BEFORE = 1.05
 _OPERATION_TENSORS = 4
 """An operation, in either pass, may take the memory of so many of the largest saved tensors besides: for its results or
 gradients, and for what it computes on the way."""
-_SHORTAGE_KEPT = 0.875
-"""The share of what memory was short by that still counts after one more pass."""
+_KEPT_PER_PASS = 0.875
+"""The share of a shortage, and of the largest saved tensor, that still counts after one more pass."""
 _MOST_PASSES = 8
 """Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
 
@@ -200,7 +200,7 @@ class Planner:
         self._resident: Counter[torch.device] = Counter()
         self._limits: dict[torch.device, int] = {}
         self._largest: Counter[torch.device] = Counter()
-        """The bytes of the largest saved tensor."""
+        """The bytes of the largest saved tensor of the latest passes."""
         self._shortage: Counter[torch.device] = Counter()
         """Bytes by which memory was short in the latest passes, though what stayed was within the limit."""
         self._looked_at = 0.0
@@ -347,8 +347,11 @@ class Planner:
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
-        for device in self._shortage:
-            self._shortage[device] = int(_SHORTAGE_KEPT * self._shortage[device])
+        for passing in (self._shortage, self._largest):
+            for device in passing:
+                passing[device] = int(_KEPT_PER_PASS * passing[device])
+        for one in record.tensors:
+            self._largest[one.device] = max(self._largest[one.device], one.nbytes)
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):

@@ -61,6 +61,7 @@ class PrefetchSchedule:
         """A circular linked list of the places that are not struck out: the next one by place. The end is between the
         last and the first."""
         self._before = [self._end, *range(self._end)]
+        self._struck_out: set[int] = set()
         self._next = 0
         """The place that is expected next."""
         self._seen: set[int] = set()
@@ -106,6 +107,9 @@ class PrefetchSchedule:
             place = self._after[place]
 
     def _strike_out(self, place: int) -> None:
+        if place in self._struck_out:  # it stayed in memory, and had to leave later
+            return
+        self._struck_out.add(place)
         before, after = self._before[place], self._after[place]
         self._after[before], self._before[after] = after, before
         if place == self._next:

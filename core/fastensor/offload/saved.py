@@ -86,7 +86,7 @@ class SavedBytes:
     prefetched: bool = False
     """Whether ``loaded`` was read ahead, and has not been asked for since."""
     resident: ResidentBytes | None = None
-    """The planner's leave to stay in memory; None if the range leaves, or has to leave after all."""
+    """The planner's leave to stay in memory, until the bytes are written; None if the range never had one."""
     lent: bool = False
     """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False

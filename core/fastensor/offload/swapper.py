@@ -18,12 +18,13 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -48,6 +49,8 @@ _LEAST_USE = 16 << 20
 counts as short long before so few are free, because operations take more than what they save."""
 _SHARE_OF_USE = 8
 """Free memory is looked at again when one in so many of the bytes that were left until it is short has been used."""
+Displace: TypeAlias = "weakref.WeakMethod[Callable[[], SavedBytes | None]]"
+"""See :meth:`Swapper.keep`."""
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("fastensor")
 
@@ -79,8 +82,8 @@ class Swapper:
         """Ranges that have been read back, or are being read."""
         self._saved = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, wherever the bytes are."""
-        self._staying = ByteBudget(sys.maxsize)
-        """Ranges that graphs hold, and that stay in host memory where they were saved, unless memory gets short."""
+        self._staying: deque[Displace] = deque()
+        """What stays in host memory where it was saved, unless that gets short, in the order in which it was saved."""
         self._away = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, and that take no memory on their device."""
         self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
@@ -119,13 +122,17 @@ class Swapper:
                 return
             self._wait_for(blocking, "wait_to_write", saved)
 
-    def keep(self, saved: SavedBytes) -> None:
-        """Take a range over that stays where it was saved, by ``saved.resident``: in host memory, unless that gets
-        short."""
+    def keep(self, displace: Displace) -> None:
+        """Note bytes that stay in host memory, unless that gets short.
+
+        Args:
+            displace: gives the range that is to be written then; None if that would free no memory. It is called with
+                the lock held.
+        """
         with self._lock:
-            self._let_go_released()
-            if saved.device.type == "cpu":
-                self._staying.add(saved, saved.nbytes)
+            while self._staying and self._staying[0]() is None:
+                self._staying.popleft()
+            self._staying.append(displace)
 
     def share(self, saved: SavedBytes) -> None:
         """Note that one more saved tensor is on the range, whose handle the caller holds."""
@@ -203,10 +210,10 @@ class Swapper:
         with self._lock:
             self._counters.seconds[what] += time.perf_counter() - started
 
-    @property
-    def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that has made the swapper, and has none of its threads."""
-        return os.getpid() != self._process
+    def check_process(self) -> None:
+        """Raise OffloadError in a forked child, which has no locks and threads of the parent."""
+        if os.getpid() != self._process:
+            raise OffloadError("an activation of the parent process is needed in a forked child, which has none")
 
     def note_use(self, nbytes: int) -> bool:
         """Note that a tensor in host memory is saved, whether it stays or leaves, or is needed.
@@ -215,25 +222,25 @@ class Swapper:
             Whether it is time for :meth:`look_at_memory`.
         """
         self._used_nbytes += nbytes
-        return self._used_nbytes >= self._look_after_nbytes and not self.is_of_parent
+        return self._used_nbytes >= self._look_after_nbytes and os.getpid() == self._process
 
-    def look_at_memory(self, besides: int) -> int:
+    def look_at_memory(self, besides: Callable[[], int]) -> int:
         """Return freed memory, and have ranges leave that were to stay, if memory is short.
 
         Where nothing stays, a writer thread returns freed memory, each time. Where a part stays, the next step takes
         the same memory again: it is returned if memory is short, and then at once.
 
         Args:
-            besides: bytes that steps take besides saved tensors and their transfers.
+            besides: gives the bytes that steps take besides saved tensors and their transfers.
 
         Returns:
-            The bytes of ranges that have left now, though they were to stay.
+            The bytes that have left now, though they were to stay.
         """
         config = self._config
         with self._lock:
+            self._used_nbytes = 0
             if self._jobs.closed:
                 return 0
-            self._used_nbytes = 0
             if not config.keeps_some:
                 if config.return_freed_memory and self._jobs.have_threads:
                     with suppress(NoThreadsError):  # at exit
@@ -245,19 +252,18 @@ class Swapper:
             return_freed_memory()
         return self._have_leave(besides)
 
-    def _have_leave(self, besides: int) -> int:
+    def _have_leave(self, besides: Callable[[], int]) -> int:
         """Have ranges written that were to stay, in the order in which they were saved, until enough memory is free for
         the transfers and ``besides``. Returns their bytes when their memory is free."""
         nbytes = 0
-        while (short := self._needed_for_transfers() + besides - free_host_memory()) > 0:
+        while self._staying and (short := self._needed_for_transfers() + besides() - free_host_memory()) > 0:
+            is_first = not self._counters.counts["displaced_bytes"]
             left = self._write_staying(short)
             if not left:
                 break
+            if is_first:
+                _logger.warning("memory has got short: activations that were to stay in memory go to the SSD")
             nbytes += left
-        if nbytes and not self._counters.counts["displaced_bytes"]:
-            _logger.warning("memory has got short: activations that were to stay in memory go to the SSD")
-        with self._lock:
-            self._counters.counts["displaced_bytes"] += nbytes
         return nbytes
 
     def _needed_for_transfers(self) -> int:
@@ -270,23 +276,33 @@ class Swapper:
 
     def _write_staying(self, nbytes: int) -> int:
         """Have ranges written that were to stay, of ``nbytes`` or more together if there are so many. Returns the bytes
-        of those whose memory is free then: writes may fail."""
-        displaced = list[SavedBytes]()
-        while sum(saved.nbytes for saved in displaced) < nbytes:
+        of those that have been written: the disk may be full."""
+        displaced, total = list[SavedBytes](), 0
+        while total < nbytes:
             with self._lock:
-                saved = self._next_to_displace()
-                if saved is None:
-                    break
-                blocking = None if self._pending.fits(cost(saved)) else self._oldest_write()
-                if blocking is None:
-                    self._displace(saved)
-                    displaced.append(saved)
-            if blocking is not None:
-                self._wait_for(blocking, "wait_to_write", saved)
+                saved = self._displaced()
+            if saved is None:
+                break
+            displaced.append(saved)
+            total += saved.nbytes
+            self._write_later(saved)
         for saved in displaced:
             if (write := saved.write) is not None:
                 self._wait_for(write, "wait_to_write", saved)
-        return sum(saved.nbytes for saved in displaced if saved.source is None)
+        return sum(saved.nbytes for saved in displaced if saved.resident is None)
+
+    def _write_later(self, saved: SavedBytes) -> None:
+        """Have a range written when ``staging_bytes`` have room for it."""
+        while True:
+            with self._lock:
+                self._let_go_released()
+                if saved.released:
+                    return
+                if self._pending.fits(cost(saved)):
+                    self._begin_write(saved)
+                    return
+                blocking = self._oldest_write()
+            self._wait_for(blocking, "wait_to_write", saved)
 
     # Ends. ------------------------------------------------------------------------------------------------------------
 
@@ -403,22 +419,17 @@ class Swapper:
         self._pending.add(saved, cost(saved))
         return True
 
-    def _next_to_displace(self) -> SavedBytes | None:
-        """The range that was to stay and is needed last; None if writing it would free no memory."""
+    def _displaced(self) -> SavedBytes | None:
+        """The range that was to stay, is needed last, and is to be written now; None if writing would free no
+        memory."""
         self._let_go_released()
         if self._jobs.closed or self._tiers.broken or self._config.target == "dram":
             return None
-        return next((saved for saved in self._staying.oldest_first() if not saved.lent), None)
-
-    def _displace(self, saved: SavedBytes) -> None:
-        """Have a range written that was to stay."""
-        self._staying.remove(saved)
-        saved.resident = None
-        self._saved.add(saved, saved.nbytes)
-        if self._begin_write(saved):
-            self._counters.counts["offloaded"] += 1
-            self._counters.counts["offloaded_bytes"] += saved.nbytes
-            self._note_peaks()
+        while self._staying:
+            displace = self._staying.popleft()()
+            if displace is not None and (saved := displace()) is not None:
+                return saved
+        return None
 
     def _write_out(self, saved: SavedBytes) -> None:
         """In a writer thread: write a range, without the lock. Then note what came of it, with the lock held."""
@@ -433,6 +444,7 @@ class Swapper:
                 saved.source = saved.ready = None
                 saved.stored = outcome
                 self._note_written(saved, outcome)
+                self._note_displaced(saved)
             elif isinstance(outcome, Exception):
                 if not isinstance(outcome, StoppedError):
                     self._could_not_write(saved, outcome)
@@ -441,6 +453,17 @@ class Swapper:
             self._note_place(saved)
             self._tidy(saved)
             self._trace_bytes()
+
+    def _note_displaced(self, saved: SavedBytes) -> None:
+        """Count a range that was to stay and has left memory."""
+        if saved.resident is None:
+            return
+        saved.resident = None
+        self._saved.add(saved, saved.nbytes)
+        counts = self._counters.counts
+        counts["offloaded"] += 1
+        counts["offloaded_bytes"] += saved.nbytes
+        counts["displaced_bytes"] += saved.nbytes
 
     def _note_written(self, saved: SavedBytes, stored: StoredBytes) -> None:
         counts = self._counters.counts
@@ -467,7 +490,8 @@ class Swapper:
         """Leave a range in memory, and report that."""
         self._in_dram.remove(saved)
         counts = self._counters.counts
-        counts["kept_bytes"] += saved.nbytes
+        if saved.resident is None:  # or else they were counted when they were saved
+            counts["kept_bytes"] += saved.nbytes
         counts["failed_writes"] += 1
         if counts["failed_writes"] == 1:
             _logger.warning("an activation stays in memory, because it could not be written: %s", failure)
@@ -629,7 +653,6 @@ class Swapper:
             saved = self._released.popleft()
             saved.released, saved.unread = True, 0
             self._saved.remove(saved)
-            self._staying.remove(saved)
             self._note_place(saved)
             self._in_dram.remove(saved)
             self._cancel_write(saved)
