@@ -136,6 +136,17 @@ def test_a_second_look_that_was_not_expected_changes_nothing() -> None:
     assert schedule.taken == [2, 2, 0, 1, 0]
 
 
+def test_a_position_that_is_back_after_it_was_struck_out() -> None:
+    """It had stayed in memory, and had to leave later."""
+    schedule = PrefetchSchedule([0, 1, 2, 3, 4])
+    schedule.take(0)
+    assert list(schedule.upcoming(lambda position: position not in (2, 3))) == [1, 4]
+    schedule.take(1)
+    schedule.take(3)
+    schedule.take(2)
+    assert list(schedule.upcoming()) == [4]
+
+
 def test_what_is_passed_over_is_expected_for_a_while() -> None:
     schedule = PrefetchSchedule(range(20))
     assert [schedule.take(position) for position in range(1, 9)] == [True] * 8

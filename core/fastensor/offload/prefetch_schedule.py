@@ -85,6 +85,8 @@ class PrefetchSchedule:
         self._strike_out(place)
         if not expected:
             self._next = self._after[place]
+            while self._next in self._struck_out:
+                self._next = self._after[self._next]
         return expected
 
     def upcoming(self, is_there: Callable[[int], bool] = lambda position: True) -> Iterator[int]:
