@@ -170,10 +170,11 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     Raises:
         FileNotFoundError: a file is missing.
-        UnknownKeyError: the checkpoint lacks a parameter, a persistent buffer or an extra state of the model, or has no
-            name with the prefix; or another buffer of the model is on the meta device.
+        UnknownKeyError: the checkpoint lacks a parameter or a persistent buffer of the model, or a tensor for an extra
+            state that is not empty, or has no name with the prefix; or another buffer of the model is on the meta
+            device.
         UnsupportedContentError: a tensor has another shape than the model's; a file can only be loaded whole; tensors
-            that the model ties have different values; or transformers fails to convert a tensor.
+            that the model ties have different values or dtypes; or transformers fails to convert a tensor.
         CorruptCheckpointError: a file is damaged or cut off.
         NotACheckpointError: a file is something else than a checkpoint.
         CheckpointReadError: the operating system failed to deliver bytes.
@@ -301,13 +302,13 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         if self._device.type == "cpu":
             found = one_of_tied(model, self._files, self._names, self._path)
             fill_buffers(model, self._files, found)
-            set_extra_states(model, self._files, found, self._path)
+            set_extra_states(model, self._files, found)
             return found
         with closing(opened(torch.device("cpu"))) as opened_files:
             files, names = match(opened_files, self._path, prefix, model)
             found = one_of_tied(model, files, names, self._path)
             fill_buffers(model, files, found)
-            set_extra_states(model, files, found, self._path)
+            set_extra_states(model, files, found)
             return found
 
     def _check_usable(self) -> None:

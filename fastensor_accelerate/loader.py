@@ -10,7 +10,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
-from fastensor.data.epochs import EpochLoader
+from fastensor.data.epochs import EpochLoader, Iteration
 
 
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader, *, device_placement: bool = True) -> PreparedLoader:
@@ -46,7 +46,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self)
+        return _Batches(self, iter(self.loader))
 
     def set_epoch(self, epoch: int) -> None:
         """See :meth:`fastensor.data.epochs.EpochLoader.set_epoch`."""
@@ -65,22 +65,22 @@ class _Batches(Iterator[Any]):
     """An iteration over the batches of a prepared loader. Goes on behind a batch that raises an error, as the loader
     does. Accelerate counts it as active from its first batch to its end."""
 
-    def __init__(self, prepared: PreparedLoader) -> None:
+    def __init__(self, prepared: PreparedLoader, batches: Iteration) -> None:
         self._prepared = prepared
-        self._batches = iter(prepared.loader)
+        self._batches = batches
         self._is_active = False
 
     def __next__(self) -> Any:
         prepared = self._prepared
-        if not self._is_active:
-            prepared.begin()
-            prepared.remainder = 0  # nothing is repeated to fill the last batches
-            self._is_active = True
         try:
             batch = next(self._batches)
         except StopIteration:
             self.close()
             raise
+        if not self._is_active:
+            prepared.begin()
+            prepared.remainder = 0  # nothing is repeated to fill the last batches
+            self._is_active = True
         left = prepared.loader.plan.steps(prepared.loader.progress.consumed)
         prepared.end_of_dataloader = left == 0
         return batch if prepared.device is None else send_to_device(batch, prepared.device, non_blocking=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from accelerate.utils import check_tied_parameters_in_config, find_tied_parameters
@@ -29,8 +30,8 @@ def match(files: WeightFiles, path: str, prefix: str, model: nn.Module | None) -
         The files, which may convert tensors; and the names of tensors as the model has them, with their names there.
 
     Raises:
-        UnknownKeyError: no name has the prefix; the checkpoint lacks a parameter or a persistent buffer of the model;
-            or another buffer of the model is on the meta device.
+        UnknownKeyError: no name has the prefix; the checkpoint lacks a parameter, a persistent buffer or an extra state
+            of the model; or another buffer of the model is on the meta device.
         UnsupportedContentError: a tensor has another shape than the model's, or cannot be converted.
     """
     names = {name[len(prefix) :]: files.ties.get(name, name) for name in files.weights if name.startswith(prefix)}
@@ -49,6 +50,7 @@ def match(files: WeightFiles, path: str, prefix: str, model: nn.Module | None) -
         found = _with_ties(converted_names, model)
         if (error := _misfit(files, path, found, model)) is not None:
             raise error
+    _check_extra_states(found, model, path)
     return files, found
 
 
@@ -69,9 +71,11 @@ def one_of_tied(model: nn.Module, files: WeightFiles, names: Mapping[str, str], 
         if len(stored) < 2:
             continue
         if not all(_is_same(files.read(stored[0]), files.read(other)) for other in stored[1:]):
+            dtypes = list(dict.fromkeys(str(files.weights[one].dtype) for one in stored))
+            has = f"them in different dtypes ({', '.join(dtypes)})" if dtypes[1:] else "different values for them"
             raise UnsupportedContentError(
-                f"{path}: the model ties {' and '.join(map(repr, group))}, but the checkpoint has different values for "
-                "them: make a model that does not tie them (config.tie_word_embeddings=False in transformers)"
+                f"{path}: the model ties {' and '.join(map(repr, group))}, but the checkpoint has {has}: make a model "
+                "that does not tie them (config.tie_word_embeddings=False in transformers)"
             )
         found |= dict.fromkeys(group, stored[0])
     return found
@@ -93,22 +97,11 @@ def fill_buffers(model: nn.Module, files: WeightFiles, names: Mapping[str, str])
             setattr(model.get_submodule(module), leaf, filled[buffer])
 
 
-def set_extra_states(model: nn.Module, files: WeightFiles, names: Mapping[str, str], path: str) -> None:
-    """Give each module that has an extra state (``get_extra_state``) the one of a checkpoint.
-
-    Raises:
-        UnknownKeyError: there is none, or it is no tensor.
-    """
-    for name in model.state_dict(keep_vars=True):
-        module, _, leaf = name.rpartition(".")
-        if leaf != "_extra_state":
-            continue
-        if name not in names:
-            raise UnknownKeyError(
-                f"{path}: {type(model.get_submodule(module)).__name__} {module!r} has an extra state, and no tensor is "
-                f"called {name!r}: load it by load_state_dict, and make the mapping without the model"
-            )
-        model.get_submodule(module).set_extra_state(files.read(names[name]))
+def set_extra_states(model: nn.Module, files: WeightFiles, names: Mapping[str, str]) -> None:
+    """Give each module that has an extra state (``get_extra_state``) the one of a checkpoint, if that has it."""
+    for name, module, _ in _extra_states_of(model):
+        if name in names:
+            model.get_submodule(module).set_extra_state(files.read(names[name]))
 
 
 def no_weight(name: str, path: str, names: Iterable[str], stored: Iterable[str]) -> str:
@@ -201,6 +194,33 @@ def _check_computed_buffers(model: nn.Module, path: str) -> None:
                 "it, and has no values on the meta device: make the model under accelerate.init_empty_weights(), which "
                 "leaves buffers with their values, or compute it before the mapping is made"
             )
+
+
+def _check_extra_states(names: Mapping[str, str], model: nn.Module, path: str) -> None:
+    """Raise UnknownKeyError if the checkpoint has no tensor for an extra state of the model. The model's
+    own may hold nothing: None, or something empty. Then there is nothing to set."""
+    for name, module, state in _extra_states_of(model):
+        if name not in names and not _is_empty(state):
+            raise UnknownKeyError(
+                f"{path}: {type(model.get_submodule(module)).__name__} {module!r} has an extra state, and no tensor is "
+                f"called {name!r}: load it by load_state_dict, and make the mapping without the model: then buffers "
+                "are not filled, names of tied tensors that the checkpoint lacks are not found, and nothing is "
+                "converted"
+            )
+
+
+def _is_empty(state: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        return state.numel() == 0
+    return state is None or (isinstance(state, Mapping | Sequence) and not state)
+
+
+def _extra_states_of(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Extra states: their names, and the names of their modules."""
+    for name, state in model.state_dict(keep_vars=True).items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "_extra_state":
+            yield name, module, state
 
 
 def _some(names: Iterable[str]) -> str:

@@ -263,6 +263,11 @@ def test_tied_weights_of_which_the_file_has_both(path: Path) -> None:
         CheckpointMapping(path, tied_model())
     with CheckpointMapping(path, empty()) as weights:
         assert not torch.equal(weights["head.weight"], weights["embedding.weight"])
+    fastensor.save(state | {"head.weight": state["embedding.weight"].half()}, path, durable=False)
+    with pytest.raises(
+        UnsupportedContentError, match=r"has them in different dtypes \(torch\.float\d\d, torch\.float\d\d\)"
+    ):
+        CheckpointMapping(path, tied_model())
 
 
 # --- buffers ---
@@ -369,6 +374,39 @@ def test_extra_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         UnknownKeyError, match=r"Factor '0' has an extra state, and no tensor is called '0._extra_state'"
     ):
         CheckpointMapping(tmp_path, nn.Sequential(Factor(3, 3)))
+
+
+def test_a_model_is_as_before_if_an_extra_state_is_missing(tmp_path: Path) -> None:
+    source, model = (nn.Sequential(Factor(3, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    source[1].running_mean.fill_(2.0)
+    parameters = {name: one for name, one in source.state_dict().items() if "extra" not in name}
+    fastensor.save(parameters, tmp_path / "model.safetensors", durable=False)
+    with pytest.raises(UnknownKeyError, match=r"without the model: then buffers are not filled, names .*, and nothing"):
+        CheckpointMapping(tmp_path, model)
+    assert not model[1].running_mean.any()
+
+
+class Stateless(nn.Linear):
+    """A module with an extra state that holds nothing, as those of TransformerEngine without FP8."""
+
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("there is nothing to set")
+
+
+@pytest.mark.parametrize("state", [None, torch.empty(0, dtype=torch.uint8), {}, b""], ids=repr)
+def test_an_extra_state_that_holds_nothing_may_be_missing(
+    state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stateless, "state", state)
+    model = nn.Sequential(Stateless(3, 3))
+    fastensor.save(model[0].state_dict(prefix="0.") | {"0._extra_state": None}, tmp_path / "x.ckpt", durable=False)
+    with CheckpointMapping(tmp_path / "x.ckpt", model) as weights:
+        assert list(weights) == ["0.weight", "0.bias"]
 
 
 def test_the_buffers_of_another_device_come_by_way_of_the_host(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,30 @@ def _decoded_but_9(value: memoryview) -> int:
     if value[0] == 9:
         raise ValueError("9 is broken")
     return value[0]
+
+
+def test_an_iterator_that_is_at_its_end_stays_there(dataset: LmdbDataset[torch.Tensor]) -> None:
+    loader = prepare_loader(Accelerator(cpu=True), LmdbLoader(dataset, 4))
+    batches = iter(loader)
+    assert len(list(batches)) == 6
+    for _ in range(2):
+        assert next(batches, None) is None
+        assert loader.end_of_dataloader
+        assert not loader.gradient_state.in_dataloader
+
+
+class Unreachable(LmdbLoader):
+    def __iter__(self) -> Any:
+        raise OSError("no service")
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_iteration_that_does_not_begin_leaves_nothing_behind(dataset: LmdbDataset[torch.Tensor]) -> None:
+    loader = prepare_loader(Accelerator(cpu=True), Unreachable(dataset, 4))
+    with pytest.raises(OSError, match="no service"):
+        iter(loader)
+    gc.collect()  # an error in __del__ is a warning of pytest
+    assert not loader.gradient_state.in_dataloader
 
 
 def test_batches_come_to_the_device(dataset: LmdbDataset[torch.Tensor]) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate import cpu_offload, init_empty_weights
 from torch import Tensor, nn
 
 import fastensor
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor_accelerate import CheckpointMapping
+
+transformers = pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
 DECODER = {
