@@ -61,10 +61,9 @@ def test_the_second_job_is_told_and_the_first_one_goes_on(tmp_path: Path, config
 @places
 @modes
 def test_what_a_killed_job_has_left_is_in_nobodys_way(tmp_path: Path, config: FastensorConfig, named: bool) -> None:
-    first = start(tmp_path, config, named, saves=1, pauses=True)
-    assert first.stdout.readline() == "saving\n"
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    with start(tmp_path, config, named, saves=1, pauses=True) as first:
+        assert first.stdout.readline() == "saving\n"
+        first.send_signal(signal.SIGKILL)
     assert outcomes(start(tmp_path, config, named, saves=1, pauses=False)) == [None]
     assert loaded(tmp_path, named) == 1
     left = tmp_path / "checkpoints.saving" / "checkpoint_0"

@@ -72,6 +72,8 @@ def explain(
         rebuild_on_host: loads the object to the host. Given for files that are not zip archives: any of their bytes may
             be taken for a pickle, which cannot be read without running it.
     """
+    if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, FastensorError):
+        raise error.__context__  # torch takes it for its own, and raises another error in its place
     ours = _translate(error, file, request, rebuild_on_host)
     if ours is not error:
         raise caught_as(ours, type(error)) from error

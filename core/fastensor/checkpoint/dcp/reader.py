@@ -28,6 +28,7 @@ from fastensor.checkpoint.ties import sharing
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.arguments import check_flags
 from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch.safetensors import has_own_memory
 
 _Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
 """What is wanted of each item, by its name and the offset of its chunk."""
@@ -207,7 +208,9 @@ def _tied_in(planner: LoadPlanner) -> set[str]:
     state = getattr(planner, "state_dict", None)
     tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)} if state else {}
     local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
-    return {name for names in sharing(local) for name in names}
+    # others, such as ShardedTensor, may not even say how many elements they have
+    shown = {name: one for name, one in local.items() if has_own_memory(one)}
+    return {name for names in sharing(shown) for name in names}
 
 
 def _by_first_use_of_file(items: Iterable[Item]) -> list[Item]:
