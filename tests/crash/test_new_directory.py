@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program
 
 from fastensor.checkpoint.files import remove
 from fastensor.files import new_directory, posix
@@ -16,6 +18,16 @@ from fastensor.testing import failing_call
 from fastensor.testing.calls import Call, intercepted
 
 KINDS = ["directory", "file", "link", "nothing"]
+KILLED_WITH_CHILD = """
+import os, signal, sys
+from fastensor.files.new_directory import NewDirectory
+new = NewDirectory(sys.argv[1])
+new.create()
+if (child := os.fork()) == 0:
+    signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
 
 
 def put(path: Path, kind: str) -> None:
@@ -134,6 +146,34 @@ def test_two_processes_do_not_fill_the_same_directory(tmp_path: Path) -> None:
     assert os.path.isdir(one.hidden)
     one.discard()
     assert not os.listdir(tmp_path)
+
+
+def test_a_forked_child_does_not_keep_what_its_killed_parent_has_locked(tmp_path: Path) -> None:
+    """Such as a worker of a DataLoader."""
+    new = NewDirectory(str(tmp_path / "x"))
+    with Program("-c", KILLED_WITH_CHILD, tmp_path / "x") as program:
+        child = int(program.stdout.readline())
+        program.kill()
+        program.wait()
+        try:
+            new.create()
+        finally:
+            os.kill(child, signal.SIGKILL)
+    new.discard()
+
+
+def test_a_forked_child_leaves_its_parents_directory_alone(tmp_path: Path) -> None:
+    new = NewDirectory(str(tmp_path / "x"))
+    new.create()
+    if (child := os.fork()) == 0:
+        new.discard()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert new.is_intact
+    with pytest.raises(FileExistsError, match="another process is saving"):
+        NewDirectory(str(tmp_path / "x")).create()
+    new.publish(durable=False)
+    assert os.path.isdir(tmp_path / "x")
 
 
 def test_what_killed_processes_have_left_long_ago_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
