@@ -16,13 +16,16 @@ import contextlib
 import os
 import re
 import shutil
+import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.files import posix
-from fastensor.files.new_directory import ASIDE_SUFFIX, NewDirectory, remove_unless_locked, restore
+from fastensor.files.new_directory import ASIDE_SUFFIX, DirectoryInUseError, NewDirectory, remove_unless_locked
 
 CHECKPOINTS = "checkpoints"
 """Accelerate's folder of states that it names itself, in the project's folder."""
@@ -34,6 +37,11 @@ _NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")
 """Accelerate's pattern of the number of a state."""
 _MODEL = re.compile(r"(?P<name>model|pytorch_model)(?P<number>_\d+)?\.(?:safetensors|bin)")
 _TWINS = {"model": "pytorch_model{}.bin", "pytorch_model": "model{}.safetensors"}
+_RENAME_SECONDS = 10.0
+"""How long a process is waited for that is between two renames."""
+_POLL_SECONDS = 0.01
+_RANDOM_STATES = "random_states_"
+"""Accelerate writes a file of such a name to each state, when it has written most others."""
 _OBSOLETE = ".fastensor-obsolete"
 """The end of the name of an empty file in a committed state: the file of that name goes from the directory."""
 
@@ -72,7 +80,7 @@ class StateDirectory:
 
     def prepare(self, *, durable: bool) -> None:
         """Create an empty staging directory, which is this process's until it is published or discarded. What a killed
-        process has left is removed, or moved to its place.
+        process has left is removed, or moved to its place. No other process gives ``path`` a state then.
 
         Raises:
             DirectoryInUseError: another process saves to the same path.
@@ -86,7 +94,11 @@ class StateDirectory:
             make_directories(self.path, durable=durable)
             finish(self.path, durable=durable)
         remove_leftovers(parent)
-        self._new.create()
+        try:
+            self._new.create()
+        except DirectoryInUseError as error:
+            error.filename = self.path
+            raise
 
     def publish(self, *, durable: bool, link: bool, replaces: bool = False) -> None:
         """Give the state its place. What was written to ``path`` meanwhile stays, unless the state has such a file.
@@ -102,9 +114,10 @@ class StateDirectory:
         self._new.check()
         if not self.is_named_by_accelerate:
             _mark_obsolete(self.path, self.staging)
-        elif os.path.isdir(self.path) and not replaces:
-            move_into(self.path, self.staging, durable=durable)  # what a script has written, which knew the name
-        self._new.publish(durable=durable)
+        if self.is_named_by_accelerate and not replaces and _is_directory(self.path):
+            self._publish_with_what_is_there(durable=durable)
+        else:
+            self._new.publish(durable=durable)
         if self.is_named_by_accelerate and link:
             # a script has made a directory of that name, or another process has removed the empty folder
             with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -112,6 +125,35 @@ class StateDirectory:
         if not self.is_named_by_accelerate:
             finish(self.path, durable=durable)
         self.tidy()
+
+    def _publish_with_what_is_there(self, *, durable: bool) -> None:
+        """Give the state its place, where a script, which knew the name, has made a directory. What the state lacks of
+        that becomes part of the state, or stays if the state cannot be published.
+
+        Raises:
+            OSError: the filesystem refused.
+        """
+        if durable:
+            posix.sync_tree(
+                self.staging
+            )  # first, because it takes long: a process that is killed below loses the files
+        moved = []
+        try:
+            for name in list(_lacking(self.path, self.staging)):
+                os.rename(os.path.join(self.path, name), os.path.join(self.staging, name))
+                moved.append(name)
+            with contextlib.suppress(OSError):  # what is left gives way to the state's own of the same name
+                for directory, _, _ in os.walk(self.path, topdown=False):
+                    os.rmdir(directory)
+            self._new.publish(durable=durable)
+        except BaseException:
+            if self.is_intact:  # it was not published
+                for name in moved:
+                    there = os.path.join(self.path, name)
+                    os.makedirs(os.path.dirname(there), exist_ok=True)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(os.path.join(self.staging, name), there)
+            raise
 
     def discard(self) -> None:
         """Remove the staging directory, if it was made here and not published. What cannot be removed is left to the
@@ -218,6 +260,11 @@ def states_in(checkpoints: str) -> list[str]:
     return [os.path.join(checkpoints, name) for _, name in sorted(numbered)]
 
 
+def is_state(directory: str) -> bool:
+    """Whether a directory holds what only a state has: a script may have made it, which knew the name."""
+    return any(name.startswith(_RANDOM_STATES) for name in _names_in(directory))
+
+
 def surplus(states: list[str], newest: str | None, total_limit: int | None) -> list[str]:
     """The states to be removed, the oldest first, so that ``total_limit`` are left. The newest one, which need not be
     listed, counts, and is never removed. None stands for one that is to come, with any name.
@@ -259,7 +306,7 @@ def remove_state(state: str) -> None:
 
 def remove_leftovers(saving: str) -> None:
     """Remove what killed processes have left in a folder of staging directories, and links to removed states. What a
-    process is writing stays.
+    process is writing stays, and what it is about to replace.
 
     Raises:
         OSError: the filesystem refused.
@@ -270,31 +317,61 @@ def remove_leftovers(saving: str) -> None:
                 if entry.is_symlink():
                     if not os.path.exists(entry.path):
                         os.unlink(entry.path)
+                elif entry.name.endswith(ASIDE_SUFFIX):
+                    _settle(entry.path)
                 elif entry.is_dir():
                     remove_unless_locked(entry.path)
 
 
 def restore_replaced(checkpoints: str) -> None:
     """Give states their places back that killed processes were about to replace, where the filesystem cannot exchange
-    two names.
+    two names. What a process is replacing has its place when this returns.
 
     Raises:
         OSError: the filesystem refused.
     """
-    saving = f"{checkpoints}{_STAGING}"
+    saving, deadline = f"{checkpoints}{_STAGING}", time.monotonic() + _RENAME_SECONDS
     for name in _names_in(saving):
-        if name.endswith(ASIDE_SUFFIX):
-            restore(os.path.join(saving, name), os.path.join(checkpoints, name.removesuffix(ASIDE_SUFFIX)))
+        aside, path = os.path.join(saving, name), os.path.join(checkpoints, name.removesuffix(ASIDE_SUFFIX))
+        while name.endswith(ASIDE_SUFFIX) and os.path.lexists(aside) and not os.path.lexists(path):
+            _settle(aside)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _settle(aside: str) -> None:
+    """Give what a killed process was about to replace its path back, or remove it if it was replaced. If a process is
+    between its two renames, it has locked its staging directory, and nothing changes.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    staging = aside.removesuffix(ASIDE_SUFFIX)
+    saving, name = os.path.split(staging)
+    new = NewDirectory(os.path.join(saving.removesuffix(_STAGING), name), staging)
+    with contextlib.suppress(DirectoryInUseError):
+        new.create()
+    new.discard()
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """The place of a state, published or not, by its path or the one that ``save_state`` has returned.
+
+    >>> print(place_of("project/checkpoints.saving/checkpoint_3"))
+    project/checkpoints/checkpoint_3
+    """
+    found = Path(path)
+    is_staging = found.parent.name == f"{CHECKPOINTS}{_STAGING}"
+    return found.parent.with_name(CHECKPOINTS) / found.name if is_staging else found
 
 
 def published_path(path: str | os.PathLike[str]) -> Path:
     """Where a state is found now, by the path that ``save_state`` has returned. A directory in the place of the link to
     a state was left by a killed process."""
-    found = Path(path)
-    folder = found.parent
-    if folder.name != f"{CHECKPOINTS}{_STAGING}" or found.is_symlink():
+    found, published = Path(path), place_of(path)
+    if found.is_symlink():
         return found
-    published = folder.with_name(CHECKPOINTS) / found.name
     return published if published.exists() or not found.exists() else found
 
 
@@ -318,6 +395,24 @@ def _mark_obsolete(directory: str, staging: str) -> None:
         if twin in there - names:
             with open(os.path.join(staging, twin + _OBSOLETE), "xb"):
                 pass
+
+
+def _lacking(source: str, target: str) -> Iterator[str]:
+    """The relative paths of what is in one directory, and that another one lacks."""
+    there = {entry.name: entry for entry in os.scandir(target)}
+    for entry in list(os.scandir(source)):
+        if entry.name not in there:
+            yield entry.name
+        elif entry.is_dir(follow_symlinks=False) and there[entry.name].is_dir(follow_symlinks=False):
+            yield from (os.path.join(entry.name, name) for name in _lacking(entry.path, there[entry.name].path))
+
+
+def _is_directory(path: str) -> bool:
+    """Unlike ``os.path.isdir``, this raises what the filesystem refuses."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _names_in(directory: str) -> list[str]:

@@ -42,7 +42,9 @@ from fastensor_accelerate.directories import (
     StateDirectory,
     finish,
     is_incomplete,
+    is_state,
     named_state,
+    place_of,
     published_path,
     remove_state,
     restore_replaced,
@@ -199,7 +201,8 @@ class StateSaver:
             options: as for Accelerate.
 
         Raises:
-            Exception: what Accelerate raises, or what the pending state has failed with.
+            Exception: what Accelerate raises, or what the pending state has failed with; also that of another
+                Accelerator of this process in the same place.
             CorruptCheckpointError: a file is damaged.
         """
         if self._has_own_engine():
@@ -207,14 +210,16 @@ class StateSaver:
         self.wait()
         directory = None
         if input_dir:
-            directory = published_path(os.path.expanduser(input_dir))
-            ordering.wait_to_remove(directory)
-            restore_replaced(str(directory.parent))
+            given = os.path.expanduser(input_dir)
+            for place in (place_of(given), given):  # another Accelerator may save there, and stage where the path leads
+                ordering.wait_to_read_directory(place)
+            restore_replaced(str(place_of(given).parent))
+            directory = published_path(given)
             if directory.is_dir():
                 finish(directory, durable=self.config.durable)
         elif self.accelerator.project_dir is not None:
             folder = os.path.join(self.accelerator.project_dir, CHECKPOINTS)
-            ordering.wait_to_remove(folder)
+            ordering.wait_to_read_directory(folder)
             restore_replaced(folder)
         try:
             with self.loading(together=self.config.cooperative) as shards:
@@ -371,8 +376,7 @@ class StateSaver:
         )
 
     def _check(self, saving: _Saving) -> None:
-        """Wait for pending states, also those of other Accelerators of this process, and find out whether the state
-        replaces an older one. Accelerate would remove that before it saves.
+        """Wait for pending states, also those of other Accelerators of this process, and see that the name is free.
 
         Raises:
             Exception: what the save of the pending state has failed with.
@@ -382,17 +386,27 @@ class StateSaver:
         self.wait()
         folder = os.path.dirname(directory.path)
         ordering.wait_to_remove(folder if directory.is_named_by_accelerate else directory.path)
-        if directory.is_named_by_accelerate and directory.exists:
-            saving.replaces = directory.path in surplus(states_in(folder), None, saving.total_limit)
-        if directory.is_named_by_accelerate and directory.exists and not saving.replaces:
+        self._find_replaced(saving)
+
+    def _find_replaced(self, saving: _Saving) -> None:
+        """Find out whether the state replaces an older one. Accelerate would remove that before it saves.
+
+        Raises:
+            ValueError: Accelerate has given the same name before, and the state of that name is to be kept.
+        """
+        directory = saving.directory
+        exists = directory.is_named_by_accelerate and directory.exists
+        old = surplus(states_in(os.path.dirname(directory.path)), None, saving.total_limit) if exists else []
+        saving.replaces = directory.path in old
+        if exists and not saving.replaces:
             number = self.accelerator.save_iteration
             path = named_state(self.accelerator.project_dir, number).path
-            exists = ValueError(  # in Accelerate's words
+            error = ValueError(  # in Accelerate's words
                 f"Checkpoint directory {path} ({number}) already exists. Please manually override "
                 "`self.save_iteration` with what iteration to start with."
             )
-            exists.add_note("Set accelerator.project_configuration.iteration, which load_state leaves as it is.")
-            raise exists
+            error.add_note("Set accelerator.project_configuration.iteration, which load_state leaves as it is.")
+            raise error
 
     def _prepare(self, saving: _Saving) -> None:
         """Make the staging directory, and remove states that a process which was killed in time had left to remove:
@@ -400,6 +414,7 @@ class StateSaver:
 
         Raises:
             CheckpointWriteError: another process saves a state of the same name.
+            ValueError: another job has saved a state of that name meanwhile, or was about to replace one.
             OSError: the filesystem refused.
         """
         directory = saving.directory
@@ -409,11 +424,14 @@ class StateSaver:
             raise CheckpointWriteError(
                 errno.EEXIST, f"{error.strerror}; {_HOW_TO_KEEP_APART}", error.filename
             ) from error
+        self._find_replaced(saving)  # from now on, no other process saves one
+        if not directory.is_named_by_accelerate:
+            return
         folder = os.path.dirname(directory.path)
-        if directory.is_named_by_accelerate and (states := states_in(folder)):
+        if states := [state for state in states_in(folder) if is_state(state)]:
             if saving.config.durable:
                 posix.sync_directory(folder)  # the newest one was perhaps published a moment before
-            _remove_surplus(saving, states[-1])
+            _remove_surplus(saving, states, states[-1])
 
     def _before_writing(self, saving: _Saving, models: object, weights: object, output_dir: str) -> None:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
@@ -659,7 +677,10 @@ class StateSaver:
         self._account(saving)
         if directory.is_named_by_accelerate:
             what = f"{directory.path} is saved, but older states were not removed"
-            _on_each_machine(saving, lambda: _remove_surplus(saving, directory.path), lambda: True, what)
+            folder = os.path.dirname(directory.path)
+            _on_each_machine(
+                saving, lambda: _remove_surplus(saving, states_in(folder), directory.path), lambda: True, what
+            )
             if saving.is_first_of_machine:
                 directory.tidy()
 
@@ -667,11 +688,17 @@ class StateSaver:
         """Have the writer's thread do something behind the files of a state."""
         writer, path = self._open_writer(), saving.directory.path
 
+        def step() -> None:
+            try:
+                do()
+            finally:  # not only at the end: who waits may save to the same path at once
+                saving.directory.discard()  # unless it is published
+
         def end() -> None:
-            saving.directory.discard()  # unless it is published
+            saving.directory.discard()
             touch_staging(writer)
 
-        in_turn(writer, do, next(ordering.places_behind(path)), f"publishing {path}", at_end=end)
+        in_turn(writer, step, next(ordering.places_behind(path)), f"publishing {path}", at_end=end)
 
     def _account(self, saving: _Saving) -> None:
         metrics = saving.metrics
@@ -707,13 +734,13 @@ class StateSaver:
                 tracker.log(metrics.as_metrics(), step=self.step)
 
 
-def _remove_surplus(saving: _Saving, newest: str) -> None:
-    """Remove the states that are too old beside the newest one.
+def _remove_surplus(saving: _Saving, states: list[str], newest: str) -> None:
+    """Remove those of the states that are too old beside the newest one.
 
     Raises:
         OSError: the filesystem refused.
     """
-    old = surplus(states_in(os.path.dirname(newest)), newest, saving.total_limit)
+    old = surplus(states, newest, saving.total_limit)
     if old and saving.is_main:
         _accelerates_logger.warning(f"[RANK 0] Deleting {len(old)} checkpoints to make room for new checkpoint.")
     for state in old:

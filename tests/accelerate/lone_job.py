@@ -1,7 +1,7 @@
 """A job of one process that saves states. ``test_two_jobs.py`` runs it, and reads what it prints.
 
-Arguments: the folder, ``asynchronous`` or ``synchronous``, 1 if Accelerate names the states, how many it saves, and 1
-if it shall wait in each save for a line of its input.
+Arguments: the folder, ``asynchronous`` or ``synchronous``, 1 if Accelerate names the states, how many it saves, 1 if it
+shall wait in each save for a line of its input, and the seed of its weights.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def raised_by(found: Training, output_dir: str | None) -> list[str] | None:
 
 
 def main() -> None:
-    folder, mode, named, saves, pauses = sys.argv[1:]
+    folder, mode, named, saves, pauses, seed = sys.argv[1:]
     fastensor_accelerate.enable(fastensor_accelerate.FastensorConfig(asynchronous=mode == "asynchronous"))
-    found = training(Path(folder) if int(named) else None)
+    found = training(Path(folder) if int(named) else None, seed=int(seed))
 
     def pause(*arguments: Any) -> None:
         print("saving", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fastensor.files import posix
 from fastensor.files.new_directory import DirectoryInUseError
 from fastensor.testing import failing_call
 from fastensor.testing.calls import Call, intercepted
+from fastensor_accelerate import directories
 from fastensor_accelerate.directories import (
     StateDirectory,
     finish,
@@ -224,8 +226,9 @@ def test_a_directory_that_another_process_saves_to(tmp_path: Path, kind: str) ->
     one, two = state(), state()
     stage(one)
     for _ in range(2):
-        with pytest.raises(DirectoryInUseError, match="another process is saving to the same path"):
+        with pytest.raises(DirectoryInUseError, match="another process is saving to the same path") as caught:
             two.prepare(durable=True)
+        assert caught.value.filename == one.path
         two.discard()
     named(tmp_path, 2).prepare(durable=True)  # takes nothing for a leftover that is not one
     assert content(Path(one.staging)) == NEW
@@ -305,6 +308,86 @@ def test_removing_a_state_ends_at_the_nth_call(tmp_path: Path, code: int | None)
         remove_leftovers(str(tmp_path / "checkpoints.saving"))
         assert not os.path.exists(tmp_path / "checkpoints.saving") or not os.listdir(tmp_path / "checkpoints.saving")
         write(Path(state), NEW)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_what_a_script_has_written_stays_whichever_call_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, same: bool, exchanges: bool
+) -> None:
+    """It is part of the state, or where the script has put it. Of files of one name, the state's counts."""
+    if not exchanges:
+        monkeypatch.setattr(posix, "exchange", lambda one, two: False)
+    mine = {"mine": "mine", "deep/deeper/mine": "mine", **({"model.safetensors": "mine"} if same else {})}
+    outcomes, state = [], named(tmp_path)
+
+    def begin() -> None:
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        stage(state)
+        write(Path(state.path), mine)
+
+    begin()
+    for raised in every_call(lambda: state.publish(durable=True, link=False), code):
+        state.discard()
+        outcomes.append(content(Path(state.path)))
+        assert outcomes[-1] in ({**mine, **NEW}, mine)
+        assert raised or outcomes[-1] != mine
+        begin()
+    assert mine in outcomes
+    assert outcomes[-1] != mine
+
+
+def test_an_empty_directory_of_the_script_is_no_state_when_publishing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = named(tmp_path)
+    stage(state)
+    os.mkdir(state.path)
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "rename", lambda *_: os.stat(tmp_path / "missing"))
+        with pytest.raises(FileNotFoundError):
+            state.publish(durable=True, link=False)
+    state.discard()
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize("call", ["load", "prepare"])
+def test_another_process_comes_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """It takes nothing for a leftover: the old state is needed if the second rename fails."""
+    monkeypatch.setattr(posix, "exchange", lambda one, two: False)
+    monkeypatch.setattr(directories, "_RENAME_SECONDS", 0)
+    state = named(tmp_path)
+    write(Path(state.path), OLD)
+    stage(state)
+    rename, renamed = os.rename, []
+
+    def rename_and_come(one: str, two: str) -> None:
+        if renamed and renamed[-1].endswith(".fastensor-replaced"):
+            renamed.append("")
+            if call == "load":
+                restore_replaced(os.path.dirname(state.path))
+            else:
+                named(tmp_path, 4).prepare(durable=True)
+            assert content(Path(renamed[0])) == OLD
+            raise OSError(errno.EIO, "the second rename")
+        renamed.append(two)
+        rename(one, two)
+
+    monkeypatch.setattr(os, "rename", rename_and_come)
+    with pytest.raises(OSError, match="the second rename"):
+        state.publish(durable=True, link=False, replaces=True)
+    assert content(Path(state.path)) == OLD
+
+
+def test_who_loads_waits_for_the_second_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = named(tmp_path)
+    write(Path(state.path), OLD)
+    stage(state)
+    os.rename(state.path, f"{state.staging}.fastensor-replaced")
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.rename(state.staging, state.path))
+    restore_replaced(os.path.dirname(state.path))
+    assert content(Path(state.path)) == NEW
 
 
 def test_moving_merges_directories(tmp_path: Path) -> None:

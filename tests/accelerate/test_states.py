@@ -43,7 +43,7 @@ import fastensor_accelerate
 from fastensor.errors import CheckpointWriteError, FastensorError
 from fastensor.testing import failing_call
 from fastensor_accelerate import FastensorAccelerator, FastensorConfig
-from fastensor_accelerate.directories import finish, states_in
+from fastensor_accelerate.directories import StateDirectory, finish, states_in
 
 modes = pytest.mark.parametrize("config", MODES)
 ASYNCHRONOUS = FastensorConfig(asynchronous=True)
@@ -320,6 +320,54 @@ def test_a_state_that_is_not_too_old_is_not_replaced(tmp_path: Path, config: Fas
             again.accelerator.save_state()
         wait(again)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_1"]
+
+
+@modes
+@pytest.mark.parametrize("total_limit", [None, 1])
+def test_a_job_was_killed_between_two_renames_and_the_next_one_does_not_load(
+    tmp_path: Path, config: FastensorConfig, total_limit: int | None
+) -> None:
+    """Where the filesystem cannot exchange two names."""
+    path = tmp_path / "checkpoints" / "checkpoint_0"
+    saving = tmp_path / "checkpoints.saving"
+    with by(config):
+        found = training(tmp_path)
+        found.train()
+        found.accelerator.save_state()
+        wait(found)
+        old, numbers = found.state(), random_numbers()
+        (saving / "checkpoint_0").unlink(missing_ok=True)
+        (saving / "checkpoint_0").mkdir(parents=True)
+        path.rename(saving / "checkpoint_0.fastensor-replaced")
+        again = training(tmp_path, total_limit=total_limit)
+        at = again.state()
+        if total_limit is None:
+            with pytest.raises(ValueError, match="already exists"):
+                again.accelerator.save_state()
+            found.accelerator.load_state()
+            assert_goes_on(found, old, numbers)
+        else:
+            again.accelerator.save_state()
+            again.accelerator.load_state()
+            assert_equal(again.state(), at)
+
+
+@modes
+def test_no_state_is_removed_for_a_directory_that_is_none(tmp_path: Path, config: FastensorConfig) -> None:
+    """A script that knew the name has made it, and was killed before the state was published."""
+    with by(config):
+        found = training(tmp_path, total_limit=1)
+        found.accelerator.save_state()
+        wait(found)
+        (tmp_path / "checkpoints" / "checkpoint_1").mkdir()
+        (tmp_path / "checkpoints" / "checkpoint_1" / "note").touch()
+        found.accelerator.project_configuration.iteration = 2
+        seen = []
+        found.accelerator.register_save_state_pre_hook(lambda *_: seen.extend(os.listdir(tmp_path / "checkpoints")))
+        found.accelerator.save_state()
+        wait(found)
+    assert sorted(seen) == ["checkpoint_0", "checkpoint_1"]
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_2"]
 
 
 @modes
@@ -738,6 +786,36 @@ def test_the_process_goes_elsewhere_while_a_save_is_pending(
         monkeypatch.chdir(tmp_path)
         plain.accelerator.load_state("x")
         named.accelerator.load_state()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_accelerator_loads_a_pending_state_by_the_path_that_was_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, fails: bool
+) -> None:
+    published, may_publish, publish = threading.Event(), threading.Event(), StateDirectory.publish
+
+    def publish_late(self: StateDirectory, **options: Any) -> None:
+        assert may_publish.wait(60)
+        if fails:
+            raise OSError(errno.EIO, "the disk")
+        publish(self, **options)
+        published.set()
+
+    with by(ASYNCHRONOUS):
+        found, other = (training(tmp_path if named else None, seed=seed) for seed in range(2))
+        monkeypatch.setattr(StateDirectory, "publish", publish_late)
+        at = found.state()
+        path = found.accelerator.save_state(None if named else str(tmp_path / "x"))
+        other.accelerator.register_load_state_pre_hook(lambda models, folder: published.wait(0) or pytest.fail(folder))
+        threading.Timer(0.05, may_publish.set).start()
+        if fails:
+            with pytest.raises(OSError, match="the disk"):
+                other.accelerator.load_state(path)
+        else:
+            other.accelerator.load_state(path)
+            assert_equal(other.state(), at)
+        wait(found)  # no failure is raised twice
 
 
 def test_disabling_publishes_what_is_pending(tmp_path: Path, gate: Gate) -> None:

@@ -187,11 +187,26 @@ def wait_to_replace(target: Target | RemotePath | object) -> None:
 
 def wait_to_remove(location: Location) -> None:
     """Return when everything that was accepted for a path, or inside of it, is done."""
-    if _pending:
-        own = next(places_behind(location), "")
-        inside = {work.place for work in tuple(_pending) if own and work.place.startswith(own.rstrip("/") + "/")}
-        for place in own, *inside:
-            _wait_for(place)
+    _wait_inside(location)
+
+
+def wait_to_read_directory(location: Location) -> None:
+    """Return when everything that this process accepted for a directory, or inside of it, is done.
+
+    Raises:
+        Exception: the last failure of this work that was not raised before.
+    """
+    for work in reversed(_wait_inside(location)):
+        if (failure := work.take_failure()) is not None:
+            raise failure
+
+
+def _wait_inside(location: Location) -> list[PendingWork]:
+    if not _pending:
+        return []
+    own = next(places_behind(location), "")
+    inside = {work.place for work in tuple(_pending) if own and work.place.startswith(own.rstrip("/") + "/")}
+    return [work for place in (own, *inside) for work in _wait_for(place)]
 
 
 def withdraw_pending(place: str) -> None:
