@@ -41,6 +41,9 @@ _MOST_CALLS = 1 << 14
 """At the same time, by an actor. Those that wait for other servers must leave room for these servers' calls."""
 _MOST_RETRIES = 3
 """What has ended a server so many times after the first is an error."""
+_live: weakref.WeakSet[RayEngine | RayFeed] = weakref.WeakSet()
+_of_parent: list[Any] = []
+"""In a forked child, what is Ray's of the parent. To drop it would take locks that the parent's threads may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class RayEngine:
     """
 
     def __init__(self, name: str, *, address: str, spec: Spec | None = None, seconds: float = _ANSWER_SECONDS) -> None:
+        _live.add(self)
         self._name = name
         self._where = address
         self._spec = spec
@@ -237,6 +241,7 @@ class RayFeed:
     """
 
     def __init__(self, engine: RayEngine, name: str, registration: Registration, collate_fn: bytes) -> None:
+        _live.add(self)
         self._engine = engine
         self._name = name
         self._collate_fn = collate_fn
@@ -336,6 +341,16 @@ class _Kept:
         self._nbytes += len(memory)
         weakref.finalize(memory, self._dropped.append, len(memory)).atexit = False
         return memory.data
+
+
+def _keep_what_is_of_the_parent() -> None:
+    for one in _live:
+        _of_parent.append(dict(vars(one)))
+        if isinstance(one, RayFeed):
+            _of_parent.extend(one._asked)
+
+
+os.register_at_fork(after_in_child=_keep_what_is_of_the_parent)
 
 
 def _leave(membership: cluster.Membership, manager: Any, client: str) -> None:
