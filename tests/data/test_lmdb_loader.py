@@ -313,10 +313,13 @@ class _KillsOnce(_Kill):
         return super().__call__(value)
 
 
-def test_only_one_batch_is_lost_with_a_worker(dataset: LmdbDataset[Any], tmp_path: Path) -> None:
-    """A ``DataLoader`` leaves out all that the worker has been asked for."""
+@pytest.mark.parametrize("persistent", [False, True])
+def test_only_one_batch_is_lost_with_a_worker(dataset: LmdbDataset[Any], tmp_path: Path, persistent: bool) -> None:
+    """A ``DataLoader`` leaves out all that the worker has been asked for; with persistent workers, all that is left."""
     deadly: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_KillsOnce(50, tmp_path / "killed"))
-    loader = LmdbLoader(deadly, 10, shuffle="none", num_workers=2, collate_fn=np.array)  # they need no descriptors
+    loader = LmdbLoader(  # arrays need no descriptors
+        deadly, 10, shuffle="none", num_workers=2, collate_fn=np.array, persistent_workers=persistent
+    )
     found, failures = taken_in_spite_of(iter(loader), RuntimeError)
     assert failures == 1
     assert len(found) == len(set(found)) in (COUNT - 10, COUNT - 3)
@@ -370,9 +373,10 @@ class _Hangs:
 
 
 @pytest.mark.torture
-def test_a_worker_that_hangs_is_replaced_after_a_time(dataset: LmdbDataset[Any]) -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_hangs_is_replaced_after_a_time(dataset: LmdbDataset[Any], persistent: bool) -> None:
     hanging: LmdbDataset[int] = LmdbDataset(dataset.index, decode=_Hangs())
-    loader = LmdbLoader(hanging, 10, shuffle="none", num_workers=1, timeout=10)
+    loader = LmdbLoader(hanging, 10, shuffle="none", num_workers=1, timeout=10, persistent_workers=persistent)
     batches = iter(loader)
     found = next_of(batches, 1)
     with pytest.raises(RuntimeError, match="timed out after 10"):

@@ -83,6 +83,9 @@ class EpochLoader(ABC):
         """Whether an iterator of :meth:`_batches_of` that has raised an error goes on with the batch after that one."""
         return False
 
+    def _give_up(self) -> None:  # noqa: B027  # most loaders keep nothing of an iterator
+        """An iterator of :meth:`_batches_of` has raised an error, and does not go on."""
+
     @property
     @abstractmethod
     def _content(self) -> str:
@@ -291,6 +294,7 @@ class Iteration(Iterator[Any]):
         """
         if not self._loader._goes_on(error):
             self._batches = None
+            self._loader._give_up()
         if self._loader._has_taken(error):
             self._loader._take(after)
 

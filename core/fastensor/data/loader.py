@@ -154,6 +154,10 @@ class LmdbLoader(EpochLoader):
         gone, or what comes from them incomplete."""
         return isinstance(error, Exception) and (_BY_WORKER in str(error) or not self._has_workers)
 
+    def _give_up(self) -> None:
+        """With ``persistent_workers``, a ``DataLoader`` keeps its iterator, and workers that have ended with it."""
+        self._loader = self._made_loader()
+
     @cached_property
     def _content(self) -> str:
         return self.dataset.content_id()
