@@ -87,6 +87,16 @@ def ids_only(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": [sample["id"] for sample in samples], "process": os.getpid()}
 
 
+def foreign_with_5(samples: list[dict[str, Any]]) -> Any:
+    """Makes a batch; the one of sample 5 is of a class that processes which have not called this do not know."""
+    numbers = [sample["id"] for sample in samples]
+    if 5 not in numbers:
+        return {"id": torch.tensor(numbers)}
+    from provision.only_in_workers import Foreign
+
+    return Foreign(numbers)
+
+
 class Refuses:
     """A transform that refuses some samples.
 

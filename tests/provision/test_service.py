@@ -26,12 +26,23 @@ import pytest
 import torch
 from programs import Program
 from provision.conftest import wait_until, warm_starts, workers_of
-from provision.datasets import Interrupts, Numbers, Refuses, Waits, ids_only, mark_after, mark_before, reads_in
+from provision.datasets import (
+    Interrupts,
+    Numbers,
+    Refuses,
+    Waits,
+    foreign_with_5,
+    ids_only,
+    mark_after,
+    mark_before,
+    reads_in,
+)
 from rich.console import Console
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
 from fastensor.data.connection import ConnectionLost
+from fastensor.errors import UnsupportedSampleError
 from fastensor.provision import BatchError, DataService, ProvisionError
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import Say
@@ -42,6 +53,7 @@ from fastensor.provision.loader import ProvisionedLoader
 from fastensor.provision.making import Contents
 from fastensor.provision.metrics import CONTENT_TYPE
 from fastensor.provision.service import NAME_VARIABLE
+from fastensor.provision.transfer import DeviceCopies
 
 N = 60
 Start = Callable[..., DataService]
@@ -366,8 +378,11 @@ def test_a_batch_that_does_not_come_is_an_error(start: Start, folder: Path) -> N
     assert loader.progress.consumed == 16
     with fifo.open("wb"):
         fifo.unlink()  # in the next epoch nothing waits any more
+    state, loader._timeout = loader.state_dict(), 60
+    assert ids(batches) == list(range(16, N))
+    assert loader.stats().repeated == 0  # what came too late came once
     other = service.loader(8, shuffle="none")
-    other.load_state_dict(loader.state_dict())
+    other.load_state_dict(state)
     assert ids(other) == list(range(16, N))
     assert loader.stats().recoveries == 0
     for wrong, error in ((0, ValueError), ("soon", TypeError)):
@@ -383,6 +398,57 @@ def test_no_batch_is_lost_by_an_interrupt(start: Start, folder: Path) -> None:
         next(batches)
     assert loader.progress.consumed == 0
     assert ids(batches) == order
+
+
+@pytest.mark.parametrize("where", ["_sort_in", "_count", "_pass"])
+def test_a_batch_that_has_come_is_not_lost_by_an_interrupt(
+    start: Start, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for again, and not waited for in vain."""
+    loader = start(workers=1).loader(8, shuffle="none", timeout=20)
+    batches = iter(loader)
+    next(batches)
+    do = getattr(ProvisionedLoader, where)
+
+    def interrupted(self: ProvisionedLoader, *args: Any) -> Any:
+        if args == (None,):  # nothing has come yet
+            return do(self, None)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProvisionedLoader, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert loader.progress.consumed == 8
+    assert ids(batches) == list(range(8, N))
+
+
+def test_a_batch_that_cannot_be_decoded_counts_as_given_out(start: Start) -> None:
+    loader = start().loader(4, shuffle="none", collate_fn=foreign_with_5)
+    batches = iter(loader)
+    found = next(batches)["id"].tolist()
+    with pytest.raises(UnsupportedSampleError, match="only_in_workers"):
+        next(batches)
+    assert loader.progress.consumed == 8
+    assert found + ids(batches) == [*range(4), *range(8, N)]
+    assert loader.stats().repeated == 0
+
+
+def test_a_batch_that_cannot_be_copied_counts_as_given_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = start().loader(8, shuffle="none", device="meta")
+    batches = iter(loader)
+    next(batches)
+    monkeypatch.setattr(DeviceCopies, "__call__", raise_memory_error)
+    with pytest.raises(MemoryError):
+        next(batches)
+    monkeypatch.undo()
+    assert loader.progress.consumed == 16
+    assert len(list(batches)) == 6
+    assert loader.stats().repeated == 0
+
+
+def raise_memory_error(copies: DeviceCopies, batch: Any) -> Any:
+    raise MemoryError("no memory is left to be pinned")
 
 
 def test_of_two_iterations_the_older_one_raises(shared: DataService) -> None:

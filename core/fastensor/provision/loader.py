@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -66,7 +67,8 @@ class ProvisionedLoader(EpochLoader):
     from where the parent was, if the engine can be used in forked processes: it takes no batch of the parent's.
 
     A batch that cannot be made raises :class:`~fastensor.errors.BatchError`. It counts as given out, and ``next`` goes
-    on with the one after it. After Ctrl-C, or when the service cannot be reached, no batch is lost.
+    on with the one after it. So does one that has come, and raises another error when it is decoded or copied to the
+    device. After Ctrl-C, or when the service cannot be reached, no batch is lost.
 
     Args:
         engine: the service.
@@ -105,6 +107,8 @@ class ProvisionedLoader(EpochLoader):
         """What the service sends next: a batch of which epoch, and its number."""
         self._arrived: dict[int, Pushed] = {}
         """By their numbers, batches that were not given out yet."""
+        self._late: set[int] = set()
+        """Numbers of batches that were waited for in vain, and have not come yet."""
         self._statistics = LoaderStatistics()
         self._began: float | None = None
         """When the first batch was wanted."""
@@ -135,7 +139,8 @@ class ProvisionedLoader(EpochLoader):
         return batches if self._copies is None else map(self._copies, batches)
 
     def _has_taken(self, error: BaseException) -> bool:
-        return isinstance(error, BatchError)
+        """Errors of a batch, also those of decoding and copying it; neither interrupts, nor errors of the service."""
+        return isinstance(error, Exception) and self._next.epoch != _NOWHERE
 
     def _host_batches(self, plan: EpochPlan, progress: Progress) -> Iterator[Any]:
         """The batches from a progress to the end of its epoch."""
@@ -143,20 +148,35 @@ class ProvisionedLoader(EpochLoader):
             self._counted = self._iteration
             self._epoch_began = time.perf_counter()
             self._statistics = replace(self._statistics, epoch=Served())
-        self._send_from(plan, progress)
+        with self._known_next():
+            self._send_from(plan, progress)
         while plan.steps(progress.consumed):
             progress = progress.after_step(plan)
-            content = self._content_of_next(plan, progress)
+            with self._known_next():
+                content = self._content_of_next(plan, progress)
             yield self._decoded(content)
             del content  # or its memory would be kept until the next batch is here
+
+    @contextmanager
+    def _known_next(self) -> Iterator[None]:
+        """Have the service begin anew after an error of talking with it, or an interrupt: a batch that has come may be
+        lost on its way."""
+        try:
+            yield
+        except BatchError:
+            raise
+        except BaseException:
+            self._next = replace(self._next, epoch=_NOWHERE)
+            raise
 
     def _send_from(self, plan: EpochPlan, progress: Progress) -> None:
         """Have the service go on at a progress, if it does not anyway."""
         wanted = Start(plan, progress.epoch, progress.consumed, self._next.generation, self._next.index)
         if self._next != wanted:
-            self._arrived.clear()
-            self._next = replace(wanted, generation=wanted.generation + 1, index=0)
             self._is_started = False
+            self._arrived.clear()
+            self._late.clear()
+            self._next = replace(wanted, generation=wanted.generation + 1, index=0)
         self._talk(lambda feed: None)
 
     def _content_of_next(self, plan: EpochPlan, progress: Progress) -> memoryview:
@@ -175,6 +195,7 @@ class ProvisionedLoader(EpochLoader):
             self._count(pushed, waited_seconds)
         self._pass(plan, progress, waited_seconds)
         if pushed is None:
+            self._late.add(self._next.index - 1)
             raise BatchError(
                 f"a batch has not come within {self._timeout:g} s, although the service answers: a sample, a transform "
                 f"or collate_fn takes longer, or hangs; DataService.status() says what workers do. loader(timeout=) "
@@ -228,7 +249,9 @@ class ProvisionedLoader(EpochLoader):
         """Keep what has come until its turn; but each batch once."""
         if pushed is None or pushed.generation != self._next.generation:
             return
-        if pushed.index < self._next.index or pushed.index in self._arrived:
+        if pushed.index in self._late:
+            self._late.remove(pushed.index)
+        elif pushed.index < self._next.index or pushed.index in self._arrived:
             self._statistics = replace(self._statistics, repeated=self._statistics.repeated + 1)
         else:
             self._arrived[pushed.index] = pushed
