@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +214,7 @@ def test_a_worker_that_is_killed(dataset: LmdbDataset[torch.Tensor]) -> None:
 class Failing:
     """Decodes numbers. Some raise an error, in whatever process decodes them."""
 
-    def __init__(self, *bad: int, error: type[BaseException] = OSError) -> None:
+    def __init__(self, *bad: int, error: Callable[[str], BaseException] = OSError) -> None:
         self._bad, self._error = bad, error
 
     def __call__(self, value: memoryview) -> int:
@@ -222,7 +224,7 @@ class Failing:
         return number
 
 
-def failing(dataset: LmdbDataset[Any], *bad: int, error: type[BaseException] = OSError) -> LmdbDataset[int]:
+def failing(dataset: LmdbDataset[Any], *bad: int, error: Callable[[str], BaseException] = OSError) -> LmdbDataset[int]:
     return LmdbDataset(dataset.index, decode=Failing(*bad, error=error))
 
 
@@ -448,6 +450,21 @@ def test_no_sample_is_left_out_for_an_error_that_concerns_all(
 ) -> None:
     with pytest.raises(error):
         list(LmdbLoader(failing(dataset, 37, error=error), 10, on_error="skip"))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_sample_is_left_out_when_the_filesystem_or_the_machine_fails(
+    dataset: LmdbDataset[Any], number: int, workers: int
+) -> None:
+    loader = LmdbLoader(failing(dataset, 37, error=partial(OSError, number)), 10, on_error="skip", num_workers=workers)
+    found, failures = taken_in_spite_of(iter(loader), OSError)
+    assert (len(found), failures, loader.skipped) == (COUNT - 10, 1, 0)
+
+
+def test_a_sample_whose_file_is_missing_is_left_out(dataset: LmdbDataset[Any]) -> None:
+    loader = LmdbLoader(failing(dataset, 37, error=partial(OSError, errno.ENOENT)), 10, on_error="skip")
+    assert len(numbers(loader)) == COUNT - 1
 
 
 def no_batch(samples: list[int]) -> Any:

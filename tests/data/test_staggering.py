@@ -14,7 +14,7 @@ from data.databases import make, some_records
 from programs import Program
 from torch.distributed import TCPStore
 
-from fastensor.data import LmdbDataset, Staggering
+from fastensor.data import LmdbDataset, LmdbLoader, Staggering
 from fastensor.data.staggering import Tokens
 
 RECORDS = some_records(200)
@@ -141,3 +141,17 @@ def test_arguments_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "there")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert Staggering(2).store == "there:29500"
+
+
+def test_a_store_that_is_lost_breaks_no_sample(store: str, tmp_path: Path) -> None:
+    """``on_error="skip"`` leaves none out for it: all of them are sound."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    staggering = Staggering(1, store=f"127.0.0.1:{server.port}")
+    dataset = LmdbDataset(make(tmp_path / "db", RECORDS.items()), engine="pread", staggering=staggering)
+    loader = LmdbLoader(dataset, 8, shuffle="none", on_error="skip", collate_fn=list)
+    assert dataset[0] == VALUES[0]
+    del server
+    with pytest.raises(OSError, match="for staggering cannot be reached") as raised:
+        next(iter(loader))
+    assert not hasattr(raised.value, "__notes__")  # no other sample was tried
+    assert loader.skipped == 0

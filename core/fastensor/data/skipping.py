@@ -2,12 +2,13 @@
 
 A batch is then made of its other samples. A batch that has none left gets one other sample of the dataset: all ranks
 have as many batches as the plan says, because a rank without a batch would let the others wait for ever. Errors that
-are not those of a sample are raised all the same: :data:`OF_ALL`, those of a ``collate_fn``, and the error of a sample
-if no other one can be made either. Imports no torch.
+are not those of a sample are raised all the same: those that :func:`concerns_all`, those of a ``collate_fn``, and the
+error of a sample if no other one can be made either. Imports no torch.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -17,8 +18,15 @@ T = TypeVar("T")
 
 OnError: TypeAlias = Literal["raise", "skip"]
 """What becomes of a sample that cannot be made: its error is raised in place of the batch, or it is left out."""
-OF_ALL = (BackendUnavailableError, CorruptDatasetError, DatasetChangedError, MemoryError, NodeReaderError)
-"""Errors that concern all samples: none is left out for them."""
+_OF_ALL = (BackendUnavailableError, CorruptDatasetError, DatasetChangedError, MemoryError, NodeReaderError)
+_NUMBERS_OF_ALL = frozenset(
+    {
+        *(errno.EIO, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO),  # the disk
+        *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),  # what is mounted, or a store of turns
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),  # this process or machine
+    }
+)
+"""Of errors of the operating system that say nothing of the sample that was to be read."""
 _SUBSTITUTES = 16
 """So many samples are tried in place of those of a batch that has none left."""
 _REASON_LENGTH = 300
@@ -32,17 +40,29 @@ class Skipped(NamedTuple):
     """Its error, in a line."""
 
 
+def concerns_all(error: BaseException) -> bool:
+    """Whether an error is one of all samples, and not of the one that has raised it: none is left out for it.
+
+    Decoders, which say what is wrong with a file, raise OSError without a number; so the number tells them apart from
+    the operating system. A file that is missing or may not be read is that sample's error.
+
+    >>> concerns_all(OSError(errno.EIO, "Input/output error")), concerns_all(OSError("broken image"))
+    (True, False)
+    """
+    return isinstance(error, _OF_ALL) or (isinstance(error, OSError) and error.errno in _NUMBERS_OF_ALL)
+
+
 def tried(make: Callable[[int], T], position: int) -> T | Skipped:
     """A sample; or why it is left out.
 
     Raises:
-        OF_ALL: the error concerns all samples.
+        Exception: it concerns all samples.
     """
     try:
         return make(position)
-    except OF_ALL:
-        raise
-    except Exception as error:  # noqa: BLE001  # whatever the sample's error is, it is counted and logged
+    except Exception as error:
+        if concerns_all(error):
+            raise
         return Skipped(position, reason_of(error))
 
 
@@ -52,9 +72,9 @@ def tried_together(
     """Samples, made together; or, if that raises an error, one by one, so that it is known which ones are left out."""
     try:
         return list(make_all(positions))
-    except OF_ALL:
-        raise
-    except Exception:  # noqa: BLE001  # it is raised again for the sample that it is of
+    except Exception as error:
+        if concerns_all(error):
+            raise
         return [tried(make, position) for position in positions]
 
 
