@@ -618,6 +618,15 @@ def test_a_sample_that_cannot_be_read_ahead_is_tried_once(start: Start, folder: 
     others.close()
 
 
+def test_samples_that_are_read_ahead_with_a_broken_one_are_kept(start: Start, folder: Path) -> None:
+    (folder / "fail-50").touch()
+    service = start(workers=1)
+    batches = iter(service.loader(8, shuffle="none", ahead=1, on_error="skip"))
+    next(batches)
+    wait_until(lambda: service.status()["is_filled"])
+    assert service.status()["cached_samples"] == N - 1
+
+
 def test_a_loader_that_is_dropped_is_not_served_any_more(shared: DataService) -> None:
     """At once: no garbage collector is needed."""
     service = shared

@@ -189,8 +189,13 @@ class Tasks:
         return Work(task.number, loader, task.plan.seed, epoch, *where, task.positions, task.offsets, lengths)
 
     def done(self, task: Task, done: Done) -> Integers:
-        """A worker has done a task. Returns where it is to write the samples that it has read, -1 for none."""
+        """A worker has done a task. Returns where it is to write the samples that it has read, -1 for none.
+
+        What it could not read for the cache is not read ahead again; the loader that needs it will be told.
+        """
         self.stock.damaged(done.lost)
+        if task.batch is None:
+            self.stock.not_readable(np.setdiff1d(task.positions[task.offsets < 0], done.read))
         self.finished(task)
         offsets = self.stock.place(done.read, done.lengths, self._next_uses(task, done.read))
         task.writes = done.read[offsets >= 0]

@@ -277,7 +277,7 @@ class Server:
             self._took_turn(ask)
             return await self._read(self._tasks.task_of(ask.plan, batch), ask.on_error)
 
-    async def _read(self, task: Task, on_error: OnError = "raise") -> Part:
+    async def _read(self, task: Task, on_error: OnError) -> Part:
         """Find samples, read those that the cache lacks, and keep them. It is this server's turn."""
         began = time.perf_counter()
         work = self._tasks.work_of(task)
@@ -304,7 +304,7 @@ class Server:
             async with self._turns.turn(lambda: _AT_LAST):
                 if (task := self._tasks.next_preload()) is not None:
                     try:
-                        await self._read(task)
+                        await self._read(task, "skip")  # the others are kept
                     except Exception:  # noqa: BLE001  # the loader that needs them will be told
                         self._tasks.stock.not_readable(task.positions)
             if task is None:
