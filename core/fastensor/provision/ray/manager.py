@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -132,12 +133,23 @@ class Manager:
             self._running = [asyncio.create_task(self._end_all())]
 
     async def _end_all(self) -> None:
-        """End the servers, forget what is served, then end this actor: its name is free only when all have gone."""
-        await self._stop_servers()  # now none of them asks another one any more
-        await self._stop_servers()  # and none has been asked something that it has not answered
-        for server in self._servers:
-            ray.kill(server, no_restart=True)
-        withdraw(self._name)
+        """End the servers, forget what is served, then end this actor: its name is free only when all have gone.
+
+        Whatever fails, the rest is done: a manager that stayed would send all clients away, and nobody could start the
+        service again.
+        """
+        try:
+            with ExitStack() as ending:
+                ending.callback(self._end_itself)
+                ending.callback(withdraw, self._name)
+                for server in self._servers:
+                    ending.callback(ray.kill, server, no_restart=True)
+                await self._stop_servers()  # now none of them asks another one any more
+                await self._stop_servers()  # and none has been asked something that it has not answered
+        except Exception:  # noqa: BLE001  # Ray's, or asyncio's; nobody else would tell of it
+            _log.exception("Not all of the data service has ended as it should")
+
+    def _end_itself(self) -> None:
         itself = names.manager_of(self._name)
         asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
 

@@ -1,0 +1,55 @@
+"""The manager of a service on Ray ends with it, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Event
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="the engine on Ray needs it: the extra ray brings it")
+
+from fastensor.provision.ray import manager
+from fastensor.provision.ray.manager import Manager
+
+
+@pytest.mark.parametrize("failing", ["withdraw", "server", "stops"])
+def test_a_manager_ends_whatever_fails(
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that stayed would send all clients away for ever."""
+    killed: list[Any] = []
+    withdrawn = Event()
+
+    def kill(actor: Any, *, no_restart: bool) -> None:
+        assert no_restart
+        killed.append(actor)
+        if actor == "server 1" and failing == "server":
+            raise ValueError("it cannot be reached")
+
+    def withdraw(name: str) -> None:
+        withdrawn.set()
+        if failing == "withdraw":
+            raise ValueError("it cannot be reached")
+
+    async def stop() -> None:
+        if failing == "stops":
+            raise ValueError("it cannot be reached")
+
+    async def end() -> None:
+        ending = Manager.__new__(Manager)
+        ending._name, ending._servers, ending._is_ending, ending._running = "name", ["server 0", "server 1"], False, []
+        monkeypatch.setattr(ending, "_stop_servers", stop)
+        ending._end()
+        await asyncio.gather(*ending._running)
+        while "manager" not in killed:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(manager.ray, "kill", kill)
+    monkeypatch.setattr(manager, "withdraw", withdraw)
+    monkeypatch.setattr(manager.names, "manager_of", lambda name: "manager")
+    asyncio.run(asyncio.wait_for(end(), 30))
+    assert sorted(killed) == ["manager", "server 0", "server 1"]
+    assert withdrawn.is_set()
+    assert "it cannot be reached" in caplog.text
