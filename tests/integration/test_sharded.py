@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from fastensor import (
 )
 from fastensor.checkpoint.sharded import split
 from fastensor.cli.output import UNCHECKED
+from fastensor.stitch.source import skips_values
 from fastensor.testing.calls import intercepted
 from fastensor.testing.faults import failing_call
 
@@ -449,6 +451,45 @@ def test_a_model_in_legacy_files_is_loaded_into_tensors(tmp_path: Path) -> None:
     assert_equal(into, state_of(1, 2))
     with pytest.raises(StateMismatchError):
         fastensor.load_sharded(folder, into={"layer.0": torch.zeros(2)})
+
+
+def saves_halves(obj: Any, *args: Any, **options: Any) -> None:
+    """What a library puts in the place of ``torch.save``."""
+    torch.serialization.save({name: one.half() for name, one in obj.items()}, *args, **options)
+
+
+@pytest.mark.filterwarnings("ignore::fastensor.errors.UnverifiedCheckpointWarning")
+@pytest.mark.parametrize("replaced", ["skip_data", saves_halves, lambda *args, **options: None])
+def test_the_copy_of_a_legacy_file_has_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: Any
+) -> None:
+    """What is asked of ``torch.save`` concerns what users save."""
+    folder = legacy(tmp_path / "model")
+    into = {name: torch.full_like(one, 7) for name, one in state_of(1, 2).items()}
+    skipping = torch.serialization.skip_data() if replaced == "skip_data" else nullcontext()
+    if replaced != "skip_data":
+        monkeypatch.setattr(torch, "save", replaced)
+    with skipping:
+        fastensor.load_sharded(folder, into=into)
+        fastensor.convert(folder, tmp_path / "new.safetensors")
+        assert skips_values() == (replaced == "skip_data")
+    assert_equal(into, state_of(1, 2))
+    assert_equal(fastensor.load(tmp_path / "new.safetensors"), state_of(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore::fastensor.errors.UnverifiedCheckpointWarning")
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "legacy"])
+def test_values_reach_existing_tensors_under_skip_data(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = torch.nn.Linear(2, 3)
+    torch.save(model.state_dict(), tmp_path / "x.pt", **options)
+    for load in (
+        lambda other: fastensor.load_model(other, tmp_path / "x.pt"),
+        lambda other: fastensor.load(tmp_path / "x.pt", into=other.state_dict()),
+    ):
+        other = torch.nn.Linear(2, 3)
+        with torch.serialization.skip_data():
+            load(other)  # type: ignore[no-untyped-call]  # mypy knows no lambda in a tuple
+        assert_equal(other.state_dict(), model.state_dict())
 
 
 def test_converting_legacy_files_warns_of_each_and_leaves_nothing(

@@ -26,6 +26,7 @@ from fastensor.checkpoint.ties import covered_by
 from fastensor.errors import FastensorError, StateMismatchError, UnsupportedContentError
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import has_own_memory
+from fastensor.stitch.source import values_kept
 
 _SHOWN = 5
 LEAVE_OUT = "To load only one of them, leave the others out of into"
@@ -113,7 +114,8 @@ def load_into(
     pairing = Pairing(file, [Filling(name, located[name], one) for name, one in targets.items() if name in located])
     check_fit([pairing])
     rest = [name for name in targets if name not in located and (catalog is None or name in catalog.tensors)]
-    others = load(file, replace(request, keys=rest, map_location="cpu")) if rest else None
+    with values_kept():
+        others = load(file, replace(request, keys=rest, map_location="cpu")) if rest else None
     values = {} if others is None else dict(walk(others.result))
     _check_values(values, {name: targets[name] for name in rest}, file.where)
     together = [*incoming([pairing], request), *(held(name, targets[name], values[name]) for name in rest)]

@@ -39,6 +39,7 @@ from fastensor.errors import StateMismatchError, UnsupportedContentError
 from fastensor.files.arguments import check_flags
 from fastensor.files.words import unended
 from fastensor.select.transfer import BackendChoice, check_choice
+from fastensor.stitch.source import values_kept
 from fastensor.stitch.torch_pickle import STATE
 
 _SHOWN = 5
@@ -351,14 +352,15 @@ def _load_beside(
     """Load all tensors to the host, and let the model take them."""
     state: dict[str, Any] = OrderedDict()
     for source in sources:
-        loaded = load(
-            source.location,
-            "cpu",
-            keys=None if root is None else [root],
-            weights_only=request.weights_only,
-            verify=request.checked,
-            backend=request.backend,
-        )
+        with values_kept():
+            loaded = load(
+                source.location,
+                "cpu",
+                keys=None if root is None else [root],
+                weights_only=request.weights_only,
+                verify=request.checked,
+                backend=request.backend,
+            )
         branch = dict_in(loaded, root, source.file.where)
         state.update(branch if not source.entries else {name: branch[name] for name in source.entries})
         if hasattr(branch, _METADATA):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -123,3 +124,17 @@ def skips_values() -> bool:
     """Whether ``torch.serialization.skip_data`` is active in this thread."""
     options = getattr(torch.serialization, "_serialization_tls", None)
     return bool(getattr(options, "skip_data", False))
+
+
+@contextmanager
+def values_kept() -> Iterator[None]:
+    """Have torch read and write values in this thread, whether ``torch.serialization.skip_data`` is active or not."""
+    skipped = skips_values()
+    options: Any = getattr(torch.serialization, "_serialization_tls", None)
+    try:
+        if skipped:
+            options.skip_data = False
+        yield
+    finally:
+        if skipped:
+            options.skip_data = True

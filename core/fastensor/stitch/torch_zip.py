@@ -31,7 +31,7 @@ from torch.utils.serialization import config as torch_config
 from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
-from fastensor.stitch.source import NO_VALUES, Plan, check_size, skips_values
+from fastensor.stitch.source import NO_VALUES, Plan, check_size, skips_values, values_kept
 from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name
 from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
 
@@ -130,6 +130,13 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
     alignment = choose_alignment(sizes)
     image = small_records_of_torch(alignment).lay_out(recording.data, sizes, alignment)
     return TorchZip(image, recording.storages, recording, alignment)
+
+
+def write_values(obj: object, file: BinaryIO) -> None:
+    """Write what ``torch.save`` writes, with its values, whatever a library has put in its place, and whether
+    ``torch.serialization.skip_data`` is active or not."""
+    with _saving_options(TORCH_ALIGNMENT), values_kept():
+        _save(obj, file)
 
 
 def pickle_of(obj: object, pickle_protocol: int) -> bytes:
