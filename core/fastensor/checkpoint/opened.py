@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
-import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -343,6 +343,11 @@ def container_of(file: OpenedFile) -> Container:
     return container
 
 
+_TAR_BLOCK = 512
+_MOST_TAR_HEADERS = 16
+_OCTAL = re.compile(rb"[0-7]+")
+_ABOUT_THE_NEXT = (b"x", b"g", b"L", b"K")
+"""Types of members of a tar archive that only describe the next one."""
 _IN_TORCHS_TARS = frozenset(("sys_info", "pickle", "tensors", "storages"))
 
 
@@ -351,13 +356,25 @@ def _check_is_torchs(file: OpenedFile) -> None:
     Raises:
         NotACheckpointError: the file is a tar archive of something else than torch before 0.1.11 put into one.
     """
-    try:
-        with tarfile.open(fileobj=cast(IO[bytes], FileView(file)), mode="r:") as archive:
-            names = [member.name for member in islice(archive, len(_IN_TORCHS_TARS))]
-    except tarfile.TarError:
-        return  # torch knows what is wrong with it
+    names = [*islice(_names_in_tar(file), len(_IN_TORCHS_TARS))]
     if not _IN_TORCHS_TARS.intersection(names):
-        shown = ", ".join(map(repr, names)) or "nothing"
+        shown = ", ".join(map(repr, names)) or "nothing that can be read"
         raise NotACheckpointError(
             f"{file.where}: expected a checkpoint, found a tar archive, which begins with {shown}; unpack it first"
         )
+
+
+def _names_in_tar(file: OpenedFile) -> Iterator[str]:
+    """The names of the first members of a tar archive, up to a header that cannot be read. ``tarfile`` would allocate
+    what a header claims."""
+    at = 0
+    for _ in range(_MOST_TAR_HEADERS):
+        if at + _TAR_BLOCK > file.nbytes:
+            return
+        header = read_exactly(file, at, _TAR_BLOCK)
+        if any(header) and header[156:157] not in _ABOUT_THE_NEXT:
+            yield header[:100].partition(b"\0")[0].decode(errors="backslashreplace")
+        size = header[124:136].strip(b" \0")
+        if not _OCTAL.fullmatch(size):
+            return
+        at += _TAR_BLOCK + -(-int(size, 8) // _TAR_BLOCK) * _TAR_BLOCK

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import re
 import sys
-import tarfile
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import dropwhile
 from types import FrameType
 from typing import Any, cast
@@ -33,9 +34,10 @@ from fastensor.errors import (
 )
 from fastensor.files.os_errors import read_error
 from fastensor.files.words import unended
-from fastensor.stitch.containers import is_safetensors_name
+from fastensor.stitch.containers import SNIFFED_NBYTES, is_safetensors_name, is_tar
 from fastensor.stitch.pickle_records import PickledStorage, storages_in
 from fastensor.stitch.torch_records import TorchArchive
+from fastensor.stitch.zip_directory import has_end
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _OPERAND = re.compile(r"Unsupported operand (\d+)")
@@ -46,6 +48,8 @@ _NOT_THE_USERS = frozenset(("torch", "fastensor", "numpy", "sympy"))
 _LOADERS = ("torch.serialization", "torch._weights_only_unpickler")
 """torch's modules that call functions that a file names."""
 _HOST = "cpu"
+_ASKED_NBYTES = 4096
+"""How much of a file that is no checkpoint torch is given to find out what it raises."""
 _LONGEST_REASON = 500
 """How much of torch's error a message shows, in characters."""
 
@@ -265,26 +269,37 @@ def refusal_by_torch(file: OpenedFile, request: LoadRequest) -> type[Exception]:
     """The type of what ``torch.load`` raises for a file that begins like no checkpoint.
 
     torch is asked if its restricted unpickler would read the file: that depends on what opcodes the bytes happen to be.
+    It gets the first bytes only, because a pickle that is nothing but marks, say, takes 80 times its size.
     """
     if is_safetensors_name(file.where):
         return SafetensorError
     if request.mmap:
         return RuntimeError
+    start = read_exactly(file, 0, min(_ASKED_NBYTES, file.nbytes))
     if not request.restricted:  # the file might run any code
-        return KeyError if _is_readable_tar(file) else pickle.UnpicklingError
+        taken_for_tar = is_tar(start) or not any(start[:SNIFFED_NBYTES])  # torch misses its members
+        return KeyError if taken_for_tar else pickle.UnpicklingError
+    given = io.BytesIO(start)
     try:
         with warnings.catch_warnings(action="ignore"):
-            torch.load(cast(Any, FileView(file)), _HOST, weights_only=True)
+            torch.load(given, _HOST, weights_only=True)
     except MemoryError:  # a length in the file, which has nothing to do with the memory that there is
         return pickle.UnpicklingError
     except Exception as error:  # noqa: BLE001  # its type is what is asked for
-        return type(error)
+        reached_end = given.tell() == len(start) < file.nbytes
+        return pickle.UnpicklingError if reached_end else type(error)
     return pickle.UnpicklingError
 
 
 def refusal_of_archive(file: OpenedFile) -> type[Exception]:
-    """The type of what torch's reader of archives raises for an archive whose directory is damaged. It reads little
-    else, and nothing that the directory points to. It is noted where it stops in a file that the caller has opened."""
+    """The type of what torch's reader of archives raises for an archive whose directory is damaged.
+
+    torch is asked if the end of the directory is missing: then it reads nothing but the end of the file, and it is
+    noted where torch stops in a file that the caller has opened. Otherwise torch would read records, some of which may
+    be compressed, whatever size they have then.
+    """
+    if has_end(partial(read_exactly, file), file.nbytes):
+        return RuntimeError
     private: Any = torch
     try:
         with nullcontext(FileView(file)) if file.borrowed is None else file.borrowed.lent_to_torch() as given:
@@ -292,12 +307,3 @@ def refusal_of_archive(file: OpenedFile) -> type[Exception]:
     except Exception as error:  # noqa: BLE001  # its type is what is asked for
         return type(error)
     return RuntimeError
-
-
-def _is_readable_tar(file: OpenedFile) -> bool:
-    """Whether torch takes the file for a tar archive, in which it then looks for records of its own."""
-    try:
-        tarfile.open(fileobj=cast(Any, FileView(file)), mode="r:").close()
-    except tarfile.TarError:
-        return False
-    return True

@@ -96,11 +96,22 @@ def _parts(entries: Sequence[_DirectoryEntry], offset: int, where: str) -> list[
     return list(parts.values())
 
 
-def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, int]:
-    """Number of entries, size and offset of the central directory."""
+def has_end(read: ReadAt, nbytes: int) -> bool:
+    """Whether a file has the end of a directory where it may be."""
+    return _find_end(read, nbytes)[1] >= 0
+
+
+def _find_end(read: ReadAt, nbytes: int) -> tuple[bytes, int]:
+    """The end of the file, as far as it may hold the end of the directory; and where in it that begins, or -1."""
     tail_nbytes = min(nbytes, END.size + _MAX_COMMENT)
     tail = read(nbytes - tail_nbytes, tail_nbytes)
-    at = tail.rfind(END_SIGNATURE, 0, max(len(tail) - END.size + len(END_SIGNATURE), 0))
+    return tail, tail.rfind(END_SIGNATURE, 0, max(len(tail) - END.size + len(END_SIGNATURE), 0))
+
+
+def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, int]:
+    """Number of entries, size and offset of the central directory."""
+    tail, at = _find_end(read, nbytes)
+    tail_nbytes = len(tail)
     if at < 0:
         raise CorruptCheckpointError(
             f"{where}: no zip end-of-directory record in the last {tail_nbytes} bytes; the file was cut off "
