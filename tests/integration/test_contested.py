@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fastensor
 from fastensor import CorruptCheckpointError, StateMismatchError
+from fastensor.checkpoint.opened import LocalFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::fastensor.UnverifiedCheckpointWarning")
 
@@ -170,6 +171,88 @@ def test_not_a_number_is_equal_to_itself(tmp_path: Path) -> None:
     memory = torch.zeros(3)
     fastensor.load(tmp_path / "x.safetensors", into={"a": memory, "b": memory})
     assert memory.isnan().all()
+
+
+NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])),
+        (NAN, NAN.flip(0)),
+        (torch.tensor([0.0, torch.inf]).half(), torch.tensor([-0.0, torch.inf]).half()),
+        (torch.tensor([0.0, 1.0]).to(torch.float8_e4m3fn), torch.tensor([-0.0, 1.0]).to(torch.float8_e4m3fn)),
+        (torch.tensor([0.0, 1.0j]), torch.tensor([-0.0, 1.0j])),
+    ],
+    ids=["zero", "NaN", "half", "float8", "complex"],
+)
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_equal_values_of_other_bits(tmp_path: Path, name: str, a: Tensor, b: Tensor) -> None:
+    """The last one stays, as in ``load_state_dict``."""
+    fastensor.save({"a": a, "b": b}, tmp_path / name)
+    memory = torch.empty_like(a)
+    fastensor.load(tmp_path / name, into={"a": memory, "b": memory})
+    assert memory.view(torch.uint8).tolist() == b.view(torch.uint8).tolist()
+
+
+def test_one_value_of_a_million_differs(tmp_path: Path) -> None:
+    """Some are equal numbers of other bits, in another piece of those that are compared at a time."""
+    values = torch.zeros(1_200_000)
+    other = -values
+    other[-1] = 1
+    fastensor.save({"a": values, "b": other}, tmp_path / "x.safetensors")
+    with pytest.raises(StateMismatchError, match="share memory"):
+        fastensor.load(tmp_path / "x.safetensors", into=dict.fromkeys("ab", torch.zeros(1_200_000)))
+
+
+SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "coo, not coalesced": lambda dense: torch.sparse_coo_tensor(
+        dense.nonzero().T.repeat(1, 2), dense[dense != 0].repeat(2) / 2, dense.shape
+    ),
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "bsc": lambda dense: dense.to_sparse_bsc((2, 2)),
+    "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_that_are_more_than_their_bytes(tmp_path: Path, kind: str) -> None:
+    make = SPARSE[kind]
+    fastensor.save({"a": make(torch.eye(4)), "b": make(torch.eye(4)), "c": make(2 * torch.eye(4))}, tmp_path / "x.pt")
+    target = make(torch.eye(4) * 3)
+    fastensor.load(tmp_path / "x.pt", into={"a": target, "b": target})
+    dense = target.dequantize() if kind == "quantized" else target.to_dense()
+    assert torch.equal(dense, torch.eye(4))
+    with pytest.raises(StateMismatchError, match="'a' and 'c' share memory"):
+        fastensor.load(tmp_path / "x.pt", into={"a": target, "c": target})
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_each_value_is_read_once_by_one_reader_that_teaches_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {str(number): torch.ones(40_000) for number in range(8)}
+    fastensor.save(state, tmp_path / name)
+    opened: list[tuple[int, bool]] = []
+    open_reader = LocalFile.open_reader
+
+    def noting(self: LocalFile, order: Any, options: Any, fallbacks: Any) -> Any:
+        opened.append((len(order), options.learn))
+        return open_reader(self, order, options, fallbacks)
+
+    monkeypatch.setattr(LocalFile, "open_reader", noting)
+    memory = [torch.zeros(40_000) for _ in range(4)]
+    fastensor.load(tmp_path / name, into={number: memory[int(number) // 2] for number in state})
+    assert all(torch.equal(one, torch.ones(40_000)) for one in memory)
+    assert opened == [(0, False), (8, True)]
+    opened.clear()
+    fastensor.load(tmp_path / name, into={number: torch.zeros(40_000) for number in state})
+    assert opened == [(8, True)]  # nothing is compared
 
 
 def test_values_count_as_the_target_holds_them(tmp_path: Path) -> None:

@@ -9,8 +9,19 @@ import torch
 
 from fastensor.checkpoint.ties import area_of, sharing
 from fastensor.errors import StateMismatchError
+from fastensor.stitch.safetensors import has_own_memory
 
 _SHOWN = 5
+_OF_ROWS, _OF_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: _OF_ROWS,
+    torch.sparse_bsr: _OF_ROWS,
+    torch.sparse_csc: _OF_COLUMNS,
+    torch.sparse_bsc: _OF_COLUMNS,
+}
+_AT_ONCE = 1 << 20
+"""Elements that are widened at a time."""
 _ALIGNMENT = 16
 """Of the largest element, in bytes."""
 
@@ -83,9 +94,19 @@ def check_agree(groups: Iterable[Sequence[Incoming]], where: str, advice: str) -
 
 
 def _agree(group: Sequence[Incoming]) -> bool:
-    if not all(_is_plain(one.target) for one in group):
-        first = group[0].read()
-        return all(_are_equal(first, one.read()) for one in group[1:])
+    targets = [one.target for one in group]
+    areas = [area_of(one) for one in targets]
+    are_plain = all(areas) and all(map(_is_plain, targets))
+    places = {(area, one.dtype, one.shape, one.stride()) for area, one in zip(areas, targets, strict=True) if are_plain}
+    if len(places) > 1:
+        return _agree_in_place(group)
+    values = (one.read() if one.target.is_quantized else one.read().to(one.target.dtype) for one in group)
+    first = next(values)
+    return all(_are_equal(first, other) for other in values)
+
+
+def _agree_in_place(group: Sequence[Incoming]) -> bool:
+    """Write all values to memory of the host, as they would be written to the targets, and look what is left."""
     views = _host_views([one.target for one in group])
     for one, view in zip(group, views, strict=True):
         view.copy_(one.read())
@@ -93,9 +114,9 @@ def _agree(group: Sequence[Incoming]) -> bool:
     return all(_are_equal(view, one.read().to(view.dtype)) for one, view in zip(group[:-1], views, strict=False))
 
 
-def _is_plain(target: torch.Tensor) -> bool:
-    """Whether the memory of a tensor holds its elements as they are."""
-    return area_of(target) is not None and not (target.is_quantized or target.is_conj() or target.is_neg())
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, if it has some, holds its elements as they are."""
+    return has_own_memory(tensor) and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _host_views(targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -112,10 +133,38 @@ def _host_views(targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one shape have the same bits, if they are dense ones of one dtype."""
-    if one.dtype != other.dtype or not (_is_plain(one) and _is_plain(other)):
+    """Whether tensors have the same values. NaN is NaN, whatever its bits; 0 is -0. Where torch cannot tell, they have.
+
+    torch compares no sparse tensors; their parts are compared.
+    """
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    if one.layout in _PARTS:
+        return all(map(_are_equal, _parts_of(one), _parts_of(other)))
+    if one.layout == torch.strided and _is_plain(one) and _is_plain(other):
+        return torch.equal(_bytes_of(one), _bytes_of(other)) or _are_equal_numbers(one, other)
+    try:
         return torch.equal(one, other)
-    return torch.equal(_bytes_of(one), _bytes_of(other))
+    except NotImplementedError:  # as torch does, the load keeps the last one
+        return True
+
+
+def _are_equal_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    flat = one.reshape(-1), other.reshape(-1)
+    pieces = ([part[at : at + _AT_ONCE] for part in flat] for at in range(0, one.numel(), _AT_ONCE))
+    try:
+        return all(torch.allclose(a.to(wide), b.to(wide), 0.0, 0.0, equal_nan=True) for a, b in pieces)
+    except NotImplementedError:  # four-bit floats
+        return False
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one consists of."""
+    whole = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+    return [getattr(whole, name)() for name in _PARTS[tensor.layout]]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

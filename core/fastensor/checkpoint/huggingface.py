@@ -299,5 +299,5 @@ def _fill(
                 warn_unverified(file.where, catalog.unchecked, stacklevel=4)
         check_present(targets, {one.name for pairing in pairings for one in pairing.fillings}, where)
         check_fit(pairings)
-        check_agree(contested(incoming(pairings, request)), where, LEAVE_OUT)
+        check_agree(contested(incoming(pairings, request, stack)), where, LEAVE_OUT)
         fill(pairings, request, overwritten, verify_first=verify_first)

@@ -7,9 +7,9 @@ been written to, unless the files are read twice. Errors name what has been over
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -118,8 +118,10 @@ def load_into(
         others = load(file, replace(request, keys=rest, map_location="cpu")) if rest else None
     values = {} if others is None else dict(walk(others.result))
     _check_values(values, {name: targets[name] for name in rest}, file.where)
-    together = [*incoming([pairing], request), *(held(name, targets[name], values[name]) for name in rest)]
-    check_agree(contested(together), file.where, LEAVE_OUT)
+    with ExitStack() as stack:
+        own = incoming([pairing], request, stack)
+        others_held = [held(name, targets[name], values[name]) for name in rest]
+        check_agree(contested([*own, *others_held]), file.where, LEAVE_OUT)
     backend, reason = fill([pairing], request, overwritten, verify_first=verify_first)
     with torch.no_grad():
         for name in rest:
@@ -200,8 +202,9 @@ def _check_values(values: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
             raise StateMismatchError(f"{where}: values do not fit, nothing was overwritten: {name!r}: {why}")
 
 
-def incoming(pairings: Sequence[Pairing], request: LoadRequest) -> list[Incoming]:
-    """The tensors that are to be filled, and how to get their values without filling them."""
+def incoming(pairings: Sequence[Pairing], request: LoadRequest, stack: ExitStack) -> list[Incoming]:
+    """The tensors that are to be filled, and how to get their values without filling them: by one reader for each file,
+    which is opened when it is needed, and closed with ``stack``."""
     return [
         Incoming(
             one.name,
@@ -210,18 +213,22 @@ def incoming(pairings: Sequence[Pairing], request: LoadRequest) -> list[Incoming
             one.source.part.begin + one.source.span[0],
             one.source.info.dtype,
             one.source.stride,
-            partial(_read_alone, pairing.file, one.source, request),
+            partial(_read_alone, open_reader, one.source),
         )
         for pairing in pairings
+        for open_reader in [cache(partial(_open_in_any_order, pairing.file, request, stack))]
         for one in pairing.fillings
     ]
 
 
-def _read_alone(file: OpenedFile, source: Located, request: LoadRequest) -> torch.Tensor:
+def _open_in_any_order(file: OpenedFile, request: LoadRequest, stack: ExitStack) -> PartReader:
+    options = replace(request.options, learn=False)  # what is read, and for what, is not as in other loads
+    return stack.enter_context(PartReader(file, (), options, verify=request.checked, fallbacks=request.fallbacks))
+
+
+def _read_alone(open_reader: Callable[[], PartReader], source: Located) -> torch.Tensor:
     """A tensor of a file, verified."""
-    order = extents_of([source.part])
-    with PartReader(file, order, request.options, verify=request.checked, fallbacks=request.fallbacks) as reader:
-        return _values(reader, source)
+    return _values(open_reader(), source)
 
 
 def in_turn(pairings: Sequence[Pairing], groups: Sequence[Sequence[Incoming]]) -> list[Pairing]:

@@ -318,9 +318,10 @@ def _load_in_place(
     if strict:
         _check_names(names, model, where, sources, "nothing was overwritten")
     check_fit(pairings)
-    groups = contested(sorted(incoming(pairings, request), key=lambda one: order[one.name]))
-    if strict:
-        check_agree(groups, _all_in_words(sources), _NOT_STRICT)
+    with ExitStack() as stack:
+        groups = contested(sorted(incoming(pairings, request, stack), key=lambda one: order[one.name]))
+        if strict:
+            check_agree(groups, _all_in_words(sources), _NOT_STRICT)
     fill(in_turn(pairings, groups), request, overwritten, verify_first=first)
     return names
 
