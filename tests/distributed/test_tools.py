@@ -174,6 +174,14 @@ def test_optimizers_find_their_states_in_a_converted_file(tmp_path: Path, root: 
     assert_equal(optimizer.state_dict(), expected.state_dict())
 
 
+@pytest.mark.parametrize("params", [3, None, "ab", {"0": 1}, ["0"], [[0]], [True]], ids=repr)
+def test_a_dict_that_only_looks_like_the_state_of_an_optimizer_stays(tmp_path: Path, params: Any) -> None:
+    state = {"x": {"state": {"0": 1, "True": 2}, "param_groups": [{"params": params}, {"params": [0]}]}}
+    save(state, FastensorStorageWriter(tmp_path / "dcp"))
+    fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt")
+    assert fastensor.load(tmp_path / "x.pt") == state
+
+
 def test_convert_sharded(tmp_path: Path) -> None:
     run_ranks(_save_sharded, 2, tmp_path)
     fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt")

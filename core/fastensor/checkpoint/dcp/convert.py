@@ -199,11 +199,20 @@ def _with_numbers_of_parameters(value: Any) -> Any:
     """
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _with_numbers_of_parameters(inner)
-    if isinstance(value, dict) and isinstance(value.get("param_groups"), list) and isinstance(value.get("state"), dict):
-        groups = [group for group in value["param_groups"] if isinstance(group, dict)]
-        numbers = {str(number): number for group in groups for number in group.get("params", ())}
+    if isinstance(value, dict) and (numbers := _numbers_of_parameters(value)):
         value["state"] = {numbers.get(key, key): state for key, state in value["state"].items()}
     return value
+
+
+def _numbers_of_parameters(value: Mapping[Any, Any]) -> dict[str, int]:
+    """The numbers of parameters that the state of an optimizer has, by their texts; empty if a dict is none."""
+    state, groups = value.get("state"), value.get("param_groups")
+    if not (isinstance(state, dict) and isinstance(groups, list) and all(isinstance(one, dict) for one in groups)):
+        return {}
+    lists = [group.get("params") for group in groups]
+    if not all(isinstance(one, list | tuple) and all(type(number) is int for number in one) for one in lists):
+        return {}
+    return {str(number): number for one in lists for number in one}
 
 
 def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
