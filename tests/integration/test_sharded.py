@@ -453,6 +453,19 @@ def test_a_model_in_legacy_files_is_loaded_into_tensors(tmp_path: Path) -> None:
         fastensor.load_sharded(folder, into={"layer.0": torch.zeros(2)})
 
 
+@pytest.mark.filterwarnings("ignore::fastensor.errors.UnverifiedCheckpointWarning")
+@pytest.mark.parametrize("container", ["torch", "safetensors", "huggingface"])
+def test_the_command_loads_each_legacy_file_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, container: str
+) -> None:
+    folder = legacy(tmp_path / "model")
+    loaded = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **options: (loaded.append(args), load(*args, **options))[1])
+    status, *_ = command_line(capsys, "convert", folder, tmp_path / "new", "--container", container)
+    assert (status, len(loaded)) == (0, 2)
+
+
 def saves_halves(obj: Any, *args: Any, **options: Any) -> None:
     """What a library puts in the place of ``torch.save``."""
     torch.serialization.save({name: one.half() for name, one in obj.items()}, *args, **options)

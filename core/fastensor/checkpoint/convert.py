@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
@@ -13,6 +13,7 @@ from fastensor.backends import registry
 from fastensor.checkpoint.conversion.casting import CastBytes
 from fastensor.checkpoint.conversion.copying import InFile, SourceBytes, SourceTensors
 from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
+from fastensor.checkpoint.conversion.losses import left_out_of_directories, left_out_of_files
 from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.conversion.sources import Source, open_source
@@ -128,7 +129,13 @@ def convert(
 
 
 def convert_by(
-    source: Location, target: Location, settings: ConvertSettings, progress: Progress, *, stacklevel: int = 2
+    source: Location,
+    target: Location,
+    settings: ConvertSettings,
+    progress: Progress,
+    *,
+    stacklevel: int = 2,
+    check: Callable[[Sequence[str]], None] | None = None,
 ) -> SaveReport:
     """:func:`convert` with its keywords as a record.
 
@@ -136,8 +143,12 @@ def convert_by(
         source, target, progress: as there.
         settings: have been checked.
         stacklevel: of the warning that a file could not be verified; 2 blames the caller of this function.
+        check: called before anything is written, with the names of what is left out; what it raises ends the
+            conversion. Needs settings with ``drop``.
     """
     if settings.container == "dcp" or metadata_names(source):
+        if check is not None:
+            check(left_out_of_directories(source, settings))
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
 
         if settings.container == "dcp":
@@ -145,6 +156,8 @@ def convert_by(
         return of_directories.from_directory(source, target, settings, progress)
     with ExitStack() as stack:
         found = open_source(source, settings, stack)
+        if check is not None:
+            check(left_out_of_files(found, settings))
         for where, why in found.unchecked.items() if settings.verify else ():
             warn_unverified(where, why, stacklevel=stacklevel)
         return _Conversion(found, settings, progress, stack).run(target)

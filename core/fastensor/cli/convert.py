@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from fastensor.checkpoint.conversion.losses import left_out
 from fastensor.checkpoint.conversion.same_file import is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.convert import convert_by
@@ -43,10 +42,14 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
     with wrong_arguments():
         settings = settings.checked(target)
         _check_target(source, target, force=force)
-        lost = left_out(source, settings)
-        _check_losses(source, lost, settings)
+        lost: list[str] = []
+
+        def check(names: Sequence[str]) -> None:
+            lost.extend(names)
+            _check_losses(source, lost, settings)
+
         with progress_bar(target) as progress:
-            report = convert_by(source, target, replace(settings, drop=bool(lost)), progress)
+            report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
     if json:
         print_json({**asdict(report), "container": settings.container, "left_out": lost})
     else:
