@@ -1,8 +1,10 @@
 """The exceptions and warnings that Fastensor raises.
 
 Every exception is a :class:`FastensorError` and also the built-in that fits. Where ``torch.save`` and ``torch.load``
-raise an exception, ours is an instance of its type, too (:func:`caught_as`), so code that handles it keeps working. A
-missing file is the built-in ``FileNotFoundError``.
+raise an exception, ours is an instance of its type, too (:func:`caught_as`), so code that handles it keeps working.
+There are two exceptions to that. Damage that our checksums and checks of the directory find before torch would meet it
+is a :class:`CorruptCheckpointError`, whatever torch would raise later. And Python can make no exception of some pairs
+of types. A missing file is the built-in ``FileNotFoundError``.
 """
 
 from __future__ import annotations

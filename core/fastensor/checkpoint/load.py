@@ -48,14 +48,16 @@ def load(
         path: a file that :func:`fastensor.save`, ``torch.save`` (any version of torch) or ``safetensors`` wrote; which
             of them is seen from its first bytes. A path, a URL that ``fsspec`` knows, or an open binary file that can
             seek, whose checkpoint begins at its position. An archive of torch, or a safetensors file, ends where the
-            open file ends. The position is left where ``torch.load`` leaves it, also by a failure: behind a file that
-            torch wrote before 1.6, so that several of them may stand in one open file; somewhere within an archive;
-            and at the end of what torch does not read. What a server sends only whole is downloaded to a file in
-            ``$TMPDIR`` first.
+            open file ends. A file that is no checkpoint, or whose directory is there and is damaged, is left at its
+            end, so that no loop meets it again. Otherwise the position is left where ``torch.load`` leaves it, also by
+            a failure: behind a file that torch wrote before 1.6, so that several of them may stand in one open file;
+            somewhere within an archive; and at the end of what torch does not read. What a server sends only whole is
+            downloaded to a file in ``$TMPDIR`` first.
         map_location: as for ``torch.load``, in all its forms.
         keys: names of what to load, such as ``state_dict.layer.weight``: keys of dicts and positions in lists, joined
             by dots. They may be glob patterns (a star also stands for dots), and may name whole branches
-            (``state_dict``). Only the tensors in it are read, and objects of other classes beside it are not made. The
+            (``state_dict``). Only the tensors in it are read, and objects of other classes beside it are not made,
+            unless the file's pickle cannot be read without running it, as in files of before torch 1.6. The
             result is the same object with nothing else in it; of a list, only what was chosen is left. A list of
             nothing but plain values is one value. None loads everything.
         into: a dict of tensors, such as ``model.state_dict()``, which may be nested as the file is. Each tensor gets
