@@ -604,3 +604,20 @@ def test_an_error_keeps_its_place_and_number() -> None:
         assert isinstance(one, PermissionError)
         assert isinstance(one, FastensorError)
         assert (one.errno, one.strerror, one.filename) == (13, "denied", "x.pt")
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_the_error_is_of_the_file_that_is_loaded(tmp_path: Path, weights_only: bool) -> None:
+    """Not that of the file for which it takes the place, whose error is being handled."""
+    for name in ("first", "second"):
+        fastensor.save({"a": torch.ones(1000)}, tmp_path / name)
+        data = bytearray((tmp_path / name).read_bytes())
+        data[data.index(b"PK\x01\x02") // 2] ^= 1
+        (tmp_path / name).write_bytes(data)
+    try:
+        fastensor.load(tmp_path / "first", weights_only=weights_only)
+    except CorruptCheckpointError:
+        with pytest.raises(CorruptCheckpointError, match="second"):
+            fastensor.load(tmp_path / "second", weights_only=weights_only)
+    else:
+        raise AssertionError("the first file is damaged")

@@ -269,6 +269,18 @@ def test_what_stays_is_freed_with_its_graph(make: Any) -> None:
     assert len(found) == LAYERS - 1
 
 
+def test_what_is_noted_of_what_stays_does_not_grow(make: Any) -> None:
+    """Though a graph lives on that has saved something before all others."""
+    offload, net = make(schedule=1 << 40, min_bytes=1), Net()
+    with offload.step():
+        first = net(batch()).square().sum()
+    for _ in range(200):
+        with offload.step():
+            net(batch(8))
+    assert len(offload._engine.swapper()._staying) <= 600
+    first.backward()
+
+
 def test_what_stays_leaves_in_the_forward_pass_if_memory_gets_short(short: Any) -> None:
     offload, memory = short()
     net = Net()

@@ -76,11 +76,20 @@ def explain(
         rebuild_on_host: loads the object to the host. Given for files that are not zip archives: any of their bytes may
             be taken for a pickle, which cannot be read without running it.
     """
-    if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, FastensorError):
-        raise error.__context__  # torch takes it for its own, and raises another error in its place
+    if (hidden := _hidden_by_torch(error)) is not None:
+        raise hidden
     ours = _translate(error, file, request, rebuild_on_host)
     if ours is not error:
         raise caught_as(ours, type(error)) from error
+
+
+def _hidden_by_torch(error: Exception) -> FastensorError | None:
+    """Our error in whose place torch has raised another one ``from None``, because ours is an UnpicklingError, too. The
+    context of other errors may be whatever the caller is handling."""
+    if isinstance(error, FastensorError) or not isinstance(error, pickle.UnpicklingError):
+        return None
+    hidden = error.__context__ if error.__suppress_context__ else None
+    return hidden if isinstance(hidden, FastensorError) else None
 
 
 def _translate(

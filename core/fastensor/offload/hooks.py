@@ -114,6 +114,8 @@ class ResidentHandle:
     """In that forward pass."""
     mark: int
     span: range
+    dtype: torch.dtype
+    """Of the tensor that was saved first."""
     records: list[weakref.ref[ResidentTensor]] = field(default_factory=list)
     """Of the graphs."""
     is_needed: bool = False
@@ -351,7 +353,7 @@ class StepHooks:
         if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
             kept["fits"] = len(span)
             forward.add(None)
-            staying = ResidentHandle(resident, swapper, forward, position, mark, span)
+            staying = ResidentHandle(resident, swapper, forward, position, mark, span, tensor.dtype)
             stays = ResidentTensor.of(tensor, staying, forward, position)
             if tensor.device.type == "cpu":
                 swapper.keep(weakref.WeakMethod(staying.displace))
@@ -401,18 +403,17 @@ class StepHooks:
             if not covers or handle is None:
                 continue
             if isinstance(handle, ResidentHandle):
-                if handle.resident is not None:
+                if handle.resident is not None and self._is_kept_for(tensor, handle.dtype):
                     return handle
-                continue
-            if handle.swapper is swapper and self._is_kept_for(tensor, handle):
+            elif handle.swapper is swapper and self._is_kept_for(tensor, handle.saved.dtype):
                 swapper.share(handle.saved)
                 return handle
         return None
 
-    def _is_kept_for(self, tensor: torch.Tensor, handle: SavedHandle) -> bool:
+    def _is_kept_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether a range keeps what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
         another dtype any more."""
-        return handle.saved.dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
+        return dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
 
     def _remember(self, key: tuple[int, int], one: _KnownRange) -> None:
         """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no

@@ -40,6 +40,7 @@ from fastensor.offload.statistics import ENCODED_BY, STORED_BY, WRITTEN_BY, Coun
 from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace
 
+_LEAST_TO_TIDY = 256
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
@@ -84,6 +85,8 @@ class Swapper:
         """Ranges that graphs hold, wherever the bytes are."""
         self._staying: deque[Displace] = deque()
         """What stays in host memory where it was saved, unless that gets short, in the order in which it was saved."""
+        self._tidy_staying_at = _LEAST_TO_TIDY
+        """How many of these there are before those that no graph holds are forgotten."""
         self._away = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, and that take no memory on their device."""
         self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
@@ -130,8 +133,9 @@ class Swapper:
                 the lock held.
         """
         with self._lock:
-            while self._staying and self._staying[0]() is None:
-                self._staying.popleft()
+            if len(self._staying) >= self._tidy_staying_at:
+                self._staying = deque(one for one in self._staying if one() is not None)
+                self._tidy_staying_at = _LEAST_TO_TIDY + 2 * len(self._staying)
             self._staying.append(displace)
 
     def share(self, saved: SavedBytes) -> None:
