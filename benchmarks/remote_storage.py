@@ -87,7 +87,7 @@ class Storage(_Serving):
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes of all answers so far."""
+        """Bytes of all answers so far, those included that are being sent."""
         return int(self._sent.value)
 
     def _serve(self, paths: Sequence[Path], link: Link) -> None:
@@ -107,9 +107,9 @@ class Storage(_Serving):
                 for begin in range(0, len(data), _PIECE_NBYTES):
                     piece = data[begin : begin + _PIECE_NBYTES]
                     pace.wait_for(len(piece))
+                    with self._sent.get_lock():  # first: who has all bytes may ask how many they were
+                        self._sent.value += len(piece)
                     connection.sendall(piece)
-                with self._sent.get_lock():
-                    self._sent.value += len(data)
 
 
 class Proxy(_Serving):
