@@ -44,7 +44,7 @@ LEAST_OFF = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a model, and of its batch."""
+    """The dimensions of the model, and of its batch."""
 
     blocks: int = 16
     width: int = 2048
@@ -114,7 +114,7 @@ class Contender:
 
 
 def contenders(size: Size, device: torch.device, folder: Path) -> list[Contender]:
-    """Those that say most come first."""
+    """The contenders in the order in which they run: what is cut off at the end is worth least."""
 
     @contextmanager
     def offloading(**options: Any) -> Iterator[Callable[[], AbstractContextManager[Any]]]:

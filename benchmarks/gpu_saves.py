@@ -372,7 +372,7 @@ def save_asynchronously(task: Task) -> list[Timing]:
 
 
 def all_steps() -> list[Step]:
-    """Those that say most come first."""
+    """The steps in the order in which they run: what is cut off at the end is worth least."""
     first, *others = (Step(one.name, partial(save_and_load, one)) for one in contenders())
     return [
         Step(ASYNC, save_asynchronously),

@@ -53,7 +53,7 @@ class Place:
     tokens: int = 256
     batch: int = 8
     large_numbers: int = 64 << 20
-    """Of a tensor that takes a while to be copied."""
+    """The elements of a tensor that takes a while to be copied."""
 
     def model(self) -> nn.Module:
         """The same weights each time."""

@@ -23,7 +23,7 @@ _PARTS = {
 _AT_ONCE = 1 << 20
 """Elements that are widened at a time."""
 _ALIGNMENT = 16
-"""Of the largest element, in bytes."""
+"""Bytes. The memory in which shared tensors are compared begins at a multiple of it, as complex128 needs."""
 
 
 class Incoming(NamedTuple):

@@ -26,7 +26,7 @@ _NUMBERS_OF_ALL = frozenset(
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),  # this process or machine
     }
 )
-"""Of errors of the operating system that say nothing of the sample that was to be read."""
+"""The ``errno`` of ``OSError``s that are the fault of no single sample, so that no sample is skipped for them."""
 _SUBSTITUTES = 16
 """So many samples are tried in place of those of a batch that has none left."""
 _REASON_LENGTH = 300

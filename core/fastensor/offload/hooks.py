@@ -115,9 +115,9 @@ class ResidentHandle:
     mark: int
     span: range
     dtype: torch.dtype
-    """Of the tensor that was saved first."""
+    """The dtype of the tensor that was saved first. It says what codecs may do with the bytes."""
     records: list[weakref.ref[ResidentTensor]] = field(default_factory=list)
-    """Of the graphs."""
+    """The graphs' records of tensors on these bytes, which change if the bytes leave."""
     is_needed: bool = False
     """Whether a backward pass has got a tensor, and may keep it alive."""
 

@@ -45,7 +45,7 @@ class _Channel:
     """What a group's conversations have in common in one process."""
 
     name: str = field(default_factory=lambda: uuid4().hex)
-    """Nobody else's."""
+    """A random name by which this process claims its place in the store, and finds it again when it reconnects."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of the conversations, alike on all ranks."""
     store: Any = None
