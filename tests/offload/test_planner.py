@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import logging
@@ -267,6 +268,35 @@ def test_what_stays_is_freed_with_its_graph(make: Any) -> None:
             del loss
         assert all(one.expired() for one in found)
     assert len(found) == LAYERS - 1
+
+
+def test_numbers_that_share_what_stays_are_not_rounded_late(short: Any) -> None:
+    """A codec rounds float32, and not the complex numbers that are a view of it."""
+    offload, memory = short()
+    offload._engine.config = dataclasses.replace(offload._engine.config, codecs=("fp16",))
+    found: list[torch.Tensor] = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+            context.save_for_backward(*tensors)
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, grad: torch.Tensor) -> Any:
+            found.extend(context.saved_tensors)
+            return grad, None, None
+
+    values = torch.randn(BATCH, WIDTH)
+    numbers = torch.view_as_complex(values.view(-1, 2))
+    expected = numbers.clone()
+    with offload.step():
+        loss = Saves.apply(torch.ones(BATCH, WIDTH, requires_grad=True), values, numbers).exp().sum()
+    del values, numbers
+    memory.nbytes = NEEDED
+    loss.backward()
+    assert offload.statistics().encoded["fp16"].nbytes == EACH
+    assert torch.equal(found[1], expected)
 
 
 def test_what_is_noted_of_what_stays_does_not_grow(make: Any) -> None:
