@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -299,17 +299,15 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         Returns:
             The names, of which tied ones lead to one tensor.
         """
-        if self._device.type == "cpu":
-            found = one_of_tied(model, self._files, self._names, self._path)
-            fill_buffers(model, self._files, found)
-            set_extra_states(model, self._files, found)
-            return found
-        with closing(opened(torch.device("cpu"))) as opened_files:
-            files, names = match(opened_files, self._path, prefix, model)
+        files, names = self._files, self._names
+        with ExitStack() as until_filled:
+            if self._device.type != "cpu":
+                on_host = until_filled.enter_context(closing(opened(torch.device("cpu"))))
+                files, names = match(on_host, self._path, prefix, model)
             found = one_of_tied(model, files, names, self._path)
             fill_buffers(model, files, found)
             set_extra_states(model, files, found)
-            return found
+        return found
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -30,7 +30,7 @@ from fastensor.files.new_directory import ASIDE_SUFFIX, DirectoryInUseError, New
 CHECKPOINTS = "checkpoints"
 """Accelerate's folder of states that it names itself, in the project's folder."""
 _STAGING = ".saving"
-"""The end of the name of the folder beside it, in which they are staged."""
+"""The suffix of the folder beside ``checkpoints`` that holds the staging directories."""
 _SAVING = ".fastensor-saving"
 _SAVED = ".fastensor-saved"
 _NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")

@@ -43,7 +43,8 @@ _ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
 _OVERRIDDEN = ("_save_checkpoint", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "save_model")
 """Methods of a Trainer that save, after which a subclass may read what was saved."""
 _KNOWN = ("transformers", "trl", "peft")
-"""Packages whose methods, but for callbacks, read no checkpoint when the method of their parent has saved it."""
+"""Packages whose methods read no checkpoint that the method of their parent has just saved. Callbacks are judged by
+:func:`_reads_in_on_save`."""
 _UPLOADS = {
     "ClearMLCallback": "_log_model",
     "FlyteCallback": "sync_checkpoints",
@@ -51,9 +52,9 @@ _UPLOADS = {
     "SwanLabCallback": "_log_model",
     "WandbCallback": "_log_model",
 }
-"""Callbacks of transformers by what says whether they upload checkpoints."""
+"""By class name, callbacks of transformers that may upload checkpoints, and the attribute that says whether they do."""
 _NOT_NOW = ("false", "none", "end")
-"""What that says if they do not, or not when a checkpoint is saved."""
+"""Values of that attribute, in lower case, with which nothing is uploaded when a checkpoint is saved."""
 _own: dict[str, Callable[..., Any]] = {}
 """The Trainer's own methods by name, while they are intercepted."""
 

@@ -250,6 +250,7 @@ def _deregister(memory: torch.Tensor) -> None:
 
 @cache
 def announce_mode() -> None:
+    """Log once, if kvikio is in compat mode, that transfers do not use GPUDirect Storage, and why."""
     if compat := compat_reason():
         _logger.warning("kvikio is in compat mode, not using GPUDirect Storage: %s", compat)
 

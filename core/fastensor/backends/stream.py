@@ -64,8 +64,8 @@ def _windows(source: Source, stager: HostStager) -> Iterator[tuple[int, memoryvi
 
 
 class Readable(Protocol):
-    """The methods of a binary file that :class:`StreamReader` calls. If it has ``readinto``, that takes the place of
-    ``read``, as for ``torch.load``."""
+    """The methods of a binary file that :class:`StreamReader` calls. A file may also have ``readinto``: that is called
+    in place of ``read``, as by ``torch.load``."""
 
     def seek(self, offset: int, whence: int = ..., /) -> object: ...
 

@@ -21,7 +21,7 @@ _PARTS = {
     torch.sparse_bsc: _OF_COLUMNS,
 }
 _AT_ONCE = 1 << 20
-"""Elements that are widened at a time."""
+"""How many elements are converted to wider floats at a time when values are compared."""
 _ALIGNMENT = 16
 """Bytes. The memory in which shared tensors are compared begins at a multiple of it, as complex128 needs."""
 
@@ -34,7 +34,7 @@ class Incoming(NamedTuple):
     within: Hashable
     """What the values are a part of: a file, or the memory of this process."""
     begin: int
-    """Where in it they begin, in bytes."""
+    """The offset in ``within`` at which the values begin, in bytes."""
     dtype: torch.dtype
     stride: tuple[int, ...]
     read: Callable[[], torch.Tensor]

@@ -36,7 +36,7 @@ from fastensor.stitch.source import Plan, Source
 
 _PREALLOCATION_UNIT = posix.ASSUMED_ALIGNMENT
 _GAP_NBYTES = 1 << 20
-"""Zeros that are written at a time."""
+"""How many zeros are written at a time to fill a gap."""
 _ONLY_TORCH = "it could not be laid out without torch"
 _FAILED = "the save failed"
 _STREAMED = (("torch", _ONLY_TORCH), (stream.NAME, NO_LOCAL_FILE))

@@ -266,7 +266,8 @@ class Iteration(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """End the iteration, and the workers of a ``DataLoader`` that it uses. The loader stays where it is."""
+        """End the iteration, and the workers of its ``DataLoader`` unless they are persistent. The loader stays where
+        it is."""
         self._batches, self._has_ended = None, True
 
     @property

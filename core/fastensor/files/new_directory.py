@@ -99,9 +99,11 @@ class NewDirectory:
         else:
             os.rename(self.hidden, self.path)
         if durable:
-            for parent in {os.path.dirname(self.path), os.path.dirname(self.hidden)}:
-                with contextlib.suppress(FileNotFoundError):  # another process has removed the hidden one's, now empty
-                    posix.sync_directory(parent)
+            parent, staging = os.path.dirname(self.path), os.path.dirname(self.hidden)
+            posix.sync_directory(parent)
+            if staging != parent:
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it, now empty
+                    posix.sync_directory(staging)
         _remove(self._aside)
         self._unlock()
         if replaces:
@@ -205,7 +207,8 @@ def _aside_name(hidden: str) -> str:
 
 
 def restore(aside: str, path: str) -> None:
-    """Give what a process was about to replace its path back, if that process was killed between its two renames.
+    """Move what a process was about to replace from ``aside`` back to ``path``, if that process was killed between its
+    two renames.
     Several processes may do this at a time.
 
     Raises:

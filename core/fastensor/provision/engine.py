@@ -89,8 +89,8 @@ class Cost(NamedTuple):
 
 
 def cost_of_batch(positions: int, hits: int, read_nbytes: int, skipped: int) -> Cost:
-    """The cost of a batch of so many positions. If none of their samples could be made, it has another one."""
-    return Cost(max(positions - skipped, min(positions, 1)), hits, read_nbytes, skipped)
+    """The cost of a batch of so many positions. If none of their samples could be made, it has one substitute."""
+    return Cost(max(positions - skipped, 1), hits, read_nbytes, skipped)
 
 
 @dataclass(frozen=True, slots=True)

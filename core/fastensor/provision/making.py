@@ -120,10 +120,10 @@ def _read_together(contents: Contents, positions: Sequence[int], seed: int) -> l
 
 
 class MadeBatch(NamedTuple):
-    """A batch."""
+    """An encoded batch, and how many samples it lacks."""
 
     encoded: encoding.Encoded
-    """See :attr:`fastensor.provision.engine.Registration.on_error`."""
+    """The batch; with ``on_error="skip"`` a tuple, see :attr:`fastensor.provision.engine.Registration.on_error`."""
     skipped: int
     """Samples that were left out."""
 
@@ -175,7 +175,7 @@ def made_batch(
     skipped = [value for value in made if isinstance(value, Skipped)]
     if skipped and not values:
         values.append(substitute(read_and_prepared, wanted[0], len(served.source)))
-    batch = _collated(values, collate_fn, seeds=(seed, epoch, wanted[0] if wanted else 0, len(values)))
+    batch = _collated(values, collate_fn, seeds=(seed, epoch, wanted[0], len(values)))
     if on_error == "raise":
         return MadeBatch(encoding.encode(batch), 0)
     whole = batch, [one.position for one in skipped], [one.reason for one in skipped]

@@ -20,12 +20,15 @@ _LEGACY_MAGIC_WITHIN = 32
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
 """torch wrote tar archives before 0.1.11."""
 SAFETENSORS_SUFFIX = ".safetensors"
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _LEGACY_AS_TEXT = b"L%dL" % 0x1950A86A20F9469CFC6C
 """The same number as ``pickle_protocol=0`` writes it."""
 _COMPRESSED = "a file compressed by {0}; decompress it first"
 _SENT = "as a server sends it in place of a file that it does not have, or that needs a login; download the file again"
 _FOREIGN: tuple[tuple[bytes, str], ...] = (
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "a pointer of Git LFS, not the file that it stands for; in a clone, git lfs pull downloads that",
+    ),
     (b"GGUF", "a GGUF file of llama.cpp; transformers reads it (gguf_file=)"),
     (b"\x93NUMPY", "an array of NumPy; numpy.load reads it"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file; h5py or Keras reads it"),
@@ -76,11 +79,6 @@ def is_tar(start: bytes) -> bool:
     return start.startswith(_TAR_MAGIC, _TAR_MAGIC_AT)
 
 
-def is_pointer(start: bytes) -> bool:
-    """Whether a file that begins like this is a pointer of Git LFS: what ``git clone`` leaves without ``git lfs``."""
-    return start.startswith(_POINTER)
-
-
 def foreign_content(start: bytes) -> str:
     """What a file is that is no checkpoint, in words, with what to do; empty if that is not known.
 
@@ -90,8 +88,6 @@ def foreign_content(start: bytes) -> str:
     >>> foreign_content(b"GGUF\\x03..."), foreign_content(b"\\x00\\x01\\x02")
     ('a GGUF file of llama.cpp; transformers reads it (gguf_file=)', '')
     """
-    if is_pointer(start):
-        return "a pointer of Git LFS, not the file that it stands for; in a clone, git lfs pull downloads that"
     for magic, what in _FOREIGN:
         if start.startswith(magic):
             return what

@@ -14,7 +14,7 @@ import torch
 Range: TypeAlias = tuple[int, int]
 """Begin and end of bytes."""
 NOWHERE: Range = (0, 0)
-"""Of a value that no bytes of its own make."""
+"""The range of a value that no bytes of its own make."""
 _LONGEST_KEY = 100_000
 """In characters or bytes. Comparing two equal keys of this length takes a few microseconds."""
 _MOST_ELEMENTS = 10

@@ -117,7 +117,7 @@ def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
 
 
 NO_VALUES = "torch.serialization.skip_data is active, which asks torch.save for a file without values"
-"""Why torch itself writes a file."""
+"""The reason, for reports and the log, for which torch itself writes a file."""
 
 
 def skips_values() -> bool:

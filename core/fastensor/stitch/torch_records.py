@@ -15,7 +15,7 @@ from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, ReadAt
 
 _PICKLE = "data.pkl"
 _OF_TORCH = re.compile(r"[^/]*/(data/.*|version|byteorder|\.data/serialization_id|\.format_version)", re.DOTALL)
-"""The other records of a checkpoint."""
+"""The names of records that a checkpoint of torch has beside its pickle."""
 _OTHERS_OF_TORCH = {
     "archive_format": "a program that torch.export has saved; torch.export.load reads it",
     "extern_modules": "a package of torch.package; torch.package.PackageImporter reads it",

@@ -83,7 +83,8 @@ class ConvertSettings:
         return self.dtype if self.dtype is not None and dtype in CAST_DTYPES else dtype
 
     def texts(self, found: Mapping[str, str]) -> Mapping[str, str] | None:
-        """The metadata of safetensors files, without those that every file with checksums has.
+        """The metadata to write to safetensors files. Those of a model name a format; to others, the writer adds it,
+        with the checksums.
 
         Args:
             found: the metadata of the source, which are kept if none are given.

@@ -49,7 +49,8 @@ class _Channel:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of the conversations, alike on all ranks."""
     store: Any = None
-    """As :func:`_connected` makes it; None before the first conversation, and after a call that was not answered."""
+    """The connection that :func:`_connected` makes; None before the first conversation, and after a call that was not
+    answered."""
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()

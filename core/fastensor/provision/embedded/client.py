@@ -117,7 +117,7 @@ class EmbeddedEngine:
             return json_of(_answer(self._talking(), _HEALTH_SECONDS, Say.STATUS).body)
 
     def recover(self) -> None:
-        before, self._lease = self._lease, self.joined()
+        before, self._lease, self._process = self._lease, self.joined(), os.getpid()
         if before is not None:
             before.close()  # not sooner, or what still runs might end
         elif self._name and self.facts.listen:
@@ -144,8 +144,8 @@ class EmbeddedEngine:
         if self._lease is None:
             raise ProvisionError(f"the data service {self._address} was left: stop() was called")
         if self._process != os.getpid():  # a forked child would take what the service answers its parent
-            inherited, self._lease, self._process = self._lease, self.joined(), os.getpid()
-            inherited.close()
+            self.recover()
+        assert self._lease is not None
         return self._lease
 
     def _start(self) -> bool:

@@ -92,7 +92,8 @@ class Worker:
                     self._connection.send(Say.BROKEN, NUMBER.pack(work.number), text)
 
     def _do(self, work: Work) -> None:
-        on_error: OnError = self._loaders[work.loader].on_error if work.loader >= 0 else "skip"  # the others are kept
+        # of what is read ahead, all that can be read is kept
+        on_error: OnError = self._loaders[work.loader].on_error if work.loader >= 0 else "skip"
         read = partial(read_samples, self._loaded, seed=self._seed, on_error=on_error)
         found = found_samples(work.positions, work.offsets, work.lengths, slabs=self._slabs, read=read)
         made = self._make_batch(work, found.samples) if work.loader >= 0 else None

@@ -123,7 +123,7 @@ class Server:
         """Whether there may be something to read ahead."""
         self._exported = Exported(name, number)
         self._under_way: set[asyncio.Task[Any]] = set()
-        """What is done for those who wait for an answer."""
+        """The tasks of calls that have not been answered yet."""
         self._is_ending = False
 
     async def batch(self, ask: Ask) -> Made | None:
@@ -304,7 +304,7 @@ class Server:
             async with self._turns.turn(lambda: _AT_LAST):
                 if (task := self._tasks.next_preload()) is not None:
                     try:
-                        await self._read(task, "skip")  # the others are kept
+                        await self._read(task, "skip")  # what can be read is kept
                     except Exception:  # noqa: BLE001  # the loader that needs them will be told
                         self._tasks.stock.not_readable(task.positions)
             if task is None:
