@@ -18,13 +18,14 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import pytest
 import torch
@@ -46,6 +47,24 @@ ACCELERATE = ("accelerate", "fastensor_accelerate", "torch._dynamo", "hypothesis
 """What their first use imports, too."""
 PROVISION = ("fastensor.provision", "fastensor.provision.embedded.server")
 _ports = itertools.count(os.getpid())  # another run of the tests on this machine takes others
+_inputs: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def end_with_this_process(stream: IO[str]) -> None:
+    """Let only this process hold the input of a program: not what it forks, such as workers of a ``DataLoader``, for
+    which the program would wait before it ends."""
+    _inputs.add(stream)
+
+
+def _let_go_of_inputs() -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in _inputs:
+        if not stream.closed:
+            os.dup2(nothing, stream.fileno(), inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_let_go_of_inputs)
 
 
 class Program:
@@ -79,6 +98,7 @@ class Program:
         for fd in theirs:
             os.close(fd)
         self.stdin = os.fdopen(ours_in, "w")
+        end_with_this_process(self.stdin)
         self.stdout, self.stderr, self._report = map(os.fdopen, (ours_out, ours_err, report))
         self.pid = int(self._report.readline())
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from programs import run_ranks
+from programs import end_with_this_process, run_ranks
 
 PORT = 29_500
 PATIENCE_SECONDS = 60.0
@@ -155,6 +155,8 @@ class _Shell:
             )
         except FileNotFoundError as error:
             raise CannotMakeMachinesError(f"{error}; tests/hosts/install.sh installs it") from error
+        assert self._process.stdin is not None
+        end_with_this_process(self._process.stdin)
         self.pid = self._process.pid
 
     def __enter__(self) -> _Shell:

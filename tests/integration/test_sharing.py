@@ -38,6 +38,7 @@ def explore(selector: Selector, rank: int, uses: int = 12) -> list[str]:
 def start(rank: int, program: str, world: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30))
+    dist.barrier()  # a rank that ended before the others are connected to it would fail them
     PROGRAMS[program](rank, folder)
     if dist.is_initialized() and not program.startswith("dies"):
         dist.destroy_process_group()

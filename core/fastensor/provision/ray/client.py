@@ -8,7 +8,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,7 @@ class RayEngine:
         self._loaders = 0
         self._membership: cluster.Membership | None = None
         self._manager: Any = None
-        self._stays: Any = None
+        self._stays: tuple[Any, ...] = ()
         """What the manager returns when this client leaves. It is lost when this process ends, which the manager
         notices."""
         self._dropped: weakref.finalize[..., RayEngine] | None = None
@@ -126,9 +126,10 @@ class RayEngine:
         if self._membership is None:
             return
         if self._manager is not None and self._membership.is_alive:
+            self.abandon(self._stays)
             with suppress(RayError):
-                ray.get(self._manager.leave.remote(self._client), timeout=_HEALTH_SECONDS)
-        self._manager = self._stays = None
+                ray.get(names.once(self._manager.leave).remote(self._client), timeout=_HEALTH_SECONDS)
+        self._manager, self._stays = None, ()
         self._leave_cluster()
 
     def _leave_cluster(self) -> None:
@@ -155,12 +156,20 @@ class RayEngine:
         """The server that makes the batch of this number."""
         return self._servers[index % len(self._servers)]
 
-    def forget(self, loader: str) -> None:
-        """Have the servers forget a loader."""
+    def forget(self, loader: str, asked: Iterable[Any]) -> None:
+        """Have the servers forget a loader, and what it has asked for."""
+        self.abandon(asked)
         if self._membership is not None and self._membership.is_alive:
             with suppress(RayError):
                 for server in self._servers:
                     names.once(server.forget).remote(loader)
+
+    def abandon(self, calls: Iterable[Any]) -> None:
+        """Wait for the answers to calls no more. If the service ends before it has answered them, Ray does not say on
+        the terminal that it will call again."""
+        if self._membership is not None and self._membership.is_alive:
+            for call in calls:
+                ray.cancel(call)
 
     def _joined(self) -> cluster.Membership:
         if self._membership is None:
@@ -200,8 +209,8 @@ class RayEngine:
             raise EngineLost("it is about to end")
         self.facts: Facts = facts_of(self._name)
         self._servers = [names.server_of(self._name, number) for number in range(self.facts.workers)]
-        self._stays = self._manager.stay.remote(self._client)
-        self._manager.watch.remote(self._client, [self._stays])
+        stays = self._manager.stay.remote(self._client)
+        self._stays = (self._manager.watch.remote(self._client, [stays]), stays)
 
     def _found(self) -> Any:
         """The manager of the service, which is started if it does not run, and can be.
@@ -251,12 +260,13 @@ class RayFeed:
         self._waited: float | None = None
         """What the trainer has waited for the last batch, until servers were told."""
         self._kept = _Kept()
-        self._forget = weakref.finalize(self, engine.forget, name)
+        self._forget = weakref.finalize(self, engine.forget, name, self._asked)
         """Has the servers forget the loader, also when it is dropped without :meth:`close`."""
         self._forget.atexit = False
 
     def start(self, start: Start) -> None:
         with self._engine.talking():
+            self._engine.abandon(self._asked)
             self._asked.clear()
             self._flow.begin(start, places_from(start))
             self._ask()
@@ -280,8 +290,8 @@ class RayFeed:
             self._ask()
 
     def close(self) -> None:
-        self._asked.clear()
         self._forget()
+        self._asked.clear()
 
     def _ask(self) -> None:
         """Ask for batches as far as credit and the buffer reach; for one at least, if none is ahead."""

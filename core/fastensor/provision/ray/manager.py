@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, TaskCancelledError
 
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
@@ -74,6 +74,8 @@ class Manager:
         """
         try:
             await stays[0]
+        except TaskCancelledError:
+            pass  # it leaves
         except RayError as error:
             _log.warning("A client of the data service has ended: %s", type(error).__name__)
         self._leave(client)
