@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -113,32 +114,41 @@ def lines_run(action: Pass) -> int:
 def test_each_pass_is_as_much_work_as_the_first(
     tidy: Any, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
-    """Which lines run depends on how fast the disk is just now. So writes begin when a pass has ended, and end before
-    the next one; but a pass that may have one pending tensor waits for them."""
-    may_write, write = threading.Event(), Jobs.write
+    """Which lines run depends on how fast the disk is just now, and on which jobs threads have taken. So no write
+    begins before its pass has ended, and all end before the next one; but a pass that may have one pending tensor waits
+    for them."""
+    held: deque[tuple[Future[Any], Pass]] = deque()
+    submit, wait_for = Jobs.submit, Swapper._wait_for
 
-    def when_let_go(self: Jobs, saved: SavedBytes) -> Any:
-        assert may_write.wait(60)
-        return write(self, saved)
+    def hold(self: Jobs, pool: Any, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if pool == "read":
+            return submit(self, pool, job, *arguments)
+        held.append((Future(), partial(job, *arguments)))
+        return held[-1][0]
 
-    monkeypatch.setattr(Jobs, "write", when_let_go)
+    def write_all() -> None:
+        while held:
+            write, job = held.popleft()
+            if write.set_running_or_notify_cancel():
+                write.set_result(job())
+
+    def wait_for_all(self: Swapper, *arguments: Any) -> None:
+        writer.submit(write_all).result()
+        wait_for(self, *arguments)
+
+    monkeypatch.setattr(Jobs, "submit", hold)
+    monkeypatch.setattr(Swapper, "_wait_for", wait_for_all)
     offload: ActivationOffload = tidy(**options)
     passes = Passes()
     run: Pass = getattr(passes, kind)
     found = []
-    with offload.step():
+    with ThreadPoolExecutor(1) as writer, offload.step():
         for number in range(70):
-            if options:
-                may_write.set()
-            else:
-                may_write.clear()
             if 5 <= number < 15 or number >= 60:  # before, the latest graphs are fewer
                 found.append(lines_run(run))
             else:
                 run()
-            may_write.set()
-            while offload.memory_usage()["pending"]:
-                os.sched_yield()
+            writer.submit(write_all).result()
     early, late = median(found[:10]), median(found[10:])
     assert early > 100
     assert late < 1.1 * early
