@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from fastensor.errors import UnsupportedContentError
@@ -14,6 +14,7 @@ from fastensor.files.arguments import check_flags
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
+from fastensor_lightning.dry_run import leave_no_trace, note_progress
 from fastensor_lightning.frameworks import load_classes, of_rank, say
 from fastensor_lightning.methods import replace_method
 
@@ -49,6 +50,8 @@ class SSDActivationOffload(Callback):
         dry_run: train for three batches only (more, if the Trainer's ``min_steps`` or ``min_epochs`` ask for them; or
             fewer, if there are no more), offloading everything to measure it, and print what stays in memory by
             the options, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
+            No checkpoint is saved and nothing is logged meanwhile. When ``fit`` returns, the module, its optimizers and
+            schedulers, the Trainer's progress and random generators are what they were before.
         options: those of :class:`OffloadConfig`: ``min_bytes="1MiB"``, ``directories=("/nvme0", "/nvme1")``, and so on.
 
     Raises:
@@ -86,8 +89,8 @@ class SSDActivationOffload(Callback):
         self.statistics: OffloadStatistics | None = None
         """Statistics of the latest run; None before the first run."""
         self._offload: ActivationOffload | None = None
-        self._undo: Callable[[], None] = _nothing
-        """Restores the Trainer's own ``train_step_context``."""
+        self._undo = ExitStack()
+        """Restores the Trainer's own ``train_step_context``, and after a dry run all that it has changed."""
         self._checked = False
 
     def __repr__(self) -> str:
@@ -111,6 +114,7 @@ class SSDActivationOffload(Callback):
         config = with_default_folder(self.config, trainer.default_root_dir)
         self.estimate = None
         if self._is_dry_run:
+            self._undo = leave_no_trace(trainer, pl_module, next(iter(config.directories), None))
             config = dry_run_config(config)
         self._offload = offload = ActivationOffload(config)
         offload.attach(pl_module)
@@ -123,7 +127,11 @@ class SSDActivationOffload(Callback):
             with offload.step(), original():
                 yield
 
-        self._undo = replace_method(trainer.precision_plugin, "train_step_context", train_step_context)
+        self._undo.callback(replace_method(trainer.precision_plugin, "train_step_context", train_step_context))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._is_dry_run:
+            note_progress(trainer, self._undo)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if self._offload is None:
@@ -163,16 +171,16 @@ class SSDActivationOffload(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: threads and files begin anew in the process that unpickles the callback."""
-        return {**self.__dict__, "_offload": None, "_undo": _nothing}
+        return {**self.__dict__, "_offload": None, "_undo": ExitStack()}
 
     def _stop(self) -> None:
         """Restore the Trainer's context, and give files and threads back. Calling it again does nothing."""
-        undo, self._undo = self._undo, _nothing
-        undo()
+        undo, self._undo = self._undo, ExitStack()
         offload, self._offload = self._offload, None
-        if offload is not None:
-            self.statistics = offload.statistics()
-            offload.close()
+        with undo:
+            if offload is not None:
+                self.statistics = offload.statistics()
+                offload.close()
 
     def _print_estimate(self, trainer: Trainer) -> None:
         """End the dry run. Calling it again does nothing.
@@ -201,10 +209,6 @@ class SSDActivationOffload(Callback):
 def _level(found: OffloadStatistics) -> int:
     """How loudly to say that nothing was offloaded."""
     return logging.INFO if found.everything_fits else logging.WARNING
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""
 
 
 def _refuse(strategy: Any) -> None:

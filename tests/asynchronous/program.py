@@ -321,6 +321,9 @@ def workers(path: str) -> None:
         writer.save(STATE, path)
         loader = torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=method)
         assert [int(row) for row in loader] == list(range(8))
+    for thread in threading.enumerate():  # torch waits for none; one that the end of Python stops may leave a semaphore
+        if thread.name == "QueueFeederThread":
+            thread.join()
 
 
 def save_in_child(writer: fastensor.AsyncWriter, path: str) -> None:

@@ -18,6 +18,7 @@ from fastensor.offload.modules import AttachedModel
 from fastensor.offload.report import OffloadEstimate, PlanReport, report_of
 from fastensor.offload.slots import check_folders
 from fastensor.offload.statistics import OffloadStatistics
+from fastensor.offload.undone import undone
 
 
 class ActivationOffload:
@@ -137,16 +138,20 @@ class ActivationOffload:
         measured.
 
         Args:
-            train: runs a forward pass and its backward pass, once, as training does, but for :meth:`step`. It should
-                leave no gradients that training does not expect (``zero_grad``), and may change what it likes.
+            train: runs a forward pass and its backward pass, once, as training does, but for :meth:`step`. What it does
+                to the attached model, to optimizers of torch, with their parameters, and to random generators is undone
+                when the dry run ends. What else it does stays: gradients and buffers of a model that is not attached,
+                steps of schedulers, what it logs or saves.
             passes: how often ``train`` is called. The last time counts: the first one is slower than those that follow.
 
         Raises:
             OffloadError: ``train`` has saved nothing that could be offloaded, has run no backward pass, or is in a
                 :meth:`step` of its own.
         """
-        with ActivationOffload(dry_run_config(self.config)) as measuring:
-            measuring._engine.model = self._engine.model
+        model, folders = self._engine.model, self.config.directories
+        restored = undone(None if model is None else model.model, folders[0] if folders else None)
+        with ActivationOffload(dry_run_config(self.config)) as measuring, restored:
+            measuring._engine.model = model
             try:
                 for _ in range(passes):
                     with measuring.step():

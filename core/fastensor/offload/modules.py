@@ -137,7 +137,7 @@ class AttachedModel:
 
     def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
         _refuse(model)
-        self._model = model
+        self.model = model
         self._default = not include
         self._running = threading.local()
         self._handles: list[RemovableHandle] = []
@@ -162,11 +162,11 @@ class AttachedModel:
 
     def storages(self) -> PersistentStorages:
         """The present storages of parameters and buffers."""
-        return PersistentStorages(self._model)
+        return PersistentStorages(self.model)
 
     def unallocated_gradients(self) -> int:
         """Bytes of the gradients that parameters do not have yet, and that the backward pass will allocate."""
-        wanting = (one for one in self._model.parameters() if one.requires_grad and one.grad is None)
+        wanting = (one for one in self.model.parameters() if one.requires_grad and one.grad is None)
         return sum(getattr(one, "_local_tensor", one).nbytes for one in wanting)  # FSDP2 has shards on each rank
 
     def remove(self) -> None:

@@ -1,0 +1,261 @@
+"""What a dry run has trained is undone."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fastensor_accelerate
+from fastensor.offload import OffloadConfig
+from fastensor.offload.undone import undone
+from fastensor_lightning import SSDActivationOffload
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    "Adam": lambda net: torch.optim.Adam(net.parameters(), amsgrad=True),
+    "Adagrad": lambda net: torch.optim.Adagrad(net.parameters()),
+    "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3),
+    "lr is a tensor": lambda net: torch.optim.Adam(net.parameters(), lr=torch.tensor(0.1), capturable=False),
+}
+
+
+class Training:
+    """A program that trains with random data."""
+
+    def __init__(self, kind: str = "Adam") -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 2))
+        self.optimizer = OPTIMIZERS[kind](self.net)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def train(self) -> None:
+        for _ in range(3):
+            x = torch.randn(4, 5) * random.random() * np.random.rand()
+            self.optimizer.step(lambda x=x: self.loss(x))
+            self.schedule.step()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.net(x).square().mean()
+        loss.backward()
+        return loss
+
+    def state(self) -> Any:
+        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        gradients = [one.grad for one in self.net.parameters()]
+        return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict(), gradients, generators))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("trained", [False, True])
+def test_training_is_undone(tmp_path: Path, kind: str, trained: bool) -> None:
+    """And training goes on as if nothing had been. The same tensors have the values."""
+    program = Training(kind)
+    if trained:
+        program.train()
+    before, tensors = program.state(), [*program.net.parameters(), *program.net.buffers()]
+    rate = program.schedule.state_dict()
+    with undone(program.net, str(tmp_path)):
+        program.train()
+        assert os.listdir(tmp_path) == []
+    assert_same(program.state(), before)
+    assert all(map(operator.is_, (*program.net.parameters(), *program.net.buffers()), tensors))
+
+    program.schedule.load_state_dict(rate)
+    program.train()
+    found = program.state()
+    expected = Training(kind)
+    for _ in range(2 if trained else 1):
+        expected.train()
+    assert_same(found, expected.state())
+
+
+def test_a_model_that_is_not_known_is_that_of_its_optimizer() -> None:
+    """But for buffers and gradients."""
+    program = Training()
+    before = program.state()
+    with undone(None, None):
+        program.train()
+    found = program.state()
+    names = [name for name, _ in program.net.named_parameters()]
+    assert_same([found[0][name] for name in names], [before[0][name] for name in names])
+    assert_same(found[1], before[1])
+    assert not torch.equal(found[0]["1.running_mean"], before[0]["1.running_mean"])
+
+
+def test_training_that_fails_is_undone() -> None:
+    program = Training()
+    before = program.state()
+
+    def fail_after_a_step(*_: Any) -> None:
+        if program.optimizer.state:
+            raise ZeroDivisionError
+
+    program.net.register_forward_pre_hook(fail_after_a_step)
+    with pytest.raises(ZeroDivisionError), undone(program.net, None):
+        program.train()
+    assert_same(program.state(), before)
+
+
+def test_later_training_stays() -> None:
+    program = Training()
+    with undone(program.net, None):
+        program.train()
+    before = program.state()
+    program.train()
+    assert not torch.equal(program.net.state_dict()["0.weight"], before[0]["0.weight"])
+    assert program.optimizer.state
+
+
+def test_gradients_that_were_there_are_there_again() -> None:
+    program = Training()
+    program.loss(torch.ones(4, 5))
+    before = program.state()
+    with undone(program.net, None):
+        program.net(torch.rand(4, 5)).sum().backward()
+        program.train()
+    assert_same(program.state(), before)
+
+
+def test_buffers_that_were_replaced_are_those_of_before() -> None:
+    net = nn.BatchNorm1d(6)
+    buffer = net.running_mean
+    assert buffer is not None
+    with undone(net, None):
+        net.running_mean = torch.ones(6)
+        buffer.fill_(5)
+    assert net.running_mean is buffer
+    assert buffer.tolist() == [0.0] * 6
+
+
+def test_a_dry_run_with_accelerate_leaves_no_trace() -> None:
+    accelerator = Accelerator(cpu=True)
+    program = Training()
+    net, optimizer = accelerator.prepare(program.net, program.optimizer)
+    offload = fastensor_accelerate.attach(net, OffloadConfig(min_bytes=1, schedule=0))
+    before = program.state()
+
+    def train() -> None:
+        optimizer.zero_grad()
+        accelerator.backward(net(torch.randn(4, 5)).square().mean())
+        optimizer.step()
+
+    assert offload.dry_run(train).write_bandwidth > 0
+    assert_same(program.state(), before)
+    fastensor_accelerate.detach(net)
+
+
+class Net(pl.LightningModule):
+    """Depends on all that a run can leave: random numbers, statistics of batches, schedules, and the order of data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 2))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+def program(folder: Path, dry_run: bool, *, same_trainer: bool = False) -> dict[str, Any]:
+    """Trains, goes on from the last checkpoint, with or without a dry run in between. Returns the last checkpoint."""
+    pl.seed_everything(1)
+    data = DataLoader(RandomDataset(32, 48), batch_size=4, shuffle=True)
+    net = Net()
+
+    def trainer(epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
+        saves = ModelCheckpoint(folder / "saved", monitor="val_loss", save_last=True, every_n_train_steps=2)
+        stops = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+        return pl.Trainer(
+            callbacks=[*callbacks, saves, stops], logger=CSVLogger(folder, "logs", flush_logs_every_n_steps=1),
+            max_epochs=epochs, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+            log_every_n_steps=1, default_root_dir=folder,
+        )  # fmt: skip
+
+    trainer(1).fit(net, data, data)
+    last = trainer(2)
+    if dry_run:
+        before, files = torch.get_rng_state(), contents(folder)
+        callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=0), dry_run=True)
+        tried = trainer(2, callback)
+        tried.fit(net, data, data, ckpt_path=str(folder / "saved" / "last.ckpt"), weights_only=False)
+        assert callback.estimate is not None
+        assert (tried.global_step, tried.current_epoch) == (12, 1)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert contents(folder) == files
+        if same_trainer:
+            tried.callbacks.remove(callback)  # type: ignore[attr-defined]  # set later
+            last = tried
+    last.fit(net, data, data, ckpt_path=str(folder / "saved" / "last.ckpt"), weights_only=False)
+    found: dict[str, Any] = torch.load(folder / "saved" / "last.ckpt", weights_only=False)
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What is in the files, but for folders of Lightning's loggers, which are made before a callback is asked."""
+    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
+
+
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_a_dry_run_of_a_trainer_leaves_no_trace(tmp_path: Path, same_trainer: bool) -> None:
+    expected = program(tmp_path / "a", dry_run=False)
+    found = program(tmp_path / "b", dry_run=True, same_trainer=same_trainer)
+    assert found["global_step"] == 24
+    for one in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+        assert_same(found[one], expected[one])
+    assert found["loops"]["fit_loop"] == expected["loops"]["fit_loop"]
+    assert found["callbacks"].keys() == expected["callbacks"].keys()
+
+
+def test_a_dry_run_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    class Fails(Net):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if index == 2:
+                raise ZeroDivisionError
+            return super().training_step(batch, index)
+
+    net = Fails()
+    before = copy.deepcopy(net.state_dict())
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1), dry_run=True)
+    trainer = pl.Trainer(
+        callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, DataLoader(RandomDataset(32, 48), batch_size=4))
+    assert_same(net.state_dict(), before)
+    assert trainer.global_step == 0
+    assert contents(tmp_path) == {}
+    assert len(trainer.checkpoint_callbacks) == 1
