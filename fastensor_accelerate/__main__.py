@@ -10,7 +10,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-from fastensor_accelerate.config import ConfigError, FastensorConfig, is_wanted_by_environment
+from fastensor_accelerate.config import ConfigError, FastensorConfig, exit_for_wrong_options, is_wanted_by_environment
 from fastensor_accelerate.enable import enable
 
 
@@ -21,17 +21,17 @@ def main(arguments: list[str]) -> None:
         arguments: the script or module, and its arguments.
 
     Raises:
-        SystemExit: no script is given, or the environment has options that mean nothing.
+        SystemExit: with 2 if no script is given, or the environment has options that mean nothing.
     """
     is_module = arguments[:1] == ["-m"]
     target = arguments[is_module:]
     if not target:
-        sys.exit("usage: python -m fastensor_accelerate [-m] SCRIPT [ARGUMENT ...]")
+        exit_for_wrong_options("usage", "python -m fastensor_accelerate [-m] SCRIPT [ARGUMENT ...]")
     try:
         if is_wanted_by_environment() is not False:
             enable(FastensorConfig.from_environment())
     except ConfigError as error:
-        sys.exit(f"fastensor_accelerate: {error}")
+        exit_for_wrong_options("fastensor_accelerate", error)
     sys.argv = target
     if is_module:
         runpy.run_module(target[0], run_name="__main__", alter_sys=True)

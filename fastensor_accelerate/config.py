@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
@@ -26,6 +27,12 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 class ConfigError(FastensorError, ValueError):
     """An option of ``fastensor_accelerate`` is unknown, or has a value that means nothing."""
+
+
+def exit_for_wrong_options(program: str, message: object) -> NoReturn:
+    """Print a message, and end the program with the status of a wrong command line, which is 2 as for ``fastensor``."""
+    print(f"{program}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _option(default: Any, flag: str, text: str) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,15 +22,18 @@ from accelerate.commands.config.config_utils import _ask_field, _ask_options, _c
 
 from fastensor.backends import registry
 from fastensor.files.arguments import nearest
+from fastensor.files.printed import output_errors
 from fastensor_accelerate.config import (
     SECTION,
     USE,
     ConfigError,
     FastensorConfig,
+    exit_for_wrong_options,
     is_wanted_by_environment,
     options_in_environment,
 )
 
+_NAME = "fastensor-accelerate"
 _MODULE = "fastensor_accelerate"
 """The module that runs a script with Fastensor enabled."""
 _TITLE = "Fastensor Arguments"
@@ -79,17 +81,18 @@ def main() -> None:
     """Run a command of ``accelerate``, which ``sys.argv`` names.
 
     Raises:
-        SystemExit: the options mean nothing, or the script has failed.
+        SystemExit: with 2 if the options mean nothing; or the script has failed.
     """
     config_args.ClusterConfig = cluster.ClusterConfig = FastensorClusterConfig
     config_args.SageMakerConfig = FastensorSageMakerConfig
     config.get_user_input = _ask_everything
     accelerate_cli.CustomArgumentParser = _Parser
     accelerate_cli.launch_command_parser = _launch_parser
-    try:
-        accelerate_cli.main()
-    except ConfigError as error:
-        sys.exit(f"fastensor-accelerate: {error}")
+    with output_errors(_NAME):
+        try:
+            accelerate_cli.main()
+        except ConfigError as error:
+            exit_for_wrong_options(_NAME, error)
 
 
 def _launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:

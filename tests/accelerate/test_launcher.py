@@ -105,9 +105,9 @@ def test_a_script_that_fails(tmp_path: Path, code: str | None, status: int, last
 def test_no_script_and_wrong_options(tmp_path: Path) -> None:
     for arguments in ([], ["-m"]):
         done = run("-m", "fastensor_accelerate", *arguments, check=False)
-        assert (done.returncode, done.stderr[:6]) == (1, "usage:")
+        assert (done.returncode, done.stderr[:6]) == (2, "usage:")
     done = run("-m", "fastensor_accelerate", "x.py", check=False, ACCELERATE_FASTENSOR_BAKEND="direct")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "has no option 'bakend'; did you mean 'backend'?" in done.stderr
 
 

@@ -207,13 +207,13 @@ def test_who_finds_no_room_is_accepted_later(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_served_is_refused_at_once(
     up: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for source in ("no_module:function", str(tmp_path / "*.none")):
+    for source, expected in (("no_module:function", 2), (str(tmp_path / "*.none"), 1)):
         status, out, err = command_line(capsys, "provision", "up", source)
-        assert (status, out) == (1, "")
+        assert (status, out) == (expected, "")
         assert err.startswith("fastensor: ")
     status, _, err = command_line(capsys, "provision", "up", "given:samples", "--cache", "much")
     assert status == 2
     assert "--cache" in err
     failed = run("-m", "fastensor", "provision", "up", "given:none", "--detach", check=False, folder=tmp_path)
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert "expected MODULE:FUNCTION that can be imported from here, found 'given:none'" in failed.stderr

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
-from fastensor.errors import FastensorError
+from fastensor.cli.output import FAILED, USAGE, print_json
+from fastensor.errors import FastensorError, UnknownBackendError
 
 _FLAGS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"metadata and checksums=False": "--metadata and --no-checksums",
@@ -18,6 +20,9 @@ _FLAGS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"\b(copy_ties|drop)=True": lambda match: f"--{match[1].replace('_', '-')}",
     r"\bchecksums=False": "--no-checksums",
     r"\bverify=False": "--no-verify of fastensor convert",
+    r"\bcache_bytes\b": "--cache",
+    r"\bworkers(?= is )": "--workers",
+    r"\bengine='(\w+)'": lambda match: f"--engine {match[1]}",
     r"\broot=(?=')": "--root ",
     r"\bwith root: ": "with --root: ",
     r"\bwith root\b": "with --root",
@@ -35,6 +40,23 @@ def in_flags(message: str) -> str:
     for pattern, flag in _FLAGS.items():
         message = re.sub(pattern, flag, message)
     return message
+
+
+def status_of(error: Exception) -> int:
+    """The exit status for an error that ends a command.
+
+    ``ValueError`` itself is about an argument. Its subclasses, such as those of JSON, are about what a file holds.
+    """
+    return USAGE if isinstance(error, UnknownBackendError) or type(error) is ValueError else FAILED
+
+
+def print_error(message: str, *, json: bool = False) -> None:
+    """Print a message of the library to standard error; and for programs that want JSON, that to standard output."""
+    message = in_flags(message)
+    print(f"fastensor: {message}", file=sys.stderr)
+    if json:
+        with suppress(OSError):  # the message may be that standard output cannot be written
+            print_json({"error": message})
 
 
 @contextmanager

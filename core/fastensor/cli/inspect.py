@@ -10,7 +10,7 @@ from typing import Any
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect
 from fastensor.checkpoint.names import resolve
-from fastensor.cli.errors import in_flags
+from fastensor.cli.errors import in_flags, print_error
 from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable
 from fastensor.cli.summary import dtype_name, grouped, patterns, prefix, rows, totals
 from fastensor.errors import FastensorError
@@ -43,9 +43,8 @@ def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, 
         try:
             view = _view(inspect(file), keys, depth)
         except (FastensorError, OSError) as error:
-            if len(files) == 1:
-                raise
-            print(f"fastensor: {in_flags(str(error))}", file=sys.stderr)
+            print_error(str(error))
+            shown.append({"path": file, "error": in_flags(str(error))})
             status = FAILED
             continue
         if json:

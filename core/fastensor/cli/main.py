@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,41 +12,50 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine, services
-from fastensor.cli.errors import in_flags
-from fastensor.cli.output import FAILED, INTERRUPTED, USAGE
-from fastensor.errors import FastensorError, UnknownBackendError
+from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine, options, services
+from fastensor.cli.errors import print_error, status_of
+from fastensor.cli.output import FAILED, INTERRUPTED
+from fastensor.errors import FastensorError
+from fastensor.files.printed import is_output_closed, output_errors
 from fastensor.version import VERSION
 
 _STATUSES = (
     "Exit status: 0 if all is well; 1 if something is damaged, missing, refused or different; 2 for wrong arguments; 3 "
     "if a file has no checksums to verify; 4 if a file is intact, but names code that torch does not allow; 130 if "
-    "interrupted."
+    "interrupted; 141 if whatever read the output has closed it, as head does."
 )
+_NAME = "fastensor"
 
 
 class _Group(TyperGroup):
     """Runs the command, and leaves with its status."""
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with output_errors(
+            _NAME
+        ):  # here it prints help and the version; Typer has a status of its own for a closed pipe
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
+        with output_errors(_NAME):
+            raise typer.Exit(self._status(ctx))
+
+    def _status(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the tables show the same
-                status = super().invoke(ctx)
-                sys.stdout.flush()
-        except BrokenPipeError:  # the reader of our output has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = FAILED
+                return super().invoke(ctx)
         except (FastensorError, OSError, ValueError) as error:
-            print(f"fastensor: {in_flags(str(error))}", file=sys.stderr)
-            status = USAGE if isinstance(error, UnknownBackendError) else FAILED
+            if isinstance(error, BrokenPipeError) and is_output_closed():
+                raise
+            print_error(str(error), json=options.wants_json(ctx))
+            return status_of(error)
         except KeyboardInterrupt:
-            status = INTERRUPTED
-        raise typer.Exit(status)
+            return INTERRUPTED
 
 
 app = typer.Typer(
-    name="fastensor",
+    name=_NAME,
     cls=_Group,
     no_args_is_help=False,
     rich_markup_mode=None,  # boxes take half of the time that help may take, and cannot be searched
@@ -92,15 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if all is well; 1 if something is damaged, missing, refused or different; 2 for wrong arguments; 3 if a file
-        has no checksums to verify; 4 if a file is intact, but names code that torch does not allow; 130 if interrupted.
+        has no checksums to verify; 4 if a file is intact, but names code that torch does not allow; 130 if interrupted;
+        141 if whatever read the output has closed it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
     try:
-        command: Any = get_command(app)
-        _spare_coercion(command)
-        command.main(None if arguments is None else [*arguments], prog_name="fastensor")
+        with output_errors(_NAME):
+            command: Any = get_command(app)
+            _spare_coercion(command)
+            command.main(None if arguments is None else [*arguments], prog_name=_NAME)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED
     return FAILED

@@ -23,7 +23,8 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any, Literal
 
-from fastensor.cli.output import OK, print_json, print_table
+from fastensor.cli.errors import status_of
+from fastensor.cli.output import OK, USAGE, print_json, print_table
 from fastensor.data import LmdbDataset, processes
 from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost
 from fastensor.errors import FastensorError, ProvisionError
@@ -74,6 +75,8 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
         started: is given the address, when the service can be used, looked at and ended.
     """
     sys.path.insert(0, os.getcwd())  # as python -m does
+    if wanted.listen:
+        _checked(wanted.listen)
     connected: list[Connection] = []
     with (
         ExitStack() as left,
@@ -116,10 +119,10 @@ def up_detached(wanted: Wanted) -> int:
         os.close(say)
         address = answer.read()
     if not address:
-        process.wait()
+        failure = ValueError if process.wait() == USAGE else ProvisionError
         text = Path(log).read_text()
         Path(log).unlink()
-        raise ProvisionError(text.strip())
+        raise failure(text.strip())
     print(address)
     print(f"What the service says comes into {log}", file=sys.stderr)
     return OK
@@ -136,12 +139,15 @@ def keep_detached() -> None:
     try:
         up(Wanted(**loads(sys.argv[2])), started)
     except (FastensorError, OSError, ValueError) as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(status_of(error))
 
 
 def status(address: str | None, *, json: bool) -> int:
     """Show what a service does."""
-    with DataService.connect(address or _only_address(), token=_token(), timeout=_PATIENCE_SECONDS) as service:
+    with DataService.connect(
+        _checked(address or _only_address()), token=_token(), timeout=_PATIENCE_SECONDS
+    ) as service:
         found = {"address": service.address, "samples": len(service), **service.status()}
     if json:
         print_json(found)
@@ -152,7 +158,7 @@ def status(address: str | None, *, json: bool) -> int:
 
 def down(address: str | None) -> int:
     """End a service."""
-    address = address or _only_address()
+    address = _checked(address or _only_address())
     keepers = [keeper for keeper, kept in _keepers() if kept == address]
     for keeper in keepers:
         with suppress(ConnectionLost):  # it ends just now
@@ -306,9 +312,26 @@ def _keepers() -> Iterator[tuple[Connection, str]]:
                     yield keeper, bytes(message.body).decode()
 
 
+def _checked(address: str) -> str:
+    """
+    Raises:
+        ValueError: it is no address of a service.
+    """
+    if not address.startswith((LOCAL, "ray:")):
+        try:
+            wire.parsed_address(address.removeprefix(TCP))
+        except ProvisionError as error:
+            raise ValueError(str(error)) from error
+    return address
+
+
 def _only_address() -> str:
     found = [address for _, address in _keepers()]
-    if len(found) != 1:
+    if not found:
+        raise ProvisionError(
+            "no data service runs here that fastensor provision up has started; name the ADDRESS of another one"
+        )
+    if len(found) > 1:
         listed = "".join(f"\n  {address}" for address in found)
         raise ProvisionError(f"found {len(found)} data services that were started here: say the address of one{listed}")
     return found[0]

@@ -63,6 +63,15 @@ def human_count(count: int) -> str:
     return f"{_three_digits(number)}{word}"
 
 
+def counted(count: int, things: str) -> str:
+    """A number of things, in the singular if it is one. The plural ends in ``s``.
+
+    >>> counted(0, "other values"), counted(1, "other values"), counted(2, "tensors")
+    ('0 other values', '1 other value', '2 tensors')
+    """
+    return f"{count} {things[:-1] if count == 1 else things}"
+
+
 def human_seconds(seconds: float) -> str:
     """A time to three significant digits.
 

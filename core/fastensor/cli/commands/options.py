@@ -6,7 +6,21 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_JSON = "fastensor.json"
+"""Where Typer's contexts keep whether JSON is wanted: an error, too, has to know."""
+
+
+def _note(ctx: typer.Context, wanted: bool) -> bool:
+    ctx.meta[_JSON] = wanted
+    return wanted
+
+
+def wants_json(ctx: typer.Context) -> bool:
+    """Whether the command that runs, or has failed, was given ``--json``."""
+    return bool(ctx.meta.get(_JSON))
+
+
+Json: TypeAlias = Annotated[bool, typer.Option("--json", callback=_note, help="Print JSON.")]
 Folder: TypeAlias = Annotated[
     str, typer.Argument(metavar="PATH", help="The folder; default: this one.", show_default=False)
 ]
