@@ -296,10 +296,9 @@ class PreparedOffloads:
             if known.is_checked or not (found := known.offload.statistics()).steps:
                 continue
             known.is_checked = True
-            if not found.offloaded:
-                why = found.why_nothing(known.offload.config.min_bytes)
-                level = logging.INFO if found.everything_fits else logging.WARNING
-                _logger.log(level, "no activations of %s are offloaded so far. %s", type(known.model).__name__, why)
+            if not (found.offloaded or found.everything_fits):
+                kind, words = type(known.model).__name__, found.in_words(known.offload.config)
+                _logger.warning("activation offload of %s, after the first backward pass: %s", kind, words)
         if not self._said_none and not any(known.is_checked for known in self._models):
             self._said_none = True
             _logger.warning(
@@ -327,15 +326,15 @@ class PreparedOffloads:
             known = self._models.pop(0)
             found, kind = known.offload.statistics(), type(known.model).__name__
             detach(known.model)
-            if self._accelerator.is_main_process and found.packed:
-                print(f"fastensor: activation offload of {kind}: {found}", file=sys.stderr)
-            if not found.steps and any(parameter.requires_grad for parameter in known.model.parameters()):
+            words = found.in_words(known.offload.config)
+            if found.offloaded or found.everything_fits:
+                if self._accelerator.is_main_process:
+                    print(f"fastensor: activation offload of {kind}: {words}", file=sys.stderr)
+            elif found.steps:
+                _logger.warning("activation offload of %s: %s", kind, words)
+            elif any(parameter.requires_grad for parameter in known.model.parameters()):
                 _logger.warning(
                     "no activations of %s were offloaded: no forward pass with gradients has called the model that "
                     "Accelerator.prepare has returned",
                     kind,
                 )
-            elif found.steps and not found.offloaded:
-                why = found.why_nothing(known.offload.config.min_bytes)
-                level = logging.INFO if found.everything_fits else logging.WARNING
-                _logger.log(level, "no activations of %s were offloaded. %s", kind, why)

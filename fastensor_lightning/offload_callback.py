@@ -37,8 +37,8 @@ class SSDActivationOffload(Callback):
     By default, only as much goes as has to, for the rest to fit into memory; a run that fits is not slowed down.
 
     At the end of ``fit``, Lightning's log says what rank 0 has gained: how much memory its activations took, and would
-    have taken; the time that it cost in each step; and what was written. Each rank warns if nothing was offloaded
-    although not all fits. :attr:`statistics` has more; ``print`` shows it.
+    have taken; the time that it cost in each step; and what was written; or that all has fitted into memory. Each rank
+    warns if nothing was offloaded although not all fits. :attr:`statistics` has more; ``print`` shows it.
 
     Args:
         directory: the folder on an SSD; or an :class:`OffloadConfig`, which has all options. Without any, files are in
@@ -152,16 +152,12 @@ class SSDActivationOffload(Callback):
             self._print_estimate(trainer)
         offload = self._offload
         self._stop()
-        if offload is None or self.statistics is None:
+        if offload is None or self.statistics is None or self._is_dry_run:
             return
-        if self.statistics.offloaded:
-            say(trainer, f"activation offload{of_rank(trainer)}: {self.statistics.summary()}")
+        if self.statistics.offloaded or self.statistics.everything_fits:
+            say(trainer, f"activation offload{of_rank(trainer)}: {self.statistics.in_words(self.config)}")
         else:
-            _logger.log(
-                _level(self.statistics),
-                "no activations were offloaded in this run. %s",
-                self.statistics.why_nothing(self.config.min_bytes),
-            )
+            _logger.warning("activation offload: %s", self.statistics.in_words(self.config))
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self._stop()
@@ -200,15 +196,8 @@ class SSDActivationOffload(Callback):
                 "train_step_context",
                 type(trainer.strategy).__name__,
             )
-        elif not found.offloaded:
-            _logger.log(
-                _level(found), "no activations are offloaded so far. %s", found.why_nothing(self.config.min_bytes)
-            )
-
-
-def _level(found: OffloadStatistics) -> int:
-    """How loudly to say that nothing was offloaded."""
-    return logging.INFO if found.everything_fits else logging.WARNING
+        elif not (found.offloaded or found.everything_fits):
+            _logger.warning("activation offload, after the first batch: %s", found.in_words(self.config))
 
 
 def _refuse(strategy: Any) -> None:

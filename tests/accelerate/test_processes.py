@@ -182,7 +182,7 @@ def test_activations_of_a_job_are_offloaded_and_it_trains_alike(tmp_path: Path) 
     )
     assert plain == others_plain == offloaded == others_offloaded
     assert min(moved, others_moved) > 0
-    assert "activation offload of DistributedDataParallel: 3 steps" in err
+    assert "activation offload of DistributedDataParallel: activations took at most " in err
     assert "activation offload" not in others_err
 
 

@@ -166,6 +166,45 @@ def test_a_load_is_learned_for_the_size_of_the_file_that_was_written(selector: S
     assert not measured(selector, Context("read", warm=True), nbytes), "only a part was read"
 
 
+def _fail(*_: Any) -> Any:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("container", ["torch", "safetensors"])
+@pytest.mark.parametrize(
+    "options",
+    [{"map_location": "cuda"}, {"map_location": _fail}, {"into": {"w": torch.zeros(5)}}],
+    ids=["no GPU", "map_location fails", "wrong target"],
+)
+def test_a_load_that_fails_at_its_end_is_not_measured(
+    selector: Selector, tmp_path: Path, container: Any, options: dict[str, Any]
+) -> None:
+    """All its bytes may have been read before."""
+    if callable(options.get("map_location")) and container == "safetensors":
+        options = {"map_location": "cuda"}
+    fastensor.save({"w": STATE["w"]}, tmp_path / "x", container=container)
+    for _ in range(5):
+        with pytest.raises((RuntimeError, ZeroDivisionError, fastensor.FastensorError)):
+            fastensor.load(tmp_path / "x", **options)
+    for warm in (True, False):
+        assert not measured(selector, Context("read", warm=warm), os.path.getsize(tmp_path / "x"))
+    fastensor.load(tmp_path / "x")
+    assert measured(selector, Context("read", warm=True), os.path.getsize(tmp_path / "x"))
+
+
+def test_a_load_whose_objects_fail_is_not_measured(selector: Selector, tmp_path: Path) -> None:
+    """They are made of bytes that were read."""
+    fastensor.save({**STATE, "z": _Refuses()}, tmp_path / "x")
+    with pytest.raises((ZeroDivisionError, fastensor.FastensorError)):
+        fastensor.load(tmp_path / "x", weights_only=False)
+    assert not measured(selector, Context("read", warm=True), os.path.getsize(tmp_path / "x"))
+
+
+class _Refuses:
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
 @pytest.mark.parametrize(
     ("call", "container"),
     [("preallocate", "torch"), ("sync_file", "torch"), ("write_fully", "torch"), ("head", "safetensors")],

@@ -103,7 +103,7 @@ def test_a_run_that_fits_is_left_alone(make: Any, free: Any) -> None:
     assert not found.offloaded
     assert found.everything_fits
     assert offload.memory_usage()["reserved_on_ssd"] == 0
-    assert "fit into memory" in found.why_nothing(1)
+    assert "which fit into memory" in found.in_words(offload.config)
     assert "all fit into" in str(offload.plan())
 
 
@@ -952,7 +952,11 @@ def test_a_dry_run_of_a_trainer(capsys: pytest.CaptureFixture[str], limits: dict
     assert capsys.readouterr().out.count("dry run of activation offload on rank 0") == 1
 
 
-def test_a_trainer_is_told_that_everything_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_is_told_that_everything_fits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the line that says what was gained where something was: on a terminal, with nothing configured."""
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -965,6 +969,59 @@ def test_a_trainer_is_told_that_everything_fits(caplog: pytest.LogCaptureFixture
     )  # fmt: skip
     with caplog.at_level(logging.INFO):
         trainer.fit(BoringModel())
-    said = [(one.levelno, one.message) for one in caplog.records if one.name == "fastensor_lightning.offload_callback"]
-    assert said
-    assert all(level == logging.INFO and "fit into memory" in message for level, message in said)
+    said = [one.message for one in caplog.records if "fastensor" in one.message]
+    (line,) = said
+    assert line.startswith("fastensor: activation offload: nothing has left memory: at most ")
+    assert line.endswith(" of saved tensors at a time, which fit into memory; schedule='all' offloads them all")
+
+
+def test_a_dry_run_says_its_estimate_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from fastensor_lightning import SSDActivationOffload
+
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30), dry_run=True)
+    Trainer(
+        callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=0, max_epochs=1,
+    ).fit(BoringModel())  # fmt: skip
+    assert "activation offload:" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "expected"),
+    [
+        (
+            {"offloaded": 3, "peak_saved_bytes": 72 << 20, "peak_memory_bytes": 72 << 20},
+            {"schedule": "all"},
+            ". Up to 256 MiB of them may be on their way, which is all: staging_bytes='9MiB' and "
+            "prefetch_bytes='9MiB' free more",
+        ),
+        (
+            {"offloaded": 3, "peak_saved_bytes": 72 << 20, "peak_memory_bytes": 20 << 20},
+            {"schedule": "all", "staging_bytes": 8 << 20, "prefetch_bytes": 8 << 20},
+            "at 0 s a step; 0 B written",
+        ),
+        (
+            {"offloaded": 3, "peak_saved_bytes": 72 << 20, "peak_memory_bytes": 72 << 20},
+            {},
+            "at 0 s a step; 0 B written",
+        ),
+            {"offloaded": 3, "peak_saved_bytes": 72 << 20, "peak_memory_bytes": 72 << 20},
+            {},
+            "at 0 s a step; 0 B written",
+        ),
+        ({}, {}, "nothing has left memory: autograd has saved nothing in training steps. Do they run under no_grad?"),
+        (
+            {"packed": 7, "kept": {"small": 3000, "parameter": 5 << 20, "dtype": 8}},
+            {"min_bytes": "1MiB"},
+            "nothing has left memory of 7 saved tensors: 2.93 KiB are smaller than min_bytes (1 MiB), 5 MiB are "
+            "parameters, 8 B are dtype",
+        ),
+    ],
+    ids=["budgets hide the gain", "gain", "some stay", "nothing saved", "others"],
+)
+def test_a_sentence_says_what_has_happened(counts: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+    found = dataclasses.replace(ActivationOffload().statistics(), **counts)
+    assert found.in_words(OffloadConfig(**options)).endswith(expected)

@@ -104,7 +104,7 @@ class CheckedFile(FileView):
             self._read(self._position, view)
         except BaseException as failure:  # noqa: BLE001  # raised by the caller of torch
             self.failure = failure
-            self._reader.close()
+            self._reader.close(completed=False)
             return 0
         self._position += view.nbytes
         return view.nbytes

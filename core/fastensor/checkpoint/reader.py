@@ -139,12 +139,16 @@ class MeasuredReader:
         self._reached_last |= end > self._last
         return found
 
-    def close(self) -> None:
+    def close(self, *, completed: bool) -> None:
         """Stop reading ahead and give back memory. If the whole file was read and verified, report the time to the
-        selector. Calling this again does nothing."""
+        selector. Calling this again does nothing.
+
+        Args:
+            completed: whether what was read has come to where it was wanted. The time of anything else is not reported.
+        """
         self._reader.close()
         transfer, self._transfer = self._transfer, None
-        if transfer is not None and self._reached_last and self._compared and not self._failed:
+        if completed and transfer is not None and self._reached_last and self._compared and not self._failed:
             transfer.done(self._seconds)
 
     def _explain(self, error: Exception) -> None:
@@ -242,12 +246,12 @@ class PartReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(completed=kind is None)
 
-    def close(self) -> None:
-        """Stop reading ahead and give back memory. Calling this again does nothing."""
-        self._reader.close()
+    def close(self, *, completed: bool) -> None:
+        """As :meth:`MeasuredReader.close`."""
+        self._reader.close(completed=completed)
 
     def data_begin(self, part: Part, header: memoryview | None = None) -> int:
         """Where the data of a part begins in the file: behind its local header, if it has one.

@@ -10,8 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING
 
 from fastensor.files.words import human_seconds, human_size
+
+if TYPE_CHECKING:
+    from fastensor.offload.config import OffloadConfig
 
 _TERABYTE = 10**12
 SECONDS_PER_DAY = 86_400
@@ -22,6 +26,18 @@ WRITTEN_BY = "written by "
 """Prefix of the counts of bytes by backend."""
 ENCODED_BY, STORED_BY = "encoded by ", "stored by "
 """Prefixes of the counts of bytes by codec: of memory, and of what it has become."""
+
+
+_WHY_KEPT = {
+    "parameter": "parameters",
+    "buffer": "buffers of the model",
+    "module": "in modules that include and exclude leave out",
+    "backward": "saved by the backward pass",
+    "externally referenced": "held by others as well",
+    "not moved": "there because the disk is full, or fails",
+    "fits": "there because they fit",
+}
+"""In words why bytes stay in memory, after "are"."""
 
 
 class BusyClock:
@@ -237,18 +253,33 @@ class OffloadStatistics:
             "prefetch_hit_rate": hits / wanted if wanted else 1.0,
         }
 
-    def why_nothing(self, min_bytes: int) -> str:
-        """Why nothing was offloaded, in a sentence.
+    def in_words(self, config: OffloadConfig) -> str:
+        """What has happened and why, in a sentence or two.
 
         Args:
-            min_bytes: that of the configuration.
+            config: that of the offload.
         """
+        if self.offloaded:
+            return self.summary() + self._why_little(config)
         if self.everything_fits:
-            return f"{human_size(self.kept['fits'])} of saved tensors fit into memory; schedule='all' offloads them all"
+            fits = f"at most {human_size(self.peak_saved_bytes)} of saved tensors at a time, which fit into memory"
+            return f"nothing has left memory: {fits}; schedule='all' offloads them all"
         if not self.packed:
-            return "Autograd has saved nothing in training steps: do they run under no_grad?"
-        kept = ", ".join(f"{why}: {nbytes} bytes" for why, nbytes in self.kept.items())
-        return f"All {self.packed} saved tensors stay in memory: {kept} (min_bytes is {min_bytes})"
+            return "nothing has left memory: autograd has saved nothing in training steps. Do they run under no_grad?"
+        reasons = _WHY_KEPT | {"small": f"smaller than min_bytes ({human_size(config.min_bytes)})"}
+        kept = ", ".join(f"{human_size(nbytes)} are {reasons.get(why, why)}" for why, nbytes in self.kept.items())
+        return f"nothing has left memory of {self.packed} saved tensors: {kept}"
+
+    def _why_little(self, config: OffloadConfig) -> str:
+        """What to do if as much memory as the activations take is lent to transfers."""
+        lent, smaller = config.staging_bytes + config.prefetch_bytes, self.peak_saved_bytes // 8 >> 20
+        frees_little = self.peak_memory_bytes > 0.9 * self.peak_saved_bytes
+        if config.keeps_some or not smaller or not frees_little or lent < self.peak_saved_bytes:
+            return ""
+        return (
+            f". Up to {human_size(lent)} of them may be on their way, which is all: "
+            f"staging_bytes='{smaller}MiB' and prefetch_bytes='{smaller}MiB' free more"
+        )
 
     def __str__(self) -> str:
         moved = f"{human_size(self.offloaded_bytes)} offloaded ({human_size(self.written_bytes)} written, "

@@ -79,7 +79,7 @@ class SourceTensors:
     def close(self) -> None:
         """Close the reader. The files stay open."""
         if self._reader is not None:
-            self._reader.close()
+            self._reader.close(completed=True)
             self._reader = None
 
 

@@ -171,8 +171,8 @@ class ItemReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._reader.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._reader.close(completed=kind is None)
 
     def _read_small(self, offset: int, target: memoryview) -> None:
         self._reader.read(offset, target, checksum=self.verify)
