@@ -21,6 +21,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastensor.files.arguments import checks_keywords
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
 from fastensor.offload.config import with_default_folder
 from fastensor.offload.modules import UncopiedHook
@@ -33,6 +34,7 @@ _IN_COMPILED_CODE = (
 _logger = logging.getLogger("fastensor")
 
 
+@checks_keywords
 def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationOffload:
     """Offload what each forward pass of a model saves for its backward pass, whoever calls the model.
 
@@ -77,6 +79,7 @@ def attach(model: nn.Module, config: OffloadConfig | None = None) -> ActivationO
     return offload
 
 
+@checks_keywords
 def detach(model: nn.Module) -> None:
     """Let forward passes of a model be as they were, and close its offload. Graphs that still live raise if they need
     bytes that are not in memory. Nothing happens if the model is not attached."""
@@ -87,6 +90,7 @@ def detach(model: nn.Module) -> None:
         attached.offload.close()
 
 
+@checks_keywords
 class ActivationOffloadHook(ModelHook):  # type: ignore[misc]  # Accelerate has no types
     """A hook of Accelerate that runs a module's forward pass in a step of an activation offload.
 

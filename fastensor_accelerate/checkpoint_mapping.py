@@ -19,7 +19,7 @@ from torch import nn
 from fastensor.backends import registry
 from fastensor.backends.to_device import entered
 from fastensor.errors import UnknownKeyError
-from fastensor.files.arguments import as_nbytes, check_flags
+from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.select.transfer import BackendChoice
 from fastensor_accelerate.matching import fill_buffers, match, no_weight, one_of_tied, parameters_of, set_extra_states
 from fastensor_accelerate.weight_files import WeightFiles, open_weights
@@ -123,6 +123,7 @@ class _Ahead(NamedTuple):
     nbytes: int
 
 
+@checks_keywords
 class CheckpointMapping(Mapping[str, torch.Tensor]):
     """A model's weights by name, read from a checkpoint when they are asked for, and ahead of that.
 

@@ -14,7 +14,7 @@ from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
 from fastensor.errors import FastensorError
-from fastensor.files.arguments import as_nbytes, nearest
+from fastensor.files.arguments import as_nbytes, checks_keywords, nearest
 from fastensor.offload import OffloadConfig, Schedule
 
 USE = "ACCELERATE_USE_FASTENSOR"
@@ -39,9 +39,12 @@ def _option(default: Any, flag: str, text: str) -> Any:
     return field(default=default, metadata={"flag": flag, "help": text})
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastensorConfig:
     """How the states of an Accelerator are saved and loaded, and whether activations are offloaded.
+
+    Sizes are in bytes, or texts (``"2GiB"``), which become numbers.
 
     Raises:
         ConfigError: a value means nothing, or names a backend that does not exist.
@@ -66,13 +69,13 @@ class FastensorConfig:
     asynchronous: bool = _option(
         False, "--fastensor_async", "save_state returns when the state has been copied; default: when it is saved"
     )
-    staging_bytes: int | None = _option(
+    staging_bytes: int | str | None = _option(
         None,
         "--fastensor_staging_bytes",
         "most bytes of memory for copies of an asynchronous save; default: the size of the state, at most half of the "
         "free memory",
     )
-    max_bytes_per_second: float | None = _option(
+    max_bytes_per_second: float | str | None = _option(
         None, "--fastensor_max_bytes_per_second", "how fast asynchronous saves may write; default: no limit"
     )
     exit_seconds: float = _option(
@@ -108,23 +111,23 @@ class FastensorConfig:
         "which activations leave memory: auto (as few as what is free demands; default), all, a number of bytes that "
         "may stay, or a share such as 0.5",
     )
-    offload_min_bytes: int | None = _option(
+    offload_min_bytes: int | str | None = _option(
         None, "--fastensor_offload_min_bytes", "smaller activations stay in memory; default: 262144"
     )
-    offload_staging_bytes: int | None = _option(
+    offload_staging_bytes: int | str | None = _option(
         None,
         "--fastensor_offload_staging_bytes",
         "most bytes of activations on their way to the SSD; default: 134217728",
     )
-    offload_prefetch_bytes: int | None = _option(
+    offload_prefetch_bytes: int | str | None = _option(
         None,
         "--fastensor_offload_prefetch_bytes",
         "most bytes of activations that are read before they are needed; default: 134217728",
     )
-    offload_dram_bytes: int | None = _option(
+    offload_dram_bytes: int | str | None = _option(
         None, "--fastensor_offload_dram_bytes", "most bytes of activations that stay in host memory; default: 0"
     )
-    offload_ssd_bytes: int | None = _option(
+    offload_ssd_bytes: int | str | None = _option(
         None,
         "--fastensor_offload_ssd_bytes",
         "most bytes of activations on the SSDs; default: 0.9 of what is free",

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.nn import Module
 
+from fastensor.files.arguments import checks_keywords, checks_keywords_with, keywords_of
 from fastensor.offload.modules import is_fsdp2
 from fastensor_accelerate import transformers_trainer
 from fastensor_accelerate.activation_offload import PreparedOffloads
@@ -27,6 +28,7 @@ _own: dict[str, Callable[..., Any]] = {}
 _config: FastensorConfig | None = None
 
 
+@checks_keywords
 def enable(config: FastensorConfig | None = None) -> None:
     """Have every Accelerator of this process save and load its states by Fastensor, and offload activations if the
     options say so.
@@ -215,6 +217,7 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
         ConfigError: the environment has an unknown option, or a value that means nothing.
     """
 
+    @checks_keywords_with(keywords_of(Accelerator.__init__))
     def __init__(self, *args: Any, fastensor_config: FastensorConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = FastensorConfig.from_environment() if fastensor_config is None else fastensor_config

@@ -11,8 +11,10 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
 from fastensor.data.epochs import EpochLoader, Iteration
+from fastensor.files.arguments import checks_keywords
 
 
+@checks_keywords
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader, *, device_placement: bool = True) -> PreparedLoader:
     """What ``accelerator.prepare`` does for a ``DataLoader``: batches come to the accelerator's device, gradient
     accumulation ends with the epoch, and ``save_state`` and ``load_state`` take along how far the epoch has come. Here
@@ -32,6 +34,7 @@ def prepare_loader(accelerator: Accelerator, loader: EpochLoader, *, device_plac
     return PreparedLoader(loader, accelerator.device if device_placement else None)
 
 
+@checks_keywords
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
     """See :func:`prepare_loader`. One iteration is used at a time."""
 

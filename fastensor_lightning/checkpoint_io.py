@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
@@ -24,7 +24,7 @@ from fastensor.checkpoint.cooperative.options import CooperativeOptions, check_c
 from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.checkpoint.placement import check_map_location
-from fastensor.files.arguments import check_flags, nearest
+from fastensor.files.arguments import check_flags, checks_keywords, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
 from fastensor.files.new_directory import replace_link
 from fastensor.files.posix import memory_filesystem_of
@@ -44,7 +44,7 @@ SaveListener = Callable[[fastensor.SaveReport, int | None], None]
 LoadListener = Callable[[fastensor.LoadReport], None]
 
 _logger = logging.getLogger(__name__)
-_STORAGE_OPTIONS = ("backend", "durable", "asynchronous")
+_STORAGE_OPTIONS = ["backend", "durable", "asynchronous"]
 _PATIENCE_SECONDS = 600.0
 _MONITOR_IS_MISSING = (
     "A Trainer gets what watches this plugin by an entry point of the installed package: install Fastensor again (a "
@@ -80,6 +80,7 @@ class _Subscription(NamedTuple):
     """Called if an exception has ended the run."""
 
 
+@checks_keywords
 class FastensorCheckpointIO(CheckpointIO):
     """Saves and loads the checkpoints of a Trainer or a Fabric at the speed of the disk, durable and verified.
 
@@ -537,11 +538,7 @@ class FastensorCheckpointIO(CheckpointIO):
         options = self._options_of_save or CheckpointOptions(self.backend, self.durable, self.asynchronous)
         if overrides is None:
             return options
-        if not isinstance(overrides, dict) or set(overrides) - set(_STORAGE_OPTIONS):
-            raise TypeError(
-                f"storage_options of {type(self).__name__} is a dict with keys among {list(_STORAGE_OPTIONS)}, "
-                f"found {overrides!r}"
-            )
+        _check_keys(f"storage_options of {type(self).__name__}", overrides, _STORAGE_OPTIONS)
         check_choice(overrides.get("backend", options.backend))
         check_flags(**{name: overrides[name] for name in ("durable", "asynchronous") if name in overrides})
         return replace(options, **overrides)
@@ -584,11 +581,21 @@ def _check_options(name: str, value: object, kind: type) -> dict[str, Any]:
     known = list(kind.__annotations__)
     if not isinstance(value, dict):
         raise TypeError(f"{name} is a bool, or a dict with keys among {known}; found {value!r}")
+    _check_keys(name, value, known)
+    return value
+
+
+def _check_keys(name: str, value: object, known: Sequence[str]) -> None:
+    """
+    Raises:
+        TypeError: the argument is no dict, or has unknown keys.
+    """
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is a dict with keys among {known}; found {value!r}")
     unknown = [key for key in value if key not in known]
     if unknown:
         hint = nearest(str(unknown[0]), known)
         raise TypeError(f"{name} is a dict with keys among {known}; found {', '.join(map(repr, unknown))}{hint}")
-    return value
 
 
 def _announce(path: str, until: ExitStack) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import fastensor
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 _MEGABYTE = 1e6
 
 
+@checks_keywords
 class CheckpointMonitor(Callback):
     """Logs what every save of :class:`FastensorCheckpointIO` costs, and says at the end of ``fit`` what all have cost.
 

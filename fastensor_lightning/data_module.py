@@ -10,7 +10,7 @@ from fastensor.data import LmdbDataset, LmdbIndex, LmdbLoader
 from fastensor.data.epochs import EpochLoader
 from fastensor.data.plan import Shuffle
 from fastensor.data.skipping import OnError
-from fastensor.files.arguments import check_flags, check_function, check_whole, check_word
+from fastensor.files.arguments import check_flags, check_function, check_whole, check_word, checks_keywords
 from fastensor.provision import DataService, ProvisionedLoader
 from fastensor_lightning.frameworks import load_classes
 
@@ -26,6 +26,7 @@ Source: TypeAlias = str | os.PathLike[str] | LmdbDataset[Any] | DataService
 _Split: TypeAlias = Literal["train", "val", "test", "predict"]
 
 
+@checks_keywords
 class FastensorDataModule(LightningDataModule):
     """Gives a Trainer the batches of LMDB databases: one for training, others for validation, tests and prediction.
 

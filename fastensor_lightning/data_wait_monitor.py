@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fastensor.files.arguments import checks_keywords
 from fastensor.provision import ProvisionedLoader
 from fastensor.provision.metrics import Waits, table
 from fastensor_lightning.frameworks import load_classes
@@ -21,6 +22,7 @@ _FETCH = "train_dataloader_next"
 """How the name of the action ends by which Lightning tells its profiler that it takes a batch from the loader."""
 
 
+@checks_keywords
 class DataWaitMonitor(Callback):
     """Logs how long training stands still because the next batch has not come yet. Works with any loader.
 

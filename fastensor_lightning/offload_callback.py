@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from fastensor.errors import UnsupportedContentError
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import check_flags, checks_keywords_with
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
@@ -66,6 +66,7 @@ class SSDActivationOffload(Callback):
     >>> trainer = Trainer(callbacks=[offload], logger=False, accelerator="cpu")
     """
 
+    @checks_keywords_with(OffloadOptions.__annotations__)
     def __init__(
         self,
         directory: str | os.PathLike[str] | OffloadConfig | None = None,

@@ -40,9 +40,16 @@ def test_public_names_exist_and_are_documented() -> None:
 
 def test_public_names_are_visible_to_type_checkers(tmp_path: Path) -> None:
     packages = (fastensor, fastensor_lightning, fastensor_accelerate)
+    uses = (
+        "size: int = fastensor_lightning.OffloadConfig(min_bytes='1MiB', schedule='2GiB', ssd_bytes=None).min_bytes",
+        "fastensor_accelerate.FastensorConfig(staging_bytes='1GiB', max_bytes_per_second='1MB', offload_min_bytes=1)",
+        "from fastensor.data import Merging",
+        "gap: int = Merging('1KiB', read_nbytes=2048).gap_nbytes",
+    )
+    """Records whose sizes may be words, and then are numbers."""
     names = [f"{package.__name__}.{name}" for package in packages for name in package.__all__]
     source = f"import {', '.join(package.__name__ for package in packages)}\n" + "\n".join(
-        f"reveal_type({name})" for name in names
+        [*(f"reveal_type({name})" for name in names), *uses, ""]
     )
     (tmp_path / "use.py").write_text(source)
     # No name of ours is one of others, so theirs may be Any. mypy would take half a minute for torch.

@@ -13,10 +13,12 @@ from isal import isal_zlib
 from fastensor.backends.buffers import Buffer
 from fastensor.backends.memory import copy_memory
 from fastensor.backends.to_device import entered, stream_behind_current
+from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Payload, Piece
 from fastensor.stitch.source import FileBytes, check_size
 
 
+@checks_keywords
 @dataclass(slots=True)
 class Window:
     """A part of the file in a buffer. Complete once :meth:`fastensor.backends.staging.Stager.finish` has returned."""

@@ -13,6 +13,7 @@ from typing import Protocol, Self, TypeVar
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.copier import Checksums, Copier, Window, copy_header
 from fastensor.backends.snapshot import Snapshot
+from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.image import Header, Payload, Piece
 from fastensor.stitch.source import FileBytes, Plan, Source
 
@@ -54,6 +55,7 @@ class Stager(Protocol[W]):
         """Raise ``failure`` from a :meth:`begin` that waits for windows: one of them will not be released."""
 
 
+@checks_keywords
 def open_stager(source: Source) -> HostStager:
     """What produces the windows of a source in host memory, in a ``with`` block."""
     if not isinstance(source, Plan | Snapshot):

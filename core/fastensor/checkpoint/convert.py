@@ -25,7 +25,7 @@ from fastensor.checkpoint.save import SavedContainer
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
 from fastensor.errors import UnsupportedContentError
-from fastensor.files.arguments import as_nbytes
+from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import FileBytes, Plan
 
@@ -33,6 +33,7 @@ MEMORY_NBYTES = 2 << 30
 """How much memory a conversion takes by default."""
 
 
+@checks_keywords
 def convert(
     source: Location,
     target: Location,
@@ -125,7 +126,7 @@ def convert(
         drop=drop,
     )
     with reporting(progress) as tell:
-        return convert_by(source, target, settings.checked(target), tell, stacklevel=3)
+        return convert_by(source, target, settings.checked(target), tell)
 
 
 def convert_by(
@@ -134,7 +135,6 @@ def convert_by(
     settings: ConvertSettings,
     progress: Progress,
     *,
-    stacklevel: int = 2,
     check: Callable[[Sequence[str]], None] | None = None,
 ) -> SaveReport:
     """:func:`convert` with its keywords as a record.
@@ -142,7 +142,6 @@ def convert_by(
     Args:
         source, target, progress: as there.
         settings: have been checked.
-        stacklevel: of the warning that a file could not be verified; 2 blames the caller of this function.
         check: called before anything is written, with the names of what is left out; what it raises ends the
             conversion. Needs settings with ``drop``.
     """
@@ -152,14 +151,14 @@ def convert_by(
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
 
         if settings.container == "dcp":
-            return of_directories.to_directory(source, target, settings, progress, stacklevel=stacklevel + 1)
+            return of_directories.to_directory(source, target, settings, progress)
         return of_directories.from_directory(source, target, settings, progress)
     with ExitStack() as stack:
         found = open_source(source, settings, stack)
         if check is not None:
             check(left_out_of_files(found, settings))
         for where, why in found.unchecked.items() if settings.verify else ():
-            warn_unverified(where, why, stacklevel=stacklevel)
+            warn_unverified(where, why)
         return _Conversion(found, settings, progress, stack).run(target)
 
 

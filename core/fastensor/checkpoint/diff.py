@@ -22,6 +22,7 @@ from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
+from fastensor.files.arguments import checks_keywords
 from fastensor.select.transfer import BackendChoice
 
 _AT_ONCE = 1 << 22
@@ -78,6 +79,7 @@ class _Side(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
+@checks_keywords
 def diff(
     first: Location,
     second: Location,

@@ -38,11 +38,12 @@ from fastensor.checkpoint.save import save
 from fastensor.checkpoint.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
 from fastensor.errors import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
-from fastensor.files.arguments import as_nbytes, check_flags
+from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.safetensors import with_format
 
 
+@checks_keywords
 def save_sharded(
     state: Mapping[str, torch.Tensor] | nn.Module,
     folder: str | os.PathLike[str],
@@ -138,6 +139,7 @@ def save_sharded(
         return write_sharded(folder, sizes, largest, write, durable=durable, replaces=True, about=about)
 
 
+@checks_keywords
 def load_sharded(
     path: Location,
     map_location: MapLocation = None,
@@ -296,7 +298,7 @@ def _fill(
             located = {name: one for name, one in catalog.located.items() if name in names}
             pairings.append(Pairing(file, [Filling(name, one, targets[name]) for name, one in located.items()]))
             if request.checked and not catalog.checked:
-                warn_unverified(file.where, catalog.unchecked, stacklevel=4)
+                warn_unverified(file.where, catalog.unchecked)
         check_present(targets, {one.name for pairing in pairings for one in pairing.fillings}, where)
         check_fit(pairings)
         check_agree(contested(incoming(pairings, request, stack)), where, LEAVE_OUT)

@@ -13,6 +13,7 @@ from fastensor.checkpoint.foreign_code import refused_globals
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.sharded import check_holds, files_of, is_index, read_json, weights_at
+from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.containers import Container
 
 
@@ -48,6 +49,7 @@ class Inspection:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+@checks_keywords
 def inspect(path: Location) -> Inspection:
     """List what a checkpoint holds, without reading a tensor.
 

@@ -20,7 +20,7 @@ from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.parts import Part
@@ -30,6 +30,7 @@ Index: TypeAlias = Any
 """An int, a slice, None, an Ellipsis, or a tuple of these."""
 
 
+@checks_keywords
 def open(  # users write fastensor.open
     path: Location,
     map_location: MapLocation = None,
@@ -87,7 +88,7 @@ def open(  # users write fastensor.open
         file = stack.enter_context(opened(path))
         catalog = read_catalog(file, verify=verify)
         if verify and not catalog.checked:
-            warn_unverified(file.where, catalog.unchecked, stacklevel=3)
+            warn_unverified(file.where, catalog.unchecked)
         check_destination("cpu", map_location, file.where)
         if mmap and not isinstance(file, LocalFile):
             raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")

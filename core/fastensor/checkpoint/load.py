@@ -25,11 +25,13 @@ from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_errors import refusal_by_torch
 from fastensor.checkpoint.torch_file import load_legacy, load_zip
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
+from fastensor.files.arguments import checks_keywords
 from fastensor.select.current import explores
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 
 
+@checks_keywords
 def load(
     path: Location,
     map_location: MapLocation = None,
@@ -127,6 +129,7 @@ def load(
     return result
 
 
+@checks_keywords
 def load_with_report(
     path: Location,
     map_location: MapLocation = None,
@@ -176,7 +179,7 @@ def load_with_report(
                 fallbacks=tuple(request.fallbacks),
             )
     if request.checked and not loaded.verified:
-        warn_unverified(report.path, loaded.unchecked, stacklevel=3)
+        warn_unverified(report.path, loaded.unchecked)
     return loaded.result if into is None else into, report
 
 

@@ -36,7 +36,7 @@ from fastensor.checkpoint.save import choose_container, save
 from fastensor.checkpoint.sharded import check_holds, files_behind
 from fastensor.checkpoint.ties import copies_of, covered_by
 from fastensor.errors import StateMismatchError, UnsupportedContentError
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.words import unended
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.source import values_kept
@@ -61,6 +61,7 @@ class LoadedNames(NamedTuple):
     """Names in the file that the model does not have."""
 
 
+@checks_keywords
 def save_model(
     model: nn.Module,
     path: Location,
@@ -117,6 +118,7 @@ def _check_model(model: object) -> None:
         )
 
 
+@checks_keywords
 def load_model(
     model: nn.Module,
     path: Location,
@@ -424,4 +426,4 @@ def _check_names(names: LoadedNames, model: nn.Module, where: str, sources: Sequ
 def _warn_unverified(sources: Sequence[_Source], request: LoadRequest) -> None:
     for source in sources:
         if request.checked and source.catalog is not None and not source.catalog.checked:
-            warn_unverified(source.file.where, source.catalog.unchecked, stacklevel=3)
+            warn_unverified(source.file.where, source.catalog.unchecked)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+from fastensor.files import arguments
+
 _CALLERS = (
     "fastensor.cli", "fastensor.testing", "fastensor.checkpoint.asynchronous.exits", "fastensor.files.afterwards",
     "fastensor.checkpoint.agreement", "fastensor.checkpoint.dcp.redirect", "fastensor.data", "fastensor.provision",
@@ -28,7 +30,7 @@ def is_nested() -> bool:
     frame: FrameType | None = sys._getframe()
     left = False
     while frame is not None:
-        module = frame.f_globals.get("__name__")
+        module = _module_of(frame)
         if isinstance(module, str) and module.startswith("fastensor.") and not module.startswith(_CALLERS):
             if left:
                 return True
@@ -36,3 +38,11 @@ def is_nested() -> bool:
             left = True
         frame = frame.f_back
     return False
+
+
+def _module_of(frame: FrameType) -> object:
+    """The module whose code the frame runs; that of a check of keywords is the module of the function behind it."""
+    module = frame.f_globals.get("__name__")
+    if module == arguments.__name__:
+        return getattr(frame.f_locals.get("function"), "__module__", module)
+    return module

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.errors import UnverifiedCheckpointWarning
+from fastensor.files.warning import warn_caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,16 @@ class LoadReport:
         return self.nbytes / self.seconds
 
 
-def warn_unverified(where: str, why: str = "", *, stacklevel: int) -> None:
-    """Warn that a file could not be verified.
+def warn_unverified(where: str, why: str = "") -> None:
+    """Warn the program that a file could not be verified.
 
     Args:
         where: the file's name.
         why: the reason, if there is more to say than that the file carries no checksums.
-        stacklevel: 2 blames the caller of this function.
     """
     because = f": {why}" if why else ""
-    warnings.warn(
+    warn_caller(
         f"{where}: the file carries no checksums that could be verified{because}; it is taken as it is. Saving or "
         f"converting it with Fastensor adds them",
         UnverifiedCheckpointWarning,
-        stacklevel=stacklevel + 1,
     )

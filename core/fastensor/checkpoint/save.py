@@ -16,7 +16,7 @@ from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save_transaction import Planner, SaveTransaction, Writer
 from fastensor.errors import LayoutError
-from fastensor.files.arguments import check_flags, did_you_mean
+from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.containers import is_safetensors_name
@@ -27,6 +27,7 @@ DEFAULT_PROTOCOL = 2
 SavedContainer: TypeAlias = Literal["torch", "safetensors"]
 
 
+@checks_keywords
 def save(
     obj: object,
     path: Location,

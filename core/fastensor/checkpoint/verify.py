@@ -23,6 +23,7 @@ from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.checkpoint.sharded import check_holds, files_at, weights_at
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
+from fastensor.files.arguments import checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
@@ -76,6 +77,7 @@ class DamagedCheckpointError(CorruptCheckpointError):
         return type(self), (self.report,)
 
 
+@checks_keywords
 def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: Progress | None = None) -> VerifyReport:
     """Read a checkpoint and compare all of it with its checksums, in bounded memory and without rebuilding anything.
 

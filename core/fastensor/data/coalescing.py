@@ -7,10 +7,12 @@ offset, and read together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from fastensor.files.arguments import as_nbytes, checks_keywords
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -30,12 +32,13 @@ class Extents:
         return len(self.offsets)
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What is read together.
+    """What is read together. Sizes are in bytes, or texts (``"64KiB"``), which become numbers.
 
     Raises:
-        ValueError: a number is too small.
+        TypeError, ValueError: a size is none, or too small.
     """
 
     gap_nbytes: int = 8 << 10
@@ -46,8 +49,11 @@ class Merging:
 
     def __post_init__(self) -> None:
         for name, least in (("gap_nbytes", 0), ("read_nbytes", 1)):
-            if (found := getattr(self, name)) < least:
-                raise ValueError(f"{name} is at least {least}, found {found}")
+            object.__setattr__(self, name, as_nbytes(getattr(self, name), name, at_least=least))
+
+    if TYPE_CHECKING:  # what is read is a number, whatever is given
+
+        def __init__(self, gap_nbytes: int | str = ..., read_nbytes: int | str = ...) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from fastensor.data.staggering import Staggering
 from fastensor.data.worker_errors import sendable_errors
 from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
-from fastensor.files.arguments import as_nbytes, check_function, check_word
+from fastensor.files.arguments import as_nbytes, check_function, check_word, checks_keywords
 
 T = TypeVar("T", covariant=True)
 
@@ -36,6 +36,7 @@ _MOST = 4
 """A dataset of at least one in so many of the file's values wants most of the file."""
 
 
+@checks_keywords
 class LmdbDataset(Dataset[T], Generic[T]):
     """The values of an LMDB database, decoded, in the order of their keys. The file is only read.
 

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fastensor.files.arguments import checks_keywords
+
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 _NPY_MAGIC = b"\x93NUMPY"
@@ -47,6 +49,7 @@ def npy(value: BytesLike) -> npt.NDArray[Any]:
     return loaded
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class Array:
     """Makes arrays of values that are nothing but numbers, row by row.
@@ -74,6 +77,7 @@ def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Calls functions one after the other.
@@ -90,6 +94,7 @@ class Chain:
         return value
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class Image:
     """Makes images of PNG, JPEG and other files by Pillow (the extra ``images``)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,8 +14,9 @@ import torch.distributed as dist
 
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.skipping import OnError, Skipped
-from fastensor.files.arguments import check_whole, check_word
+from fastensor.files.arguments import check_whole, check_word, checks_keywords
 from fastensor.files.launchers import rank_and_world_size
+from fastensor.files.warning import warn_caller
 from fastensor.files.words import is_worth_a_line
 
 _logger = logging.getLogger("fastensor")
@@ -37,6 +37,7 @@ class Progress:
         return Progress(self.epoch, plan.consumed_after(1, self.consumed), self.steps + 1)
 
 
+@checks_keywords
 class EpochLoader(ABC):
     """Gives out the batches of one epoch after the other, in the order of an :class:`EpochPlan`.
 
@@ -171,12 +172,11 @@ class EpochLoader(ABC):
             raise ValueError(f"the state was taken with {', '.join(other)}: the order of its epoch is not known here")
         self._go_to(self._progress_in(state))
         if 0 < self._told_batches < (batches := self._batches_of_epoch()):
-            warnings.warn(
+            warn_caller(
                 f"the resumed epoch has {batches} batches on each rank, those before it was resumed included, and "
                 f"len() has said before that it has {self._told_batches}. Lightning goes by that and loses the last "
                 f"{batches - self._told_batches}: load the state before Lightning asks, in a data module, as "
-                f"fastensor_lightning.FastensorDataModule does. In a loop of your own, ask for len() afterwards",
-                stacklevel=2,
+                f"fastensor_lightning.FastensorDataModule does. In a loop of your own, ask for len() afterwards"
             )
 
     def _take(self, progress: Progress) -> None:

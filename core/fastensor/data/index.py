@@ -19,8 +19,10 @@ from fastensor.data.snapshot import Pin, Snapshot
 from fastensor.data.walk import Progress
 from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
+from fastensor.files.arguments import checks_keywords
 
 
+@checks_keywords
 class LmdbIndex:
     """Where each record of an LMDB database is in its file, in the order of the database. Immutable.
 

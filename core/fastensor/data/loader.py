@@ -17,6 +17,7 @@ from fastensor.data.samplers import ReadAheadSampler
 from fastensor.data.skipping import OnError
 from fastensor.data.skipping_dataset import SkippingCollate, SkippingDataset, WithSkipped
 from fastensor.data.worker_errors import SendableErrors
+from fastensor.files.arguments import checks_keywords
 
 T = TypeVar("T")
 
@@ -29,6 +30,7 @@ _BY_WORKER = "in DataLoader worker process"
 """What torch adds to an error that a worker has raised, and that has not ended it."""
 
 
+@checks_keywords
 class LmdbLoader(EpochLoader):
     """Iterates over the batches of one epoch after the other, like a ``DataLoader``, which it uses.
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fastensor.files.arguments import check_whole
+from fastensor.files.arguments import check_whole, checks_keywords
 
 Shuffle: TypeAlias = Literal["full", "block", "none"]
 """How an epoch is shuffled; see :class:`EpochPlan`."""
@@ -26,6 +26,7 @@ _SHUFFLES: tuple[Shuffle, ...] = get_args(Shuffle)
 _LEAST = {"n": 0, "seed": 0, "batch_size": 1, "world_size": 1, "rank": 0, "block_size": 1, "blocks_per_group": 1}
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
     """Which samples each rank takes in each step of an epoch. Each sample is taken once per epoch, by one rank.

@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from fastensor.data.plan import Positions
+from fastensor.files.arguments import checks_keywords
 
 
 class AnnouncedBatch(list[int]):
@@ -19,6 +20,7 @@ class AnnouncedBatch(list[int]):
     """Batches that earlier batches have not announced, in the order in which they will be asked for."""
 
 
+@checks_keywords
 class ReadAheadSampler(Sampler[list[int]]):
     """Batches of another batch sampler. Each also says which batches its worker will be asked for later.
 

@@ -20,6 +20,7 @@ from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.base import Engine, Value
 from fastensor.files import launchers
+from fastensor.files.arguments import checks_keywords
 from fastensor.files.bounded_call import call_within
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ _CONNECT = timedelta(seconds=60)
 _logger = logging.getLogger("fastensor")
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class Staggering:
     """How many processes may read at a time. The same in all of them.

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from fastensor.errors import OffloadError
+from fastensor.files.arguments import checks_keywords
 from fastensor.offload.config import OffloadConfig, checked_config, dry_run_config
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.hooks import StepHooks, untraced
@@ -21,6 +22,7 @@ from fastensor.offload.statistics import OffloadStatistics
 from fastensor.offload.undone import undone
 
 
+@checks_keywords
 class ActivationOffload:
     """Moves saved activations to an SSD in the forward pass, and back in the backward pass. Gradients are the same.
 

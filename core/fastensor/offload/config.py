@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from fastensor.backends import registry
-from fastensor.files.arguments import as_nbytes, check_flags, did_you_mean, nearest
+from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords, did_you_mean
 from fastensor.offload.codecs import LOSSY, Codec
 
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
@@ -23,6 +23,7 @@ _LEAST = {"min_bytes": 1, "staging_bytes": 1}
 """The least values of sizes that may not be 0."""
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """How activations are offloaded. Sizes are in bytes, or texts (``"2GiB"``), which become numbers.
@@ -44,9 +45,9 @@ class OffloadConfig:
 
     ``"auto"``: as few as have to, so that the rest fits into what is free of the device's memory when a forward pass
     begins (limits of cgroups and the process count), and those that cost the least time. ``"all"``: all of them. An
-    integer: as few as have to, so that at most so many bytes stay on each device. A float from 0 to 1: the same for a
-    share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes by ``"auto"``,
-    because nobody knows yet how many bytes there will be.
+    integer, or a size in words: as few as have to, so that at most so many bytes stay on each device. A float from 0 to
+    1: the same for a share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes
+    by ``"auto"``, because nobody knows yet how many bytes there will be.
 
     If host memory gets short later, in either pass, what stays there leaves after all: what was saved first, and is
     needed last, goes first (:attr:`OffloadStatistics.displaced_bytes`). Passes that are not examined because everything
@@ -147,6 +148,10 @@ class OffloadConfig:
                 f"{did_you_mean(str(self.backend), registry.names_with_slots())}"
             )
 
+    if TYPE_CHECKING:  # what is read of a size is a number, whatever is given
+
+        def __init__(self, **options: Unpack[OffloadOptions]) -> None: ...
+
     @property
     def keeps_some(self) -> bool:
         """Whether saved tensors may stay in memory, as the planner says."""
@@ -162,7 +167,7 @@ class OffloadConfig:
             if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
                 nbytes = as_nbytes(getattr(self, name), name, at_least=_LEAST.get(name, 0))
                 object.__setattr__(self, name, nbytes)
-        if isinstance(self.schedule, str) and self.schedule not in ("auto", "all") and self.schedule[-1:] in "bB":
+        if isinstance(self.schedule, str) and self.schedule[:1].isdigit() and self.schedule[-1:].isalpha():
             object.__setattr__(self, "schedule", as_nbytes(self.schedule, "schedule"))
 
 
@@ -231,18 +236,12 @@ def config_of(
         options: those of :class:`OffloadOptions`.
 
     Raises:
-        TypeError: there is no such option; or something is given twice.
+        TypeError: something is given twice.
         TypeError, ValueError: as :class:`OffloadConfig`.
 
     >>> config_of("/nvme", None, {"min_bytes": "1MiB"}).directories
     ('/nvme',)
-    >>> config_of("/nvme", None, {"min_byte": "1MiB"})
-    Traceback (most recent call last):
-    TypeError: there is no option 'min_byte'; did you mean 'min_bytes'?
     """
-    for name in options:
-        if name not in OffloadOptions.__annotations__:
-            raise TypeError(f"there is no option {name!r}{nearest(name, OffloadOptions.__annotations__)}")
     given = [*(["a folder"] if directory is not None else []), *options]
     if config is not None and given:
         raise TypeError(f"an OffloadConfig has all options; found {', '.join(given)} beside it: put them into it")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
+from fastensor.files.arguments import checks_keywords
 from fastensor.files.words import human_seconds, human_size
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class EncodedBytes:
         return self.nbytes / self.encoded_nbytes
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class OffloadStatistics:
     """What an :class:`ActivationOffload` has done. Sizes are in bytes, times in seconds."""

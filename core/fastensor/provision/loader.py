@@ -15,7 +15,7 @@ from fastensor.data.epochs import EpochLoader, Progress
 from fastensor.data.plan import EpochPlan
 from fastensor.data.skipping import Skipped
 from fastensor.errors import BatchError, ProvisionError
-from fastensor.files.arguments import check_seconds
+from fastensor.files.arguments import check_seconds, checks_keywords
 from fastensor.provision.encoding import decode
 from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
 from fastensor.provision.metrics import Served, table
@@ -55,6 +55,7 @@ class LoaderStatistics:
         return "\n".join(lines)
 
 
+@checks_keywords
 class ProvisionedLoader(EpochLoader):
     """Iterates over the batches of one epoch after the other, which a service makes. See
     :class:`~fastensor.data.epochs.EpochLoader`, and :meth:`fastensor.provision.DataService.loader`, which makes it.

@@ -16,7 +16,7 @@ from fastensor.data import processes
 from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.data.skipping import OnError
 from fastensor.errors import ProvisionError
-from fastensor.files.arguments import as_nbytes, check_whole
+from fastensor.files.arguments import as_nbytes, check_whole, checks_keywords
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
@@ -34,6 +34,7 @@ _LEAST_CACHE_NBYTES = 1 << 12
 _MOST_SEED = 1 << 63
 
 
+@checks_keywords
 class DataService:
     """Reads samples once for all ranks, keeps them in memory, and sends batches to the ranks before they ask.
 

@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.errors import DatasetChangedError, UnsupportedSampleError
+from fastensor.files.arguments import checks_keywords
 from fastensor.provision.encoding import encode
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Source(Protocol):
         ...
 
 
+@checks_keywords
 def as_source(data: Any, *, fingerprint: str = "") -> Source:
     """A source of what users have.
 
@@ -130,6 +132,7 @@ class File(NamedTuple):
     data: bytes
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class FileSource:
     """Files as samples, in the order of their paths. See :class:`Source`."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
+from fastensor.files.arguments import checks_keywords
+
 Operation: TypeAlias = Literal["write", "read"]
 STAGED = "staged"
 """Stands in place of a device: an asynchronous save has copied the bytes, and the program goes on meanwhile."""
 
 
+@checks_keywords
 class Context(NamedTuple):
     """The circumstances of one transfer.
 

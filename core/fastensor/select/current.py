@@ -11,7 +11,7 @@ import os
 import threading
 from typing import get_args
 
-from fastensor.files.arguments import check_word
+from fastensor.files.arguments import check_word, checks_keywords
 from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
@@ -28,6 +28,7 @@ _made: dict[tuple[int, Kind], tuple[Selector, DictionaryFile]] = {}
 _for_all: Selector | None = None
 
 
+@checks_keywords
 def use_selector(selector: Selector | None) -> None:
     """Let one selector choose wherever ``backend="auto"`` is asked for in this process.
 
@@ -40,6 +41,7 @@ def use_selector(selector: Selector | None) -> None:
     _for_all = selector
 
 
+@checks_keywords
 def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Selector:
     """The selector for files at a path, which need not exist.
 

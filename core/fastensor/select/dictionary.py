@@ -13,6 +13,7 @@ from statistics import median_low
 from typing import Any, NamedTuple, Self
 
 from fastensor.errors import FastensorError
+from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.context import Context
 from fastensor.select.line import Line
 from fastensor.select.sizes import bucket_of, scaled, size_of
@@ -108,6 +109,7 @@ _NOTHING = Entry()
 _NO_SIZES: Mapping[int, Entry] = {}
 
 
+@checks_keywords
 class Change(NamedTuple):
     """A change of a dictionary: a measurement, or, if ``seconds`` is None, the removal of a backend's timings."""
 
@@ -124,6 +126,7 @@ class Change(NamedTuple):
     """Whether the backend failed: the seconds are lost, and are no measurement."""
 
 
+@checks_keywords
 class Dictionary:
     """Timings by size, context and backend. Not thread-safe.
 
@@ -152,9 +155,9 @@ class Dictionary:
             for bucket, entry in sorted(self._entries[context].items(), key=itemgetter(0)):
                 yield Key(context, bucket), entry
 
-    def of(self, context: Context, nbytes: int) -> Entry:
-        """The timings of a size."""
-        return self.at(Key(context, bucket_of(nbytes)))
+    def of(self, context: Context, nbytes: int | str) -> Entry:
+        """The timings of a size, which is a number of bytes or in words (``"1GiB"``)."""
+        return self.at(Key(context, bucket_of(as_nbytes(nbytes, "nbytes"))))
 
     def at(self, key: Key) -> Entry:
         """The timings of a key. Do not change them."""

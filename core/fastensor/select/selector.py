@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.files.words import human_seconds, human_size
 from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, up_to
 from fastensor.select.context import Context
@@ -73,6 +73,7 @@ class _Expected(NamedTuple):
     """By measured backend, the time of the transfer at hand alone."""
 
 
+@checks_keywords
 class Selector:
     """Chooses the backend of a transfer, by the times of earlier ones. Every method may be called from several threads.
 
@@ -166,7 +167,7 @@ class Selector:
 
     def choose(
         self,
-        nbytes: int,
+        nbytes: int | str,
         context: Context,
         candidates: Iterable[str],
         mode: Mode | None = None,
@@ -177,7 +178,7 @@ class Selector:
         """Choose the backend of one transfer.
 
         Args:
-            nbytes: the bytes to move.
+            nbytes: the bytes to move, as a number or in words (``"1GiB"``).
             context: the circumstances.
             candidates: the backends that can move them; at least one.
             mode: what a file is written for; None means the selector's own mode. Ignored for reads.
@@ -185,7 +186,7 @@ class Selector:
             learn: whether the time will be recorded. If not, no backend is tried.
         """
         mode = check_mode(mode or self._mode)
-        key = Key(context, bucket_of(nbytes))
+        key = Key(context, bucket_of(as_nbytes(nbytes, "nbytes")))
         possible = in_order(candidates)
         with self._lock:
             history = self._histories.setdefault(key, _History())
@@ -198,7 +199,9 @@ class Selector:
                     history.risk_seconds = choice.risk_seconds
             return choice
 
-    def record(self, nbytes: int, context: Context, backend: str, seconds: float, choice: Choice | None = None) -> None:
+    def record(
+        self, nbytes: int | str, context: Context, backend: str, seconds: float, choice: Choice | None = None
+    ) -> None:
         """Record the time of a transfer.
 
         Args:
@@ -207,6 +210,7 @@ class Selector:
             seconds: the time.
             choice: the choice that led to the transfer, so that the cost of a try is counted; None without a choice.
         """
+        nbytes = as_nbytes(nbytes, "nbytes")
         key = Key(context, bucket_of(nbytes))
         if choice is not None and choice.backend != backend:
             choice = None  # which could not do it
@@ -226,7 +230,7 @@ class Selector:
 
     def failed(
         self,
-        nbytes: int,
+        nbytes: int | str,
         context: Context,
         backend: str,
         reason: str,
@@ -241,6 +245,7 @@ class Selector:
             seconds: the time that was lost.
             choice: the choice that led to the attempt. If that was a try, the lost time is its cost.
         """
+        nbytes = as_nbytes(nbytes, "nbytes")
         with self._lock:
             self._counts["failed"] += 1
             history = self._histories.setdefault(Key(context, bucket_of(nbytes)), _History())
@@ -251,7 +256,7 @@ class Selector:
 
     def explain(
         self,
-        nbytes: int,
+        nbytes: int | str,
         context: Context,
         candidates: Iterable[str] | None = None,
         mode: Mode | None = None,
@@ -267,7 +272,7 @@ class Selector:
         Raises:
             ValueError: there are no candidates, and no backend was ever measured.
         """
-        key = Key(context, bucket_of(nbytes))
+        key = Key(context, bucket_of(as_nbytes(nbytes, "nbytes")))
         with self._lock:
             history = self._histories.get(key) or _History()
             if candidates is None:

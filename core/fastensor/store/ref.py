@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from fastensor.errors import UnsupportedContentError
+from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.shape import is_dense, is_shape
 
 Format: TypeAlias = Literal["npy", "pt"]
@@ -19,6 +20,7 @@ PLAIN_KINDS = ("Tensor", "Parameter")
 _NAME = re.compile(r"[0-9a-f]{32}\.(npy|pt)")
 
 
+@checks_keywords
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """Where a :class:`TensorStore` keeps a tensor, and what the file does not say about the tensor.

@@ -23,7 +23,7 @@ from fastensor.errors import (
     PlacementError,
 )
 from fastensor.files import posix
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.atomic import NewFile
 from fastensor.select.choice import Mode, check_mode
 from fastensor.select.context import Context
@@ -38,6 +38,7 @@ from fastensor.store.ref import Format, TensorRef
 from fastensor.store.tools import StoreStatistics, Tools, container_of, ways_to_read, ways_to_write
 
 
+@checks_keywords
 class TensorStore:
     """A directory of tensors, one file each, written and read by the fastest backend for each.
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from fastensor.files.arguments import checks_keywords
 from fastensor.testing.calls import Call, intercepted
 
 _fcntl, _fstat = fcntl.fcntl, os.fstat  # not intercepted
@@ -26,6 +27,7 @@ class Fault:
     """The name of the call that failed or was cut short; empty before that."""
 
 
+@checks_keywords
 def failing_call(number: int, code: int = errno.EIO, *, name: str = "") -> AbstractContextManager[Fault]:
     """Make the ``number``-th system call of Fastensor's I/O in the block fail with ``code``, counting from 1.
 
@@ -49,6 +51,7 @@ def failing_call(number: int, code: int = errno.EIO, *, name: str = "") -> Abstr
     return _injected(number, fail, name)
 
 
+@checks_keywords
 def short_call(number: int) -> AbstractContextManager[Fault]:
     """Make the ``number``-th system call of Fastensor's I/O in the block move about a third of the bytes.
 

@@ -9,8 +9,10 @@ from typing import Any
 from fastensor.checkpoint.asynchronous.work import Save, SaveStage
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.report import SaveReport
+from fastensor.files.arguments import checks_keywords
 
 
+@checks_keywords
 class SaveHandle:
     """A save of :class:`~fastensor.AsyncWriter`. Every method may be called from any thread.
 

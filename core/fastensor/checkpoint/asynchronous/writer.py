@@ -35,6 +35,7 @@ from fastensor.checkpoint.save import SaveOptions, SaveSettings
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.errors import SaveDroppedError
 from fastensor.files.afterwards import Worker
+from fastensor.files.arguments import checks_keywords, checks_keywords_with
 from fastensor.stitch.source import Plan
 
 _logger = logging.getLogger("fastensor")
@@ -47,6 +48,7 @@ _GRACE_SECONDS = 2.0
 """How long a save that was given up may take to notice."""
 
 
+@checks_keywords
 class AsyncWriter:
     """Saves checkpoints while the program goes on.
 
@@ -120,6 +122,7 @@ class AsyncWriter:
         """Held while a save is staged: blocks are taken in the order of the saves."""
         self._finalizer = weakref.finalize(self, _let_go, self._worker)
 
+    @checks_keywords_with(SaveOptions.__annotations__)
     def save(self, obj: object, path: str | os.PathLike[str], **options: Unpack[SaveOptions]) -> SaveHandle:
         """Save as :func:`fastensor.save` does, but return when all of ``obj`` has been copied.
 

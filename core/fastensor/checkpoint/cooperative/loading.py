@@ -24,10 +24,12 @@ from fastensor.checkpoint.report import LoadReport
 from fastensor.checkpoint.request import check_arguments
 from fastensor.errors import CheckpointReadError
 from fastensor.files import posix
+from fastensor.files.arguments import checks_keywords
 
 _THROUGH_THE_PAGE_CACHE = "numpy"
 
 
+@checks_keywords
 def load(
     path: Location,
     map_location: MapLocation = None,
@@ -61,6 +63,7 @@ def load(
     return found
 
 
+@checks_keywords
 def load_with_report(
     path: Location,
     map_location: MapLocation = None,

@@ -40,6 +40,7 @@ from fastensor.checkpoint.save import SaveOptions, SaveSettings
 from fastensor.checkpoint.save_transaction import reserve
 from fastensor.errors import CheckpointWriteError, ReplicaMismatchError
 from fastensor.files import posix
+from fastensor.files.arguments import checks_keywords_with
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, Transfer
@@ -51,6 +52,7 @@ _DESCRIBE = "describe"
 """Rank 0's reply that asks for a description of the state."""
 
 
+@checks_keywords_with(SaveOptions.__annotations__)
 def save(
     obj: object,
     path: str | os.PathLike[str],

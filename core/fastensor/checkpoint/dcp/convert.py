@@ -261,14 +261,11 @@ def _up_to_fork(way: Sequence[Any], other: Sequence[str]) -> str:
     return ".".join(texts[: depth + 1])
 
 
-def to_directory(
-    source: Location, target: Location, settings: ConvertSettings, progress: Progress, *, stacklevel: int = 2
-) -> SaveReport:
+def to_directory(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
     """:func:`fastensor.convert` from files to a distributed checkpoint. The progress is that of verifying them.
 
     Args:
         source, target, settings, progress: as there.
-        stacklevel: of the warning that a file could not be verified; 2 blames the caller of this function.
     """
     started = time.perf_counter()
     if metadata_names(source):
@@ -277,7 +274,7 @@ def to_directory(
     for file, names, tell in with_progress(files, progress) if settings.verify else ():
         verified = verify_part(file, names, settings.backend, tell)
         if not verified.complete:
-            warn_unverified(verified.path, stacklevel=stacklevel)
+            warn_unverified(verified.path)
     state = dict_in(_loaded(files), settings.root, name_of(source))
     planned = time.perf_counter()
     writer = FastensorStorageWriter(cast(str, target), sync_files=settings.durable, backend=settings.backend)

@@ -26,7 +26,7 @@ from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.ties import sharing
 from fastensor.errors import CheckpointReadError, FastensorError
-from fastensor.files.arguments import check_flags
+from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.safetensors import has_own_memory
 
@@ -34,6 +34,7 @@ _Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
 """What is wanted of each item, by its name and the offset of its chunk."""
 
 
+@checks_keywords
 class FastensorStorageReader(FileSystemReader):
     """Reads a distributed checkpoint: takes the place of torch's ``FileSystemReader`` and ``FsspecReader``.
 

@@ -56,7 +56,7 @@ from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.save_transaction import write_by_backend
 from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
-from fastensor.files.arguments import check_flags, check_whole
+from fastensor.files.arguments import check_flags, check_whole, checks_keywords
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -81,6 +81,7 @@ class _Staged(dict[str, Any]):
     """A staged state dict. It is alive as long as a save uses it."""
 
 
+@checks_keywords
 class FastensorStorageWriter(FileSystemWriter):
     """Writes a distributed checkpoint: takes the place of torch's ``FileSystemWriter`` and ``FsspecWriter``.
 
