@@ -76,7 +76,10 @@ def test_directories_where_files_are_expected(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(fastensor.CheckpointReadError, match="distributed checkpoint; load it by torch"):
         fastensor.load(path)
     for command in ("verify", "inspect"):
-        code, out, err = command_line(capsys, command, path.parent)
+        assert command_line(capsys, command, path.parent)[0] == 0, "it is found in the folder"
+    (tmp_path / "empty").mkdir()
+    for command in ("verify", "inspect"):
+        code, out, err = command_line(capsys, command, tmp_path / "empty")
         assert code == 1
         assert "it has no .metadata); name what is in it" in out + err
 

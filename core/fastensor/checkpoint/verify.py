@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.archive import read_archive, verify_compressed
 from fastensor.checkpoint.catalog import read_catalog
-from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.directories import metadata_names, nbytes_in_directory
+from fastensor.checkpoint.folders import Member, OtherKind, entries_at, folder_at, members_of, name_in
 from fastensor.checkpoint.foreign_code import foreign_code
-from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, container_of, opened
+from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.opened import OpenedFile, container_of, opened, read_exactly
 from fastensor.checkpoint.progress import Progress, reporting, tell_part
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
-from fastensor.checkpoint.sharded import check_holds, files_at, weights_at
+from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
+from fastensor.stitch.zip_directory import LOCAL_HEADER
 
 _SHOWN = 5
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +41,35 @@ class VerifyReport:
     """The result of a :func:`verify`."""
 
     path: str
-    container: Container | Literal["dcp", "huggingface"]
-    """``torch``, ``safetensors``, ``legacy`` for files of torch before 1.6, ``dcp`` for a distributed checkpoint, or
-    ``huggingface`` for a model in several files."""
+    container: Container | Literal["dcp", "huggingface", "folder", "index"] | OtherKind
+    """``torch``, ``safetensors``, ``legacy`` for files of torch before 1.6, ``dcp`` for a distributed checkpoint,
+    ``huggingface`` for a model in several files, or ``folder`` for a folder of several checkpoints."""
     nbytes: int
-    """Size of the file, or of all files."""
+    """Size of the file, or of all files that are checkpoints."""
     compared: int
     """How many parts were compared with a checksum."""
     compared_bytes: int
     """Size of these parts."""
     uncompared: int
-    """How many parts carry no checksum."""
+    """How many parts carry no checksum. A file that is neither a checkpoint nor a text counts as one."""
     seconds: float
     damage: tuple[Damage, ...] = ()
     """The parts that do not match."""
     code: tuple[str, ...] = ()
     """Functions and classes that the file names and ``weights_only=True`` refuses: what it was built to run, or what it
     needs. Checksums say nothing about them. Not looked for in a damaged file."""
+    not_compared: tuple[str, ...] = ()
+    """The files of a folder that were not compared, or not wholly: their paths in it. Texts, such as ``config.json``,
+    are among them, though they do not make the report incomplete."""
+
+    @property
+    def is_of_checkpoint(self) -> bool:
+        """Whether this is not only the name of a file that is no checkpoint."""
+        return self.container not in ("index", "text", "pickle", "other")
 
     @property
     def complete(self) -> bool:
-        """Whether every part of the file has a checksum. If False, there may be damage that no reader can see."""
+        """Whether every part has a checksum, but for texts. If False, there may be damage that no reader can see."""
         return self.uncompared == 0
 
 
@@ -83,27 +96,30 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
 
     Args:
         path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or
-            ``*.index.json`` of a model in several files, or its folder; or the directory of a checkpoint of
-            ``torch.distributed.checkpoint``. Of a model's folder only the weights of that one model are read. Give the
-            other files one by one, such as optimizers, random states and further models in a state of Accelerate.
+            ``*.index.json`` of a model in several files; or a folder of this machine, of which all is read, with its
+            folders: models, states of Accelerate, checkpoints of a Trainer, checkpoints of
+            ``torch.distributed.checkpoint``; or the directory of one of these at a URL.
         backend: as for :func:`fastensor.load`.
         progress: called after every few MiB with the bytes done and the bytes to do.
 
     Returns:
         How much was compared. If ``complete`` is False, parts of the file carry no checksum: of these, only the
         structure is known to be intact, and of a legacy file not even that, nor that it holds the tensors that the
-        index of its model expects in it. A file that is intact is not safe for
-        that reason: ``code`` lists what it names beyond what ``weights_only=True`` allows.
+        index of its model expects in it. ``not_compared`` names the files of a folder of which that is true, and all
+        that are no checkpoints. A file that is intact is not safe for that reason: ``code`` lists what it names beyond
+        what ``weights_only=True`` allows.
 
     Raises:
         FileNotFoundError: there is no such file, or one of the files of a model is missing.
         DamagedCheckpointError: parts do not match; the error's ``report.damage`` lists all of them. All files of a
-            model are read before any error is raised. Notes of the error (``__notes__``) say which other files could
+            folder are read before any error is raised. Notes of the error (``__notes__``) say which other files could
             not be verified, and why. Damage is raised first, then what is wrong with the first file.
         CorruptCheckpointError: the structure of a file is damaged, or it lacks a tensor that the index of its model
             expects in it.
-        NotACheckpointError: a file is something else than a checkpoint.
-        CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
+        NotACheckpointError: the file is something else than a checkpoint; or one in a folder is, whose name ends in
+            ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
+        CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes; or there is
+            no checkpoint in the folder.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
@@ -114,13 +130,30 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     """
     check_choice(backend)
     with reporting(progress) as tell:
-        files = files_at(path)
-        if [*files.values()] == [None]:
-            return verify_part(next(iter(files)), None, backend, tell)
-        return _verify_each(str(weights_at(path)), files, backend, tell)
+        members = members_at(path)
+        if len(members) == 1:
+            return verify_member(members[0], backend, tell)
+        return _verify_each(path, members, backend, tell)
 
 
-def verify_part(path: Location, expected: set[str] | None, backend: BackendChoice, progress: Progress) -> VerifyReport:
+def members_at(path: Location) -> list[Member]:
+    """The files that :func:`verify` reads one by one, and those that it names only."""
+    return [member for entry in entries_at(path) for member in members_of(entry)]
+
+
+def verify_member(member: Member, backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """:func:`verify` for one of :func:`members_at`. Of an index, only that it is one is known."""
+    if member.kind == "checkpoint":
+        return verify_part(member.path, member.expected, backend, progress)
+    where = str(member.path)
+    if member.kind == "index":
+        files_of(Path(where))
+    nbytes = 0 if os.path.isdir(where) else os.stat(where).st_size
+    uncompared = 0 if member.kind in ("index", "text") else 1
+    return VerifyReport(where, member.kind, nbytes, 0, 0, uncompared, 0.0)
+
+
+def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoice, progress: Progress) -> VerifyReport:
     """:func:`verify` for a file or a distributed checkpoint.
 
     Args:
@@ -139,53 +172,62 @@ def verify_part(path: Location, expected: set[str] | None, backend: BackendChoic
         return report
 
 
-def _verify_each(
-    where: str, files: Mapping[Location, set[str] | None], backend: BackendChoice, progress: Progress
-) -> VerifyReport:
-    """One report of the files of a model."""
+def _verify_each(path: Location, members: Sequence[Member], backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """One report of the files of a model, or of a folder."""
     started = time.perf_counter()
-    joined = VerifyReport(where, "huggingface", 0, 0, 0, 0, 0.0)
+    folder = folder_at(path)
+    joined = _empty_report(path)
     failures: list[Exception] = []
-    for path, expected, tell in with_progress(files, progress):
+    named = ((member, progress) for member in members if member.kind != "checkpoint")
+    read = [member for member in members if member.kind == "checkpoint"]
+    for member, tell in chain(named, with_progress(read, attrgetter("path"), progress)):
         try:
-            report = verify_part(path, expected, backend, tell)
+            report = verify_member(member, backend, tell)
         except DamagedCheckpointError as error:
             report = error.report
         except (CorruptCheckpointError, NotACheckpointError, UnsupportedContentError, OSError) as error:
             failures.append(error)
             continue
-        joined = _with_file(joined, report, cast(Path, path).name)
-    joined = replace(joined, seconds=time.perf_counter() - started)
+        joined = _with_file(joined, report, name_in(folder, member.path))
+    joined = replace(joined, seconds=time.perf_counter() - started, not_compared=tuple(sorted(joined.not_compared)))
     if joined.damage:
         failures.insert(0, DamagedCheckpointError(joined))
     if not failures:
         return joined
     first, *others = failures
+    whole = "model" if joined.container == "huggingface" else "folder"
     for other in others:
-        first.add_note(f"another file of the model could not be verified: {other}")
+        first.add_note(f"another file of the {whole} could not be verified: {other}")
     raise first
 
 
+def _empty_report(path: Location) -> VerifyReport:
+    """The report of a model or folder of which nothing was read."""
+    weights = weights_at(path)
+    if weights is not None and is_index(weights):
+        return VerifyReport(str(weights), "huggingface", 0, 0, 0, 0, 0.0)
+    return VerifyReport(name_of(path), "dcp" if metadata_names(path) else "folder", 0, 0, 0, 0, 0.0)
+
+
 def with_progress(
-    files: Mapping[Location, set[str] | None], progress: Progress
-) -> Iterator[tuple[Location, set[str] | None, Progress]]:
-    """The files of a checkpoint, as :func:`fastensor.checkpoint.sharded.files_at` gives them, and for each one the
-    progress that it is to call, which counts as a part of that of all files."""
-    if None in files.values():  # it stands for itself, and may be remote
-        yield from ((path, expected, progress) for path, expected in files.items())
+    items: Sequence[_T], path_of: Callable[[_T], Location], progress: Progress
+) -> Iterator[tuple[_T, Progress]]:
+    """Files, and for each one the progress that it is to call, which counts as a part of that of all files."""
+    if len(items) == 1:  # it may be remote
+        yield items[0], progress
         return
-    sizes = [_nbytes_of(cast(Path, path)) for path in files]
+    sizes = [_nbytes_of(Path(str(path_of(item)))) for item in items]
     done, total = 0, sum(sizes)
-    for (path, expected), nbytes in zip(files.items(), sizes, strict=True):
-        yield path, expected, partial(tell_part, progress, done, total)
+    for item, nbytes in zip(items, sizes, strict=True):
+        yield item, partial(tell_part, progress, done, total)
         done += nbytes
         progress(done, total)
 
 
 def _nbytes_of(path: Path) -> int:
-    """The size of a file; 0 if it cannot be had: whoever opens the file says why."""
+    """The size of a file, or of those in a directory; 0 if it cannot be had: whoever opens it says why."""
     try:
-        return path.stat().st_size
+        return nbytes_in_directory(str(path)) if path.is_dir() else path.stat().st_size
     except OSError:
         return 0
 
@@ -193,13 +235,22 @@ def _nbytes_of(path: Path) -> int:
 def _with_file(joined: VerifyReport, report: VerifyReport, name: str) -> VerifyReport:
     return replace(
         joined,
-        nbytes=joined.nbytes + report.nbytes,
+        nbytes=joined.nbytes + report.nbytes * report.is_of_checkpoint,
         compared=joined.compared + report.compared,
         compared_bytes=joined.compared_bytes + report.compared_bytes,
         uncompared=joined.uncompared + report.uncompared,
         damage=(*joined.damage, *(replace(one, part=f"{name}: {one.part}") for one in report.damage)),
         code=tuple(dict.fromkeys((*joined.code, *report.code))),
+        not_compared=(*joined.not_compared, *_not_compared(report, name)),
     )
+
+
+def _not_compared(report: VerifyReport, name: str) -> Iterator[str]:
+    """The files of a folder that were not compared, or not wholly, of a file or distributed checkpoint in it."""
+    if report.not_compared:
+        yield from (os.path.normpath(os.path.join(name, one)) for one in report.not_compared)
+    elif not (report.complete and report.is_of_checkpoint):
+        yield name
 
 
 def verify_opened(file: OpenedFile, backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -275,12 +326,17 @@ def _compare(
     file: OpenedFile, parts: Sequence[Part], compared: _ComparedParts, backend: BackendChoice, progress: Progress
 ) -> None:
     """Compare the parts that are not empty, in the order of the file."""
+    for part in parts:
+        if part.header_nbytes and not part.nbytes:
+            _check_name(part, read_exactly(file, part.begin, part.header_nbytes), file.where)
     ordered = sorted((part for part in parts if part.nbytes), key=attrgetter("begin"))
     total = sum(part.end - part.begin for part in ordered)
     done = 0
     with PartReader(file, extents_of(ordered), ReadOptions(backend), verify=True) as reader:
         for part in ordered:
-            reader.data_begin(part)  # raises if the local header is damaged
+            header = bytearray(part.header_nbytes)
+            reader.data_begin(part, memoryview(header) if header else None)  # raises if the local header is damaged
+            _check_name(part, header, file.where)
             if part.crc32 is None:
                 compared.uncompared += 1
                 continue
@@ -289,6 +345,20 @@ def _compare(
             progress(done, total)
             compared.add_compared(part.nbytes)
             compared.damage += [damage] if damage else []
+
+
+def _check_name(part: Part, header: bytes | bytearray, where: str) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: a record has another name in front of it than in the directory. No checksum covers
+            names, and a record of another name is not found when the file is loaded.
+    """
+    name = bytes(header[LOCAL_HEADER.size :])
+    if header and name != part.name.encode():
+        raise CorruptCheckpointError(
+            f"{where}: the local header at offset {part.begin} names the record {name!r}, the directory {part.name!r}: "
+            f"the file was damaged after it was written"
+        )
 
 
 def _add_progress(progress: Progress, before: int, total: int, read: int) -> None:

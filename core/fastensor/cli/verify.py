@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fastensor.backends import registry
-from fastensor.checkpoint.sharded import files_at
-from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify_part
+from fastensor.checkpoint.folders import Member
+from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, members_at, verify_member
 from fastensor.cli.errors import in_flags
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable, progress_bar
 from fastensor.errors import FastensorError
@@ -19,6 +19,7 @@ _STYLES = {
     "intact, names code": "yellow",
     "no checksums": "yellow",
     "partly checked": "yellow",
+    "not compared": "yellow",
     "damaged": "bold red",
     "unreadable": "bold red",
 }
@@ -39,20 +40,20 @@ def run(files: Sequence[str], *, json: bool, allow_unchecked: bool, allow_code: 
 
 
 def _verify_all(file: str) -> Iterator[dict[str, Any]]:
-    """The results of a file, or of the files of a model."""
+    """The results of a file, or of the files of a model or folder."""
     try:
-        parts = files_at(file)
+        members = members_at(file)
     except (FastensorError, OSError) as error:
         yield {"path": file, "result": "unreadable", "error": str(error)}
         return
-    for path, expected in parts.items():
-        yield _verify(str(path), expected)
+    for member in members:
+        yield _verify(str(member.path), member)
 
 
-def _verify(file: str, expected: set[str] | None) -> dict[str, Any]:
+def _verify(file: str, member: Member) -> dict[str, Any]:
     try:
         with progress_bar(file) as progress:
-            report = verify_part(file, expected, registry.AUTO, progress)
+            report = verify_member(member, registry.AUTO, progress)
     except DamagedCheckpointError as error:
         return {"result": "damaged", "error": str(error), **asdict(error.report), "path": file}
     except (FastensorError, OSError) as error:
@@ -61,6 +62,8 @@ def _verify(file: str, expected: set[str] | None) -> dict[str, Any]:
 
 
 def _describe(report: VerifyReport) -> str:
+    if not report.is_of_checkpoint:
+        return "not compared"
     if not report.complete:
         return "partly checked" if report.compared_bytes else "no checksums"
     return "intact"
@@ -70,7 +73,7 @@ def _statuses(one: dict[str, Any]) -> Iterator[int]:
     """Everything that is wrong with a file."""
     if one["result"] in ("damaged", "unreadable"):
         yield FAILED
-    if one["result"] in ("no checksums", "partly checked"):
+    elif one["uncompared"]:
         yield UNCHECKED
     if one.get("code"):
         yield FOREIGN_CODE
@@ -88,7 +91,8 @@ def _row(one: dict[str, Any]) -> list[str]:
     if "nbytes" not in one:
         return [result, "", "", "", "", one["path"]]
     rate = human_size(one["compared_bytes"] / max(one["seconds"], 1e-9))
-    compared = f"{one['compared']} of {one['compared'] + one['uncompared']} parts"
+    parts = one["compared"] + one["uncompared"]
+    compared = f"{one['compared']} of {parts} parts" if parts else ""
     speed = f"{rate}/s" if one["compared"] else ""
     return [result, one["container"], human_size(one["nbytes"]), compared, speed, one["path"]]
 

@@ -91,7 +91,7 @@ def foreign_content(start: bytes) -> str:
     for magic, what in _FOREIGN:
         if start.startswith(magic):
             return what
-    if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5") and _is_plain_pickle(start):
+    if is_plain_pickle(start):
         return "a pickle that torch.save did not write; pickle.load, or the library that wrote it, reads it"
     return _text_in_words(start)
 
@@ -110,24 +110,38 @@ def refuse_foreign(start: bytes, where: str, expected: str = "a checkpoint") -> 
         raise NotACheckpointError(f"{where}: expected {expected}, found {what}")
 
 
-def _is_plain_pickle(start: bytes) -> bool:
-    """Whether a pickle begins with something else than a long number, as those of torch do."""
+def is_plain_pickle(start: bytes) -> bool:
+    """Whether a file that begins like this is a pickle that begins with something else than a long number, as those of
+    torch do."""
+    if start[:1] != b"\x80" or start[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
+        return False
     framed = start[2:3] == b"\x95"
     first = start[11:12] if framed else start[2:3]
     return first != b"" and first in _MAIN_OPCODES
 
 
-def _text_in_words(start: bytes) -> str:
-    """What a text is; empty if it is none. Less than eight bytes may be left of a checkpoint."""
+def is_text(start: bytes) -> bool:
+    """Whether what a file begins with is a text, or nothing.
+
+    >>> is_text(b"{}"), is_text("Ü".encode()[:1]), is_text(b"\\0"), is_text(b"\\xff")
+    (True, True, False, False)
+    """
+    return _decoded(start) is not None
+
+
+def _decoded(start: bytes) -> str | None:
+    """The beginning of a text; None if it is none."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start).strip().removeprefix("\ufeff")
     except UnicodeDecodeError:
-        return ""
-    if (
-        len(start) < LENGTH_NBYTES
-        or not text
-        or not all(character.isprintable() or character.isspace() for character in text)
-    ):
+        return None
+    return text if all(character.isprintable() or character.isspace() for character in text) else None
+
+
+def _text_in_words(start: bytes) -> str:
+    """What a text is; empty if it is none. Less than eight bytes may be left of a checkpoint."""
+    text = _decoded(start)
+    if len(start) < LENGTH_NBYTES or not text:
         return ""
     begin = text[:_SHOWN_CHARACTERS].lower()
     if begin.startswith(("<!doctype html", "<html", "<head", "<body", "<!--")):

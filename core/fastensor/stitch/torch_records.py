@@ -143,7 +143,7 @@ def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) ->
         CorruptCheckpointError: the local header contradicts the directory. A changed length in the header would make
             other bytes the data.
     """
-    signature, name_nbytes, extra_nbytes = _LENGTHS.unpack(header)
+    signature, name_nbytes, extra_nbytes = _LENGTHS.unpack_from(header)
     begin: int = part.begin + part.header_nbytes + extra_nbytes
     if (
         signature != LOCAL_SIGNATURE

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
-from fastensor.checkpoint.dcp.metadata import chunks_in, read_metadata
+from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.foreign_code import foreign_code
@@ -44,6 +44,8 @@ class Contents:
     """Size of the metadata files."""
     metadata_count: int
     """How many metadata files there are: more than one if each rank has its own."""
+    unsealed: tuple[str, ...]
+    """The metadata files that carry no CRC32, as torch's own writer makes them."""
 
 
 def read_contents(path: str | os.PathLike[str]) -> Contents:
@@ -57,10 +59,12 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     nbytes = 0
     found: list[Metadata] = []
     items: list[Item] = []
+    unsealed = []
     for name in metadata_names(path):
         data = directory.read(name)
         nbytes += len(data)
         metadata = read_metadata(data, where=directory.name_of(name))
+        unsealed += [] if has_seal(data) else [name]
         found.append(metadata)
         chunks = chunks_in(metadata)
         items += [
@@ -68,7 +72,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         ]
     if not found:
         raise FileNotFoundError(f"{directory.path}: no complete distributed checkpoint is there")
-    return Contents(directory, found[0], items_by_file(items), nbytes, len(found))
+    return Contents(directory, found[0], items_by_file(items), nbytes, len(found), tuple(unsealed))
 
 
 def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -103,10 +107,11 @@ def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progr
         nbytes=nbytes,
         compared=comparison.compared,
         compared_bytes=comparison.compared_bytes,
-        uncompared=comparison.uncompared,
+        uncompared=comparison.uncompared + len(contents.unsealed),
         seconds=time.perf_counter() - started,
         damage=tuple(comparison.damage),
         code=tuple(dict.fromkeys((*_code_of_metadata(contents), *comparison.code))),
+        not_compared=(*contents.unsealed, *comparison.not_compared),
     )
     if report.damage:
         raise DamagedCheckpointError(report)
@@ -125,6 +130,8 @@ class _DirectoryComparison:
         self.uncompared = 0
         self.damage: list[Damage] = []
         self.code: list[str] = []
+        self.not_compared: dict[str, None] = {}
+        """The files that were not compared, or not wholly, in order."""
 
     def compare(self, reader: ItemReader, item: Item) -> None:
         """Compare an item with its CRC32, or with those of its records."""
@@ -147,7 +154,7 @@ class _DirectoryComparison:
             report = verify_opened(file, backend, lambda done, total: self._progress(self._done + done, self._total))
         except DamagedCheckpointError as error:
             report = error.report
-        self._add_report(report, name, 0)
+        self._add_report(report, name, name, 0)
         self._done += report.compared_bytes
 
     def compare_file(self, directory: LocalDirectory | RemoteDirectory) -> int:
@@ -158,7 +165,7 @@ class _DirectoryComparison:
             return 0
         except DamagedCheckpointError as error:
             report = error.report
-        self._add_report(report, _BESIDE, 0)
+        self._add_report(report, _BESIDE, _BESIDE, 0)
         return report.nbytes
 
     def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
@@ -167,15 +174,20 @@ class _DirectoryComparison:
         except DamagedCheckpointError as error:
             report = error.report
         if report is None:
-            self.uncompared += 1
+            self._add_uncompared(item.file, 1)
             return
-        self._add_report(report, title, item.offset)
+        self._add_report(report, item.file, title, item.offset)
 
-    def _add_report(self, report: VerifyReport, title: str, offset: int) -> None:
+    def _add_report(self, report: VerifyReport, file: str, title: str, offset: int) -> None:
         self._add(report.compared, report.compared_bytes)
-        self.uncompared += report.uncompared
+        self._add_uncompared(file, report.uncompared)
         self.code += report.code
         self.damage += [replace(one, part=f"{title}: {one.part}", offset=offset + one.offset) for one in report.damage]
+
+    def _add_uncompared(self, file: str, count: int) -> None:
+        self.uncompared += count
+        if count:
+            self.not_compared[file] = None
 
     def _add(self, count: int, nbytes: int) -> None:
         self.compared += count

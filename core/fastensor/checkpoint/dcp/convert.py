@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -271,7 +272,8 @@ def to_directory(source: Location, target: Location, settings: ConvertSettings, 
     if metadata_names(source):
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
     files = files_behind(source)
-    for file, names, tell in with_progress(files, progress) if settings.verify else ():
+    verifying = with_progress([*files.items()], itemgetter(0), progress) if settings.verify else ()
+    for (file, names), tell in verifying:
         verified = verify_part(file, names, settings.backend, tell)
         if not verified.complete:
             warn_unverified(verified.path)

@@ -65,6 +65,11 @@ def sealed(metadata: Metadata) -> bytes:
     return data + _SEAL % isal_zlib.crc32(data)
 
 
+def has_seal(data: bytes) -> bool:
+    """Whether a metadata file has a CRC32 at its end."""
+    return _SEALED.search(data) is not None
+
+
 def check_seal(data: bytes, where: str) -> bool:
     """Compare a metadata file with the CRC32 at its end. Returns whether it has one.
 

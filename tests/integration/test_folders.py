@@ -1,0 +1,206 @@
+"""``verify``, ``inspect`` and ``diff`` answer for all that is in a folder.
+
+States of Accelerate are in ``tests/accelerate/test_verifying.py``."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from checkpoints import save
+from flipped import assert_answers_for_all, flipped
+from programs import command_line
+from torch.distributed.checkpoint import FileSystemWriter
+
+import fastensor
+from fastensor.checkpoint.dcp import FastensorStorageWriter
+from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED
+from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError
+
+WEIGHTS = {"a": torch.arange(300.0), "b": torch.ones(5)}
+CODE_IS_FINE = "--allow-code"
+
+
+def statuses(capsys: Any, folder: Path, *flags: str) -> tuple[int, dict[str, str]]:
+    """The exit status of ``verify``, and what it says of each file."""
+    status, out, _ = command_line(capsys, "verify", "--json", *flags, folder)
+    return status, {os.path.relpath(one["path"], folder): one["result"] for one in json.loads(out)}
+
+
+# kinds of folders
+
+
+def test_a_folder_of_several_checkpoints(tmp_path: Path, capsys: Any) -> None:
+    """As Lightning leaves them."""
+    for name in ("epoch=0.ckpt", "epoch=1.ckpt", "deeper/last.ckpt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        fastensor.save({"state_dict": WEIGHTS, "epoch": 1, "text": name}, tmp_path / name)
+    (tmp_path / "hparams.yaml").write_text("lr: 0.1\n")
+    report = assert_answers_for_all(tmp_path, not_compared={"hparams.yaml"})
+    assert (report.container, report.path, report.complete) == ("folder", str(tmp_path), True)
+    assert report.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("*.ckpt"))
+    assert statuses(capsys, tmp_path) == (
+        OK,
+        dict.fromkeys(("epoch=0.ckpt", "epoch=1.ckpt", "deeper/last.ckpt"), "intact")
+        | {"hparams.yaml": "not compared"},
+    )
+    with flipped(tmp_path / "epoch=1.ckpt", 0):
+        status, found = statuses(capsys, tmp_path)
+        assert (status, found["epoch=1.ckpt"], found["epoch=0.ckpt"]) == (FAILED, "unreadable", "intact")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_of_hugging_face(tmp_path: Path, capsys: Any, shards: int) -> None:
+    fastensor.save_sharded({f"w{number}": torch.randn(100) for number in range(shards)}, tmp_path, shard_nbytes=400)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "merges.txt").write_text("Ġ t\n" * 500)
+    index = {"model.safetensors.index.json"} if shards > 1 else set()
+    report = assert_answers_for_all(tmp_path, not_compared={"config.json", "merges.txt", *index})
+    assert report.complete
+    assert statuses(capsys, tmp_path)[0] == OK, "texts are not the reason for a failure"
+
+
+@pytest.mark.parametrize("writer", [FastensorStorageWriter, FileSystemWriter])
+def test_a_distributed_checkpoint(tmp_path: Path, capsys: Any, writer: Any) -> None:
+    save({"w": torch.arange(300.0), "step": 3}, writer(tmp_path))
+    of_torch = writer is FileSystemWriter
+    report = assert_answers_for_all(tmp_path, not_compared={".metadata"} if of_torch else set())
+    assert (report.container, report.complete) == ("dcp", not of_torch)
+    assert statuses(capsys, tmp_path)[0] == (UNCHECKED if of_torch else OK)
+
+
+def test_files_beside_the_shards(tmp_path: Path, capsys: Any) -> None:
+    save({"w": torch.arange(300.0)}, FastensorStorageWriter(tmp_path))
+    fastensor.save({"epoch": 1}, tmp_path / "meta.pt")
+    fastensor.save(WEIGHTS, tmp_path / "ema.pt")
+    (tmp_path / "__9_9.distcp").write_bytes(bytes(100))
+    assert_answers_for_all(tmp_path, not_compared={"__9_9.distcp"})
+    status, found = statuses(capsys, tmp_path)
+    assert (status, found) == (UNCHECKED, {".": "intact", "ema.pt": "intact", "__9_9.distcp": "not compared"})
+
+
+def test_shards_without_metadata_are_no_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    save({"w": torch.arange(300.0)}, FastensorStorageWriter(tmp_path / "model"))
+    fastensor.save(WEIGHTS, tmp_path / "optimizer.bin")
+    (tmp_path / "model" / ".metadata").unlink()
+    with pytest.raises(CheckpointReadError, match=r"it has no \.metadata\); name what is in it: .*model"):
+        fastensor.verify(tmp_path)
+    assert statuses(capsys, tmp_path) == (FAILED, {"model": "unreadable", "optimizer.bin": "intact"})
+
+
+# kinds of files
+
+
+def test_every_kind_of_file_is_named(tmp_path: Path, capsys: Any) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    fastensor.save(WEIGHTS, tmp_path / "of_any_name")
+    torch.save(WEIGHTS, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    with (tmp_path / "plain.bin").open("wb") as file:
+        pickle.dump({"a": 1}, file)
+    (tmp_path / "compressed.pkl").write_bytes(gzip.compress(pickle.dumps(1)))
+    numpy.savez(tmp_path / "arrays.npz", a=numpy.arange(3))
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"\x18\0\0\0\0\0\0\0\xa3\x7f\x4b\x22" * 9)
+    (tmp_path / "{}.json").write_text("{}")
+    (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / ".0123456789abcdef.0.fastensor-tmp").write_bytes((tmp_path / "sound.pt").read_bytes()[:99])
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "object").write_bytes(b"x\x9c\0")
+    status, found = statuses(capsys, tmp_path)
+    compared = {"sound.pt": "intact", "of_any_name": "intact", "legacy.pt": "no checksums"}
+    assert (status, found) == (
+        UNCHECKED,
+        compared
+        | dict.fromkeys(
+            (
+                "plain.bin",
+                "compressed.pkl",
+                "arrays.npz",
+                "events.out.tfevents.1",
+                "{}.json",
+                "empty",
+                "pipe",
+                ".git",
+                ".0123456789abcdef.0.fastensor-tmp",
+            ),
+            "not compared",
+        ),
+    )
+    assert statuses(capsys, tmp_path, "--allow-unchecked")[0] == OK
+    report = fastensor.verify(tmp_path)
+    assert set(report.not_compared) == found.keys() - {"sound.pt", "of_any_name"}
+    assert (report.uncompared, report.complete) == (8, False), "texts and what is empty do not count"
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("model.ckpt", b"<!DOCTYPE html><html>Not found</html>", NotACheckpointError),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", NotACheckpointError),
+        ("optimizer.bin", bytes(1000), CorruptCheckpointError),
+        ("random_states_0.pkl", bytes(1000), CorruptCheckpointError),
+        ("random_states_1.pkl", b"", CorruptCheckpointError),
+    ],
+)
+def test_what_should_be_a_checkpoint_by_its_name(
+    tmp_path: Path, capsys: Any, name: str, content: bytes, error: type[Exception]
+) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=name):
+        fastensor.verify(tmp_path)
+    assert statuses(capsys, tmp_path, "--allow-unchecked") == (FAILED, {"sound.pt": "intact", name: "unreadable"})
+
+
+def test_links(tmp_path: Path, capsys: Any) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "elsewhere.ckpt")
+    folder = tmp_path / "folder"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "linked.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
+    (folder / "deeper" / "above").symlink_to(folder)
+    assert statuses(capsys, folder) == (OK, {"linked.ckpt": "intact"}), "a circle ends"
+    (folder / "gone.ckpt").symlink_to(tmp_path / "gone")
+    assert statuses(capsys, folder) == (FAILED, {"linked.ckpt": "intact", "gone.ckpt": "unreadable"})
+
+
+def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointReadError, match="name what is in it"):
+        fastensor.verify(tmp_path)
+    assert statuses(capsys, tmp_path) == (FAILED, {".": "unreadable"})
+
+
+def test_code_in_a_folder(tmp_path: Path, capsys: Any) -> None:
+    torch.save({"path": Path("x")}, tmp_path / "args.bin")
+    fastensor.save(WEIGHTS, tmp_path / "model.pt")
+    assert statuses(capsys, tmp_path)[0] == FOREIGN_CODE
+    assert statuses(capsys, tmp_path, CODE_IS_FINE)[0] == OK
+    assert fastensor.verify(tmp_path).code
+
+
+def test_a_broken_index_hides_no_file(tmp_path: Path, capsys: Any) -> None:
+    fastensor.save_sharded({f"w{number}": torch.randn(100) for number in range(2)}, tmp_path, shard_nbytes=400)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{")
+    status, found = statuses(capsys, tmp_path)
+    assert (status, found[index.name], sorted(found.values())) == (
+        FAILED,
+        "unreadable",
+        ["intact", "intact", "unreadable"],
+    )
+    with pytest.raises(CorruptCheckpointError, match="the index is not JSON"):
+        fastensor.verify(tmp_path)
+
+
+def test_a_pending_save_into_the_folder_is_waited_for(tmp_path: Path) -> None:
+    with fastensor.AsyncWriter() as writer:
+        writer.save({"a": torch.arange(100_000)}, tmp_path / "model.ckpt")
+        assert fastensor.verify(tmp_path).complete
