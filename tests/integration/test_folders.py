@@ -204,3 +204,66 @@ def test_a_pending_save_into_the_folder_is_waited_for(tmp_path: Path) -> None:
     with fastensor.AsyncWriter() as writer:
         writer.save({"a": torch.arange(100_000)}, tmp_path / "model.ckpt")
         assert fastensor.verify(tmp_path).complete
+
+
+# inspect
+
+
+def model_and_more(folder: Path, scale: float = 1.0) -> Path:
+    """A model, its optimizer in a folder of its own, and files that are no checkpoints."""
+    (folder / "deeper").mkdir(parents=True)
+    fastensor.save({name: one * scale for name, one in WEIGHTS.items()}, folder / "model.safetensors")
+    fastensor.save({"state": {"step": torch.tensor(scale)}, "lr": 0.1}, folder / "deeper" / "optimizer.bin")
+    save({"w": torch.arange(30.0) * scale, "step": 3}, FastensorStorageWriter(folder / "shards"))
+    torch.save(WEIGHTS, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    (folder / "config.json").write_text("{}")
+    (folder / "plain.pkl").write_bytes(pickle.dumps(1))
+    return folder
+
+
+def test_all_files_of_a_folder_are_listed(tmp_path: Path, capsys: Any) -> None:
+    model_and_more(tmp_path)
+    found = fastensor.inspect(tmp_path)
+    assert (found.path, found.container, found.checked) == (str(tmp_path), "folder", False), "the legacy one has none"
+    assert {one.name for one in found.tensors} == {"a", "b", "deeper/optimizer.bin: state.step", "shards: w"}
+    assert found.others == {"deeper/optimizer.bin: lr": "0.1", "shards: step": found.others["shards: step"]}
+    kinds = {name: one.container for name, one in found.files.items()}
+    assert kinds == {
+        "model.safetensors": "safetensors", "deeper/optimizer.bin": "torch", "shards": "dcp", "legacy.pt": "legacy",
+        "config.json": "text", "plain.pkl": "pickle",
+    }  # fmt: skip
+    assert found.nbytes == sum(found.files[name].nbytes for name in kinds if kinds[name] not in ("text", "pickle"))
+    assert "not listed" in found.files["legacy.pt"].metadata
+    assert [one.name for one in found.files["deeper/optimizer.bin"].tensors] == ["state.step"]
+    assert pickle.loads(pickle.dumps(found)) == found
+    status, out, _ = command_line(capsys, "inspect", tmp_path)
+    assert status == OK
+    for text in (*kinds, "deeper/optimizer.bin: state.step", "4 tensors of "):
+        assert text in out
+    status, out, _ = command_line(capsys, "inspect", "--json", tmp_path, "--key", "shards: *")
+    shown = json.loads(out)
+    assert (status, [one["name"] for one in shown["tensors"]]) == (OK, ["shards: w"])
+    assert {one["path"]: one["container"] for one in shown["files"]} == kinds
+    assert next(one for one in shown["files"] if one["path"] == "model.safetensors")["totals"]["tensors"] == 2
+
+
+def test_a_model_beside_its_configuration_is_listed_as_itself(tmp_path: Path) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "model.safetensors")
+    alone = fastensor.inspect(tmp_path)
+    assert (alone.container, alone.files) == ("safetensors", {})
+    (tmp_path / "config.json").write_text("{}")
+    beside = fastensor.inspect(tmp_path)
+    assert {*beside.files} == {"model.safetensors", "config.json"}
+    assert (beside.path, beside.container, beside.tensors) == (alone.path, alone.container, alone.tensors)
+
+
+def test_a_damaged_file_hides_no_other_one(tmp_path: Path, capsys: Any) -> None:
+    model_and_more(tmp_path)
+    with flipped(tmp_path / "deeper" / "optimizer.bin", 0):
+        with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin"):
+            fastensor.inspect(tmp_path)
+        status, out, err = command_line(capsys, "inspect", tmp_path)
+        assert (status, "optimizer.bin" in err, "shards: w" in out, "optimizer" in out) == (FAILED, True, True, False)
+        status, out, err = command_line(capsys, "inspect", "--json", tmp_path)
+        assert (status, len(json.loads(out)["files"])) == (FAILED, 5)
+        assert "optimizer.bin" in json.loads(out)["errors"][0]

@@ -113,6 +113,15 @@ def name_in(folder: Path | None, path: Location) -> str:
     return os.path.relpath(str(path), folder) if folder is not None else str(path)
 
 
+def name_behind(file: str, name: str) -> str:
+    """The name of what is in a file of a folder.
+
+    >>> name_behind("optimizer.bin", "state.0.step")
+    'optimizer.bin: state.0.step'
+    """
+    return f"{file}: {name}"
+
+
 def _expected_by(index: Path) -> dict[Path, frozenset[str]]:
     try:
         return {file: frozenset(names) for file, names in files_of(index).items()}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
 from fastensor.checkpoint.catalog import Catalog, TensorInfo, read_catalog, ties_in
 from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.folders import Entry, OtherKind, entries_at, folder_at, main_entry, name_behind, name_in
 from fastensor.checkpoint.foreign_code import refused_globals
-from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import opened
-from fastensor.checkpoint.sharded import check_holds, files_of, is_index, read_json, weights_at
+from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.opened import container_of, opened
+from fastensor.checkpoint.sharded import check_holds, files_of, read_json
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.containers import Container
 
@@ -22,8 +25,10 @@ class Inspection:
     """The contents of a checkpoint."""
 
     path: str
-    container: Container | Literal["dcp", "huggingface"]
-    """``dcp`` is a distributed checkpoint, ``huggingface`` a model in several files: their parts are files."""
+    container: Container | Literal["dcp", "huggingface", "folder"] | OtherKind
+    """``dcp`` is a distributed checkpoint, ``huggingface`` a model in several files: their parts are files. ``folder``
+    is a folder of several checkpoints: names stand behind the path of their file (``optimizer.bin: state.0.step``), but
+    for those of the model that :func:`fastensor.load_sharded` finds there."""
     nbytes: int
     """Size of the file, or of all files."""
     checked: bool
@@ -42,6 +47,10 @@ class Inspection:
     memory_bytes: int
     """What the tensors take when they are loaded: those that share memory once, and of views all that they are views
     of."""
+    files: Mapping[str, Inspection] = field(default_factory=dict)
+    """What each file in a folder holds, by its path in the folder; empty if there is but one. Files that are no
+    checkpoints are among them (``text``, ``pickle``, ``other``). Of those that can only be loaded whole, ``metadata``
+    says so."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -55,12 +64,13 @@ def inspect(path: Location) -> Inspection:
 
     Args:
         path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or
-            ``*.index.json`` of a model in several files, or its folder; or the directory of a checkpoint of
-            ``torch.distributed.checkpoint``.
+            ``*.index.json`` of a model in several files; or a folder of this machine, of which all is listed, with its
+            folders; or the directory of a checkpoint of ``torch.distributed.checkpoint`` at a URL.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptCheckpointError: the file is damaged or cut off; or not that of the index.
+        CorruptCheckpointError: the file is damaged or cut off; or not that of the index. Notes (``__notes__``) say
+            which other files of a folder could not be listed.
         NotACheckpointError: the file is something else than a checkpoint; the message says what.
         UnsupportedContentError: the file can only be loaded whole (files of torch before 1.6, TorchScript).
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes.
@@ -74,14 +84,107 @@ def inspect(path: Location) -> Inspection:
     >>> [(tensor.name, tensor.shape, tensor.nbytes) for tensor in found.tensors], found.others, found.checked
     ([('weight', (5, 2), 40)], {'epoch': '3'}, True)
     """
-    if metadata_names(path):
+    found, failures = inspect_all(path)
+    if not failures:
+        return found
+    first, *others = failures
+    for other in others:
+        first.add_note(f"another file of the folder could not be listed: {other}")
+    raise first
+
+
+def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
+    """:func:`inspect`, and why files of a folder could not be listed.
+
+    Raises:
+        Exception: as :func:`inspect`, if there is but one checkpoint and nothing beside it.
+    """
+    entries = entries_at(path)
+    if len(entries) == 1:
+        return _inspect_entry(entries[0]), []
+    main, folder = main_entry(path, entries), folder_at(path)
+    files: dict[str, Inspection] = {}
+    failures: list[Exception] = []
+    main_name = ""
+    for entry in entries:
+        name = name_in(folder, entry.path)
+        main_name = name if entry is main else main_name
+        try:
+            files[name] = _inspect_entry(entry) if entry.is_checkpoint else _named(entry)
+        except UnsupportedContentError as error:
+            files[name] = replace(_named(entry), metadata={"not listed": str(error)})
+        except (CorruptCheckpointError, NotACheckpointError, OSError) as error:
+            failures.append(error)
+    return _joined(name_of(path), files, main_name), failures
+
+
+def _inspect_entry(entry: Entry) -> Inspection:
+    if entry.kind == "index":
+        return _inspect_sharded(Path(str(entry.path)))
+    if metadata_names(entry.path):
         from fastensor.checkpoint.dcp.catalog import inspect_directory  # loads torch.distributed.checkpoint
 
-        return inspect_directory(cast(str, path))
-    found = weights_at(path)
-    if found is not None and is_index(found):
-        return _inspect_sharded(found)
-    return _inspect_file(path if found is None else found)
+        return inspect_directory(cast(str, entry.path))
+    return _inspect_file(entry.path)
+
+
+def _named(entry: Entry) -> Inspection:
+    """A file of which nothing but its size is listed."""
+    nbytes = os.stat(str(entry.path)).st_size
+    return Inspection(str(entry.path), _container_of(entry), nbytes, False, (), {}, {}, (), (), 0)
+
+
+def _container_of(entry: Entry) -> Container | Literal["huggingface"] | OtherKind:
+    if entry.kind == "index":
+        return "huggingface"
+    if entry.kind != "checkpoint":
+        return entry.kind
+    with opened(entry.path) as file:
+        return container_of(file)
+
+
+def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection:
+    """What is in a folder.
+
+    Args:
+        path: of the folder.
+        files: in it.
+        main: the one whose names need no path in front of them; empty if there is none.
+    """
+    checkpoints = {name: one for name, one in files.items() if one.container not in ("text", "pickle", "other")}
+    if [*checkpoints] == [main]:
+        return replace(checkpoints[main], files=files)
+    named = [one if name == main else _behind(name, one) for name, one in checkpoints.items()]
+    return Inspection(
+        path=path,
+        container="folder",
+        nbytes=sum(one.nbytes for one in named),
+        checked=all(one.checked for one in named),
+        tensors=tuple(tensor for one in named for tensor in one.tensors),
+        others={name: text for one in named for name, text in one.others.items()},
+        metadata={name: text for one in named for name, text in one.metadata.items()},
+        refused=tuple(dict.fromkeys(name for one in named for name in one.refused)),
+        ties=tuple(group for one in named for group in one.ties),
+        memory_bytes=sum(one.memory_bytes for one in named),
+        files=files,
+    )
+
+
+def _behind(file: str, found: Inspection) -> Inspection:
+    """What a file holds, with the path of the file in front of all names."""
+
+    def behind(names: Mapping[str, str]) -> dict[str, str]:
+        return {name_behind(file, name): text for name, text in names.items()}
+
+    return replace(
+        found,
+        tensors=tuple(
+            replace(one, name=name_behind(file, one.name), part=name_behind(file, one.part)) for one in found.tensors
+        ),
+        others=behind(found.others),
+        metadata=behind(found.metadata),
+        ties=tuple(tuple(name_behind(file, name) for name in group) for group in found.ties),
+    )
 
 
 def _inspect_file(path: Location) -> Inspection:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastensor.checkpoint.catalog import TensorInfo
-from fastensor.checkpoint.inspect import Inspection, inspect
+from fastensor.checkpoint.inspect import Inspection, inspect_all
 from fastensor.checkpoint.names import resolve
 from fastensor.cli.errors import in_flags, print_error
 from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable
@@ -41,14 +41,19 @@ def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, 
     status = OK
     for number, file in enumerate(files):
         try:
-            view = _view(inspect(file), keys, depth)
+            found, failures = inspect_all(file)
+            view = _view(found, keys, depth)
         except (FastensorError, OSError) as error:
             print_error(str(error))
             shown.append({"path": file, "error": in_flags(str(error))})
             status = FAILED
             continue
+        for failure in failures:
+            print_error(str(failure))
+            status = FAILED
         if json:
-            shown.append(_as_json(view))
+            errors = {"errors": [in_flags(str(failure)) for failure in failures]} if failures else {}
+            shown.append(_as_json(view) | errors)
         else:
             print("\n" if number else "", end="")
             _print(view, most=sys.maxsize if everything else _MANY)
@@ -94,9 +99,16 @@ def _as_json(view: _View) -> dict[str, Any]:
         "ties": found.ties,
         "refused_by_weights_only": found.refused,
     }
+    if found.files:
+        shown["files"] = [_file_as_json(name, one) for name, one in found.files.items()]
     if view.depth is not None:
         shown["prefixes"] = {name: asdict(one) for name, (one, _) in _by_prefix(view, view.depth).items()}
     return shown
+
+
+def _file_as_json(name: str, found: Inspection) -> dict[str, Any]:
+    shown = {"path": name, "container": found.container, "nbytes": found.nbytes, "checked": found.checked}
+    return {**shown, "totals": asdict(totals(found.tensors, found.ties)), "metadata": dict(found.metadata)}
 
 
 def _by_prefix(view: _View, depth: int) -> Any:
@@ -105,6 +117,7 @@ def _by_prefix(view: _View, depth: int) -> Any:
 
 def _print(view: _View, *, most: int) -> None:
     _print_head(view)
+    _print_files(view)
     _print_tensors(view, most)
     for title, texts in (("value", view.others), ("metadata", view.found.metadata)):
         if texts:
@@ -127,6 +140,24 @@ def _print_head(view: _View) -> None:
         f"{all_of_it.tensors} tensors of {human_size(all_of_it.nbytes)}, {human_count(all_of_it.parameters)} "
         f"parameters, {human_size(found.memory_bytes)} in memory; {len(found.others)} other values"
     )
+
+
+def _print_files(view: _View) -> None:
+    """The files of a folder."""
+    if not view.found.files:
+        return
+    print()
+    table = [
+        [
+            name,
+            one.container,
+            str(len(one.tensors) or ""),
+            human_size(one.nbytes),
+            "checksums" if one.checked else "no checksums",
+        ]
+        for name, one in view.found.files.items()
+    ]
+    print_table(["file", "container", "tensors", "size", ""], table, right=(2, 3))
 
 
 def _print_tensors(view: _View, most: int) -> None:
