@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,53 @@ def test_a_damaged_file_hides_no_other_one(tmp_path: Path, capsys: Any) -> None:
         status, out, err = command_line(capsys, "inspect", "--json", tmp_path)
         assert (status, len(json.loads(out)["files"])) == (FAILED, 5)
         assert "optimizer.bin" in json.loads(out)["errors"][0]
+
+
+# diff
+
+
+def test_two_folders_are_compared_file_by_file(tmp_path: Path, capsys: Any) -> None:
+    one, two = (model_and_more(tmp_path / name) for name in "ab")
+    found = fastensor.diff(one, two)
+    assert (found.is_empty, found.same, found.not_compared) == (True, 9, ())
+    two = model_and_more(tmp_path / "c", 2.0)
+    (two / "config.json").write_text("[]")
+    (one / "model.safetensors").rename(one / "pytorch_model.bin")  # it stays the model of its folder
+    (one / "first.pt").write_bytes((one / "deeper" / "optimizer.bin").read_bytes())
+    (two / "README.md").write_text("# Second")
+    torch.save(2, two / "legacy.pt", _use_new_zipfile_serialization=False)
+    found = fastensor.diff(one, two)
+    assert [one.name for one in found.tensors] == ["a", "b", "deeper/optimizer.bin: state.step", "shards: w"]
+    assert (found.only_first, found.only_second) == (("first.pt",), ("README.md",))
+    assert {*found.others} == {"config.json", "legacy.pt"}
+    assert found.others["config.json"][0].startswith("<text of 2 bytes with CRC32 ")
+    assert found.same == 3, "the learning rate, the step and a pickle"
+    status, out, _ = command_line(capsys, "diff", one, two)
+    assert (status, "8 differences, 3 the same" in out) == (FAILED, True)
+    found = fastensor.diff(one, two, values=False)
+    assert (found.tensors, {*found.others}) == ((), {"legacy.pt"}), "sizes are compared"
+
+
+def test_a_folder_and_a_single_checkpoint(tmp_path: Path, capsys: Any) -> None:
+    folder = model_and_more(tmp_path / "folder")
+    fastensor.save(WEIGHTS, tmp_path / "model.ckpt")
+    for sides in ((folder, tmp_path / "model.ckpt"), (tmp_path / "model.ckpt", folder)):
+        found = fastensor.diff(*sides)
+        alone = {*found.only_first, *found.only_second}
+        assert alone == {"deeper/optimizer.bin", "shards", "legacy.pt"}
+        assert ({*found.not_compared}, found.same) == ({"config.json", "plain.pkl"}, 2)
+    for path in ("deeper", "shards"):
+        shutil.rmtree(folder / path)
+    (folder / "legacy.pt").unlink()
+    status, out, _ = command_line(capsys, "diff", folder, tmp_path / "model.ckpt")
+    assert (status, "not compared: config.json" in out, "0 differences, 2 the same" in out) == (OK, True, True)
+
+
+def test_folders_without_a_model(tmp_path: Path) -> None:
+    for name, epoch in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        for step in range(2):
+            fastensor.save({"w": torch.ones(3), "epoch": epoch}, tmp_path / name / f"step={step}.ckpt")
+    found = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    assert found.others == {f"step={step}.ckpt: epoch": ("1", "2") for step in range(2)}
+    assert (found.same, found.only_first, found.only_second) == (2, (), ())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -16,17 +17,20 @@ from isal import isal_zlib
 from fastensor.backends import registry
 from fastensor.checkpoint.catalog import TensorInfo, in_words, read_catalog
 from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.folders import Entry, entries_at, folder_at, main_entry, name_behind, name_in
 from fastensor.checkpoint.lazy import open as open_lazily
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.progress import Progress
-from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
-from fastensor.errors import CorruptCheckpointError, NotACheckpointError
+from fastensor.checkpoint.sharded import check_holds, files_of
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import BackendChoice
 
 _AT_ONCE = 1 << 22
 """How many elements are compared at once."""
+_BLOCK_NBYTES = 1 << 20
 _WRAPS_FROM = 2.0**62
 """Larger differences of integers of 64 bits may not have room in one."""
 
@@ -53,13 +57,15 @@ class Difference:
     first: str
     second: str
     only_first: tuple[str, ...]
-    """Names of tensors and other values that only the first checkpoint has."""
+    """Names of tensors and other values that only the first checkpoint has, and of files that only its folder has."""
     only_second: tuple[str, ...]
     tensors: tuple[TensorDifference, ...]
     others: Mapping[str, tuple[str, str]]
     """Other values that differ, in words."""
     same: int
-    """How many tensors and other values are the same in both, within the tolerances."""
+    """How many tensors, other values and files that are no checkpoints are the same in both, within the tolerances."""
+    not_compared: tuple[str, ...] = ()
+    """Files of a folder that are no checkpoints, if the other side is a single checkpoint with nothing beside it."""
 
     @property
     def is_empty(self) -> bool:
@@ -93,9 +99,11 @@ def diff(
     """Compare the tensors and the other values of two checkpoints by their names, in memory for two tensors.
 
     Args:
-        first: a file of torch or of safetensors; the index or folder of a model in several files; or the directory of a
-            distributed checkpoint.
-        second: the same, not necessarily of the same kind.
+        first: a file of torch or of safetensors; the index of a model in several files; the directory of a distributed
+            checkpoint; or a folder of this machine, of which all is compared, with its folders.
+        second: the same, not necessarily of the same kind. The files of two folders are compared by their paths in
+            them; but the model that :func:`fastensor.load_sharded` finds in one with that of the other, and with a
+            single checkpoint, whatever it is in. Names in all other files stand behind the path of the file.
         rtol, atol: elements ``a`` and ``b`` are the same if ``abs(a - b) <= atol + rtol * abs(b)``, as for
             ``torch.allclose``. If one of the two is not 0, NaNs are the same as each other.
         values: whether to compare the elements of tensors. If False, no tensor is read.
@@ -104,12 +112,14 @@ def diff(
 
     Returns:
         What differs. Without tolerances, tensors are compared byte by byte: NaNs are the same if their bytes are.
-        Values of torch files that are no tensors are compared as far as :func:`fastensor.inspect` shows them.
+        Values of torch files that are no tensors are compared as far as :func:`fastensor.inspect` shows them. Files of
+        folders that are no checkpoints, or can only be loaded whole, are compared byte by byte.
 
     Raises:
         FileNotFoundError: one of the checkpoints is missing.
         CorruptCheckpointError: one of them is damaged. All tensors are compared with their checksums.
-        UnsupportedContentError: a tensor is not a dense one, or a file can only be loaded whole.
+        UnsupportedContentError: a tensor is not a dense one, or a file that is not one of a folder can only be loaded
+            whole.
         CheckpointReadError: the operating system failed to deliver bytes.
         ValueError: a tolerance is negative, or no number.
 
@@ -125,21 +135,95 @@ def diff(
     """
     if not (rtol >= 0 and atol >= 0):
         raise ValueError(f"rtol and atol are at least 0, found {rtol} and {atol}")
-    with _opened(first, backend) as one, _opened(second, backend) as two:
+    paired = _paired(_files_at(first), _files_at(second))
+    with ExitStack() as stack:
+        one, two, whole = _opened(paired, backend, stack)
         shared = [name for name in one.tensors if name in two.tensors]
         compared = _compare_all(shared, one, two, _Closeness(rtol, atol) if values else None, progress)
         tensors = [found for found in compared if found is not None]
         others, same = _compare_others(one, two)
-        names = [{*side.tensors, *side.others} for side in (one, two)]
-        return Difference(
-            first=name_of(first),
-            second=name_of(second),
-            only_first=tuple(sorted(names[0] - names[1])),
-            only_second=tuple(sorted(names[1] - names[0])),
-            tensors=tuple(sorted(tensors, key=lambda one: one.name)),
-            others=others,
-            same=len(shared) - len(tensors) + same,
-        )
+    names = [{*side.tensors, *side.others} for side in (one, two)]
+    files = {name: (_file_in_words(a, values), _file_in_words(b, values)) for name, (a, b) in whole.items()}
+    differing = {name: words for name, words in files.items() if words[0] != words[1]}
+    return Difference(
+        first=name_of(first),
+        second=name_of(second),
+        only_first=tuple(sorted([*paired.only_first, *(names[0] - names[1])])),
+        only_second=tuple(sorted([*paired.only_second, *(names[1] - names[0])])),
+        tensors=tuple(sorted(tensors, key=lambda one: one.name)),
+        others=others | differing,
+        same=len(shared) - len(tensors) + same + len(files) - len(differing),
+        not_compared=paired.not_compared,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What is at a location."""
+
+    entries: Mapping[str, Entry]
+    """By its path in the folder."""
+    main: str | None
+    """The path of that whose names need no path in front of them."""
+
+
+def _files_at(location: Location) -> _Files:
+    entries = entries_at(location)
+    main, folder = main_entry(location, entries), folder_at(location)
+    return _Files(
+        {name_in(folder, entry.path): entry for entry in entries},
+        None if main is None else name_in(folder, main.path),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """What of two locations is compared with what."""
+
+    pairs: Mapping[str, tuple[Entry, Entry]]
+    """By their path; what both have as their model, by an empty one."""
+    only_first: Sequence[str]
+    only_second: Sequence[str]
+    not_compared: tuple[str, ...]
+
+
+def _paired(first: _Files, second: _Files) -> _Paired:
+    mains = first.main is not None and second.main is not None
+    one, two = (_by_name(side, mains) for side in (first, second))
+    single = len(one) == 1 or len(two) == 1
+
+    def only(side: Mapping[str, Entry], other: Mapping[str, Entry]) -> list[str]:
+        return [name for name, at in side.items() if name not in other and (at.is_checkpoint or not single)]
+
+    only_first, only_second = only(one, two), only(two, one)
+    return _Paired(
+        pairs={name: (one[name], two[name]) for name in one if name in two},
+        only_first=only_first,
+        only_second=only_second,
+        not_compared=tuple(sorted((one.keys() ^ two.keys()) - {*only_first, *only_second})),
+    )
+
+
+def _by_name(files: _Files, both_have_one: bool) -> dict[str, Entry]:
+    """The entries by their paths; that of the main one is empty, if both sides have one."""
+    return {"" if both_have_one and name == files.main else name: entry for name, entry in files.entries.items()}
+
+
+def _file_in_words(entry: Entry, values: bool) -> str:
+    """A file of which nothing is known but its bytes."""
+    path = Path(str(entry.path))
+    if not path.is_file():
+        return f"<{entry.kind}>"
+    words = f"{entry.kind} of {path.stat().st_size} bytes"
+    return f"<{words} with CRC32 {_crc32_of(path):08x}>" if values else f"<{words}>"
+
+
+def _crc32_of(path: Path) -> int:
+    crc32 = 0
+    with read_errors(str(path)), path.open("rb") as file:
+        while block := file.read(_BLOCK_NBYTES):
+            crc32 = isal_zlib.crc32(block, crc32)
+    return crc32
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,16 +325,54 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
         return math.nan
 
 
-@contextmanager
-def _opened(location: Location, backend: BackendChoice) -> Iterator[_Side]:
-    with ExitStack() as stack:
-        weights = weights_at(location)
-        if metadata_names(location):
-            yield _OfDirectory(location, backend, stack)
-        elif weights is not None and is_index(weights):
-            yield _OfShards(weights, backend, stack)
-        else:
-            yield _OfFile(location if weights is None else weights, backend, stack)
+def _opened(
+    paired: _Paired, backend: BackendChoice, stack: ExitStack
+) -> tuple[_Side, _Side, dict[str, tuple[Entry, Entry]]]:
+    """Both sides, and what can only be compared byte by byte, by path.
+
+    Raises:
+        UnsupportedContentError: there is one pair, and it can only be loaded whole.
+    """
+    sides: dict[str, tuple[_Side, _Side]] = {}
+    whole: dict[str, tuple[Entry, Entry]] = {}
+    for name, (one, two) in paired.pairs.items():
+        if not (one.is_checkpoint and two.is_checkpoint):
+            whole[name] = one, two
+            continue
+        try:
+            sides[name] = _opened_entry(one, backend, stack), _opened_entry(two, backend, stack)
+        except UnsupportedContentError:
+            if len(paired.pairs) == 1:
+                raise
+            whole[name or str(one.path)] = one, two
+    first, second = (_OfFolder({name: pair[at] for name, pair in sides.items()}) for at in (0, 1))
+    return first, second, whole
+
+
+def _opened_entry(entry: Entry, backend: BackendChoice, stack: ExitStack) -> _Side:
+    if entry.kind == "index":
+        return _OfShards(Path(str(entry.path)), backend, stack)
+    if metadata_names(entry.path):
+        return _OfDirectory(entry.path, backend, stack)
+    return _OfFile(entry.path, backend, stack)
+
+
+class _OfFolder:
+    """All that is in a folder, by the paths of files, or by none for the model in it."""
+
+    def __init__(self, sides: Mapping[str, _Side]) -> None:
+        self._places: dict[str, tuple[_Side, str]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.others: dict[str, str] = {}
+        for file, side in sides.items():
+            behind = partial(name_behind, file) if file else str
+            self.tensors |= {behind(name): info for name, info in side.tensors.items()}
+            self.others |= {behind(name): text for name, text in side.others.items()}
+            self._places |= {behind(name): (side, name) for name in side.tensors}
+
+    def read(self, name: str) -> torch.Tensor:
+        side, inner = self._places[name]
+        return side.read(inner)
 
 
 class _OfFile:

@@ -27,8 +27,9 @@ class Inspection:
     path: str
     container: Container | Literal["dcp", "huggingface", "folder"] | OtherKind
     """``dcp`` is a distributed checkpoint, ``huggingface`` a model in several files: their parts are files. ``folder``
-    is a folder of several checkpoints: names stand behind the path of their file (``optimizer.bin: state.0.step``), but
-    for those of the model that :func:`fastensor.load_sharded` finds there."""
+    is any other folder of several checkpoints. In a folder, names stand behind the path of their file
+    (``optimizer.bin: state.0.step``), but for those of the distributed checkpoint that it is, or of the model that
+    :func:`fastensor.load_sharded` finds there."""
     nbytes: int
     """Size of the file, or of all files."""
     checked: bool
@@ -155,9 +156,11 @@ def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection
     if [*checkpoints] == [main]:
         return replace(checkpoints[main], files=files)
     named = [one if name == main else _behind(name, one) for name, one in checkpoints.items()]
+    model = checkpoints.get(main)
+    model = model if model is not None and model.container in ("dcp", "huggingface") else None
     return Inspection(
-        path=path,
-        container="folder",
+        path=path if model is None else model.path,
+        container="folder" if model is None else model.container,
         nbytes=sum(one.nbytes for one in named),
         checked=all(one.checked for one in named),
         tensors=tuple(tensor for one in named for tensor in one.tensors),

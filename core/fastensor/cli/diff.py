@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from fastensor.checkpoint.diff import Difference, diff
 from fastensor.cli.errors import wrong_arguments
-from fastensor.cli.output import FAILED, OK, print_json, print_table, progress_bar
+from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, progress_bar
 
 _MANY = 100
 """The most rows that are shown."""
@@ -44,4 +44,6 @@ def _print(found: Difference, *, everything: bool, values: bool) -> None:
         print_table(["", "name", ""], shown, styles=_STYLES)
     if len(rows) > len(shown):
         print(f"and {len(rows) - len(shown)} more, which --all shows")
+    for name in found.not_compared:
+        print(printable(f"not compared: {name}, which is no checkpoint"))
     print(f"{len(rows)} differences, {found.same} the same{'' if values else ' (values were not compared)'}")
