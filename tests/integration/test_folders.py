@@ -81,7 +81,7 @@ def test_files_beside_the_shards(tmp_path: Path, capsys: Any) -> None:
     save({"w": torch.arange(300.0)}, FastensorStorageWriter(tmp_path))
     fastensor.save({"epoch": 1}, tmp_path / "meta.pt")
     fastensor.save(WEIGHTS, tmp_path / "ema.pt")
-    (tmp_path / "__9_9.distcp").write_bytes(bytes(100))
+    shutil.copy(next(tmp_path.glob("*.distcp")), tmp_path / "__9_9.distcp")  # of a replaced checkpoint
     assert_answers_for_all(tmp_path, not_compared={"__9_9.distcp"})
     status, found = statuses(capsys, tmp_path)
     assert (status, found) == (UNCHECKED, {".": "intact", "ema.pt": "intact", "__9_9.distcp": "not compared"})

@@ -30,6 +30,8 @@ Kind: TypeAlias = Literal["checkpoint", "index", OtherKind]
 _Recognized: TypeAlias = Literal["checkpoint", "foreign", "unknown"]
 _SHARD_SUFFIX = ".distcp"
 _BESIDE_SHARDS = "meta.pt"
+_LEFT_BEHIND = (posix.TEMPORARY_SUFFIX, _SHARD_SUFFIX)
+"""Endings of what a save has left that was killed; or of shards, if no metadata name them, of a replaced checkpoint."""
 _OF_CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 _OF_PICKLES = (".pkl", ".pickle")
 _NOT_ENTERED = ".git"
@@ -150,9 +152,7 @@ def _entries_in(folder: Path, above: frozenset[str]) -> Iterator[Entry]:
         path = folder / name
         if path in claimed:
             continue
-        if name == _NOT_ENTERED or name.endswith(
-            posix.TEMPORARY_SUFFIX
-        ):  # what a killed save has left is no checkpoint
+        if name == _NOT_ENTERED or name.endswith(_LEFT_BEHIND):
             yield Entry(path, "other")
         elif not path.is_dir():
             yield Entry(path, _kind_of(path))
@@ -211,7 +211,7 @@ def _kind_by(suffix: str, start: bytes, recognized: _Recognized) -> Kind:
     """What a file is, by the ending of its name, its first bytes and what its contents say. A file that its name calls
     a checkpoint is a damaged one if nothing says that it is something else.
 
-    >>> _kind_by(".json", b"{}", "unknown"), _kind_by(".pt", b"\\0\\0", "unknown"), _kind_by(".npz", b"PK", "foreign")
+    >>> _kind_by(".json", b"{}", "unknown"), _kind_by(".pt", b"\\0\\0", "unknown"), _kind_by(".npz", b"PK\\3", "foreign")
     ('text', 'checkpoint', 'other')
     """
     if is_plain_pickle(start):
