@@ -211,7 +211,7 @@ def _kind_by(suffix: str, start: bytes, recognized: _Recognized) -> Kind:
     """What a file is, by the ending of its name, its first bytes and what its contents say. A file that its name calls
     a checkpoint is a damaged one if nothing says that it is something else.
 
-    >>> _kind_by(".json", b"{}", "unknown"), _kind_by(".pt", b"\\0\\0", "unknown"), _kind_by(".npz", b"PK\\3", "foreign")
+    >>> _kind_by(".json", b"{}", "unknown"), _kind_by(".pt", b"\\0", "unknown"), _kind_by(".npz", b"PK\\3", "foreign")
     ('text', 'checkpoint', 'other')
     """
     if is_plain_pickle(start):
