@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ SCALER = "scaler.pt"
 def state(folder: Path, config: FastensorConfig | None, **options: Any) -> set[str]:
     """Save a state with several models, schedulers, samplers, custom objects and a scaler. Returns its files."""
     with by(config):
-        found = training(models=2, custom=2, loaders=DataLoaderConfiguration(use_stateful_dataloader=False))
+        loaders = DataLoaderConfiguration(use_stateful_dataloader=find_spec("torchdata") is not None)
+        found = training(models=2, custom=2, loaders=loaders)
         found.accelerator.scaler = torch.amp.GradScaler("cpu")
         found.train(2)
         found.accelerator.save_state(folder, **options)
@@ -42,6 +44,8 @@ def test_a_state_of_ours_has_checksums_in_every_file(tmp_path: Path, capsys: Any
         {"model.safetensors", "model_1.safetensors"} if safetensors else {"pytorch_model.bin", "pytorch_model_1.bin"}
     )
     others = {"optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", SCALER}
+    if find_spec("torchdata") is not None:
+        others.add("dl_state_dict.bin")
     assert names == {*models, *others, "random_states_0.pkl", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"}
     (tmp_path / "random_states_1.pkl").write_bytes((tmp_path / "random_states_0.pkl").read_bytes())  # of another rank
     report = assert_answers_for_all(tmp_path, not_compared=set())

@@ -12,11 +12,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import numpy
 import pytest
 import torch
 from checkpoints import save
 from flipped import assert_answers_for_all, flipped
+from integration.lightning_models import fit
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from programs import command_line
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -24,6 +28,7 @@ import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageWriter
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError
+from fastensor_lightning import FastensorCheckpointIO
 
 WEIGHTS = {"a": torch.arange(300.0), "b": torch.ones(5)}
 CODE_IS_FINE = "--allow-code"
@@ -39,7 +44,6 @@ def statuses(capsys: Any, folder: Path, *flags: str) -> tuple[int, dict[str, str
 
 
 def test_a_folder_of_several_checkpoints(tmp_path: Path, capsys: Any) -> None:
-    """As Lightning leaves them."""
     for name in ("epoch=0.ckpt", "epoch=1.ckpt", "deeper/last.ckpt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         fastensor.save({"state_dict": WEIGHTS, "epoch": 1, "text": name}, tmp_path / name)
@@ -55,6 +59,19 @@ def test_a_folder_of_several_checkpoints(tmp_path: Path, capsys: Any) -> None:
     with flipped(tmp_path / "epoch=1.ckpt", 0):
         status, found = statuses(capsys, tmp_path)
         assert (status, found["epoch=1.ckpt"], found["epoch=0.ckpt"]) == (FAILED, "unreadable", "intact")
+
+
+@pytest.mark.parametrize("plugin", [FastensorCheckpointIO(), None], ids=["ours", "stock"])
+def test_a_folder_of_lightning(tmp_path: Path, capsys: Any, plugin: Any) -> None:
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1, save_last="link")
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(lightning.pytorch, tmp_path, plugin, callbacks=[checkpoints], logger=logger)
+    texts = {"hparams.yaml", "metrics.csv"}
+    report = assert_answers_for_all(tmp_path, not_compared=texts)
+    assert report.complete
+    status, found = statuses(capsys, tmp_path, CODE_IS_FINE)
+    assert (status, {name for name, result in found.items() if result != "intact"}) == (OK, texts)
+    assert len(found) == 2 + 3, "two epochs, and the link"
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -43,7 +43,8 @@ class VerifyReport:
     path: str
     container: Container | Literal["dcp", "huggingface", "folder", "index"] | OtherKind
     """``torch``, ``safetensors``, ``legacy`` for files of torch before 1.6, ``dcp`` for a distributed checkpoint,
-    ``huggingface`` for a model in several files, or ``folder`` for a folder of several checkpoints."""
+    ``huggingface`` for a model in several files, or ``folder`` for any other folder of several files. Where the command
+    line shows single files: what a file is that is no checkpoint."""
     nbytes: int
     """Size of the file, or of all files that are checkpoints."""
     compared: int
