@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadStatistics
 from fastensor.offload.config import with_default_folder
 from fastensor.offload.modules import UncopiedHook
@@ -120,6 +121,10 @@ class ActivationOffloadHook(ModelHook):  # type: ignore[misc]  # Accelerate has 
     def __init__(self, offload: ActivationOffload | None = None) -> None:
         self.offload: ActivationOffload | None = offload or ActivationOffload()
         """None in the hook of a copied module."""
+
+    @shown
+    def __repr__(self) -> str:
+        return ", offloads nothing" if self.offload is None else f" of {self.offload!r}"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Put the forward pass of a module into steps. Accelerate calls this when the hook is added."""

@@ -15,6 +15,7 @@ from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
 from fastensor.errors import FastensorError
 from fastensor.files.arguments import as_nbytes, checks_keywords, nearest
+from fastensor.files.shown import record_repr
 from fastensor.offload import OffloadConfig, Schedule
 
 USE = "ACCELERATE_USE_FASTENSOR"
@@ -151,6 +152,8 @@ class FastensorConfig:
     offload_trace: str | None = _option(
         None, "--fastensor_offload_trace", "a file for a trace of what was moved when, for Perfetto; default: none"
     )
+
+    __repr__ = record_repr
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch.nn import Module
 
 from fastensor.files.arguments import checks_keywords, checks_keywords_with, keywords_of
+from fastensor.files.shown import shown
 from fastensor.offload.modules import is_fsdp2
 from fastensor_accelerate import transformers_trainer
 from fastensor_accelerate.activation_offload import PreparedOffloads
@@ -222,6 +223,10 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
         super().__init__(*args, **kwargs)
         config = FastensorConfig.from_environment() if fastensor_config is None else fastensor_config
         setattr(self, _SAVER, StateSaver(self, config))
+
+    @shown
+    def __repr__(self) -> str:
+        return f" on {self.device}, process {self.process_index} of {self.num_processes}"
 
     save_state = functools.wraps(Accelerator.save_state)(_save_state)
     load_state = functools.wraps(Accelerator.load_state)(_load_state)

@@ -12,6 +12,7 @@ from accelerate.utils import send_to_device
 
 from fastensor.data.epochs import EpochLoader, Iteration
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
 
 
 @checks_keywords
@@ -43,6 +44,10 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         """The loader that was prepared."""
         self.device = device
         self.gradient_state = GradientState()
+
+    @shown
+    def __repr__(self) -> str:
+        return f" of {self.loader!r}{'' if self.device is None else f', to {self.device}'}"
 
     def __len__(self) -> int:
         """The number of batches of the epoch, those before it was resumed included."""

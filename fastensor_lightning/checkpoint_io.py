@@ -28,6 +28,7 @@ from fastensor.files.arguments import check_flags, checks_keywords, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
 from fastensor.files.new_directory import replace_link
 from fastensor.files.posix import memory_filesystem_of
+from fastensor.files.shown import shown
 from fastensor.select.transfer import check_choice
 from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
@@ -192,13 +193,14 @@ class FastensorCheckpointIO(CheckpointIO):
         """The options of the save that a strategy is about to ask for without its options."""
         self._sharded = ShardedCheckpoints(self)
 
+    @shown
     def __repr__(self) -> str:
         options = {"backend": self.backend, "durable": self.durable, "map_location": self.map_location}
         options |= {"verify": self.verify, "asynchronous": self._options or self.asynchronous}
         options |= {"cooperative": self._cooperation or self.cooperative}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         last = f", last saved {self.last_save.path!r}" if self.last_save is not None else ""
-        return f"<{type(self).__name__}({given}){last}>"
+        return f"({given}){last}"
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None

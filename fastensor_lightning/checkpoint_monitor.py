@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastensor
 from fastensor.files.arguments import check_flags, checks_keywords
+from fastensor.files.shown import shown
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
@@ -112,6 +113,12 @@ class CheckpointMonitor(Callback):
         if plugin.asynchronous:
             self._loggers = WaitingLoggers(plugin, trainer.loggers)
             self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
+
+    @shown
+    def __repr__(self) -> str:
+        return (
+            f"(progress_bar={self._progress_bar}, details={self._details}, log={self._logs}, explain={self._explain})"
+        )
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Wait for pending saves and log them, before loggers are closed.

@@ -11,6 +11,7 @@ from fastensor.data.epochs import EpochLoader
 from fastensor.data.plan import Shuffle
 from fastensor.data.skipping import OnError
 from fastensor.files.arguments import check_flags, check_function, check_whole, check_word, checks_keywords
+from fastensor.files.shown import shown
 from fastensor.provision import DataService, ProvisionedLoader
 from fastensor_lightning.frameworks import load_classes
 
@@ -116,6 +117,15 @@ class FastensorDataModule(LightningDataModule):
         """The loader that the Trainer was given last for training."""
         self._resumed: dict[str, Any] | None = None
         """A state that no loader has been given yet."""
+
+    @shown
+    def __repr__(self) -> str:
+        given = [f"{stage}={source!r}, " for stage, source in self._sources.items() if source is not None]
+        if self._address is not None:
+            given.insert(0, f"service={self._address!r}, ")
+        return f"({''.join(given)}batch_size={self._batch_size})"
+
+    __str__ = __repr__  # that of Lightning makes loaders to say their sizes, and so connects to services
 
     @property
     def batch_size(self) -> int:

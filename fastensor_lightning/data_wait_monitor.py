@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
 from fastensor.provision import ProvisionedLoader
 from fastensor.provision.metrics import Waits, table
 from fastensor_lightning.frameworks import load_classes
@@ -52,6 +53,10 @@ class DataWaitMonitor(Callback):
         self._waited = 0.0
         """Seconds since the last batch."""
         self._undo: list[Callable[[], None]] = []
+
+    @shown
+    def __repr__(self) -> str:
+        return f"(progress_bar={self._progress_bar}, table={self._table})"
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._stop()

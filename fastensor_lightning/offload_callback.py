@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import check_flags, checks_keywords_with
+from fastensor.files.shown import given, shown
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
@@ -94,12 +94,10 @@ class SSDActivationOffload(Callback):
         """Restores the Trainer's own ``train_step_context``, and after a dry run all that it has changed."""
         self._checked = False
 
+    @shown
     def __repr__(self) -> str:
-        default = OffloadConfig()
-        options = {one.name: getattr(self.config, one.name) for one in dataclasses.fields(self.config)}
-        given = [f"{name}={value!r}" for name, value in options.items() if value != getattr(default, name)]
         moved = "" if self.statistics is None else f", {human_size(self.statistics.written_bytes)} written"
-        return f"<{type(self).__name__}({', '.join(given)}){moved}>"
+        return f"({', '.join(given(self.config))}){moved}"
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         count = sum(isinstance(one, SSDActivationOffload) for one in trainer.callbacks)  # type: ignore[attr-defined]  # set later

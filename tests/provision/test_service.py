@@ -464,6 +464,19 @@ def test_a_state_beyond_the_end_is_refused(shared: DataService) -> None:
         loader.load_state_dict({**loader.state_dict(), "consumed": N + 1})
 
 
+def test_services_and_loaders_show_themselves_without_asking(start: Start) -> None:
+    service = start(list(range(10)))
+    loader = service.loader(4, shuffle="none")
+    assert repr(service) == "<DataService of 10 samples: 2 workers, a cache of 1 MiB>"
+    shown = "<ProvisionedLoader of 10 samples, 4 a batch, shuffle 'none': epoch 0"
+    assert repr(loader) == f"{shown}, 0 samples given out>"
+    assert len(list(loader)) == 3
+    assert repr(loader) == f"{shown}, 10 samples given out>"
+    service.stop()
+    assert repr(service) == "<DataService of 10 samples: 2 workers, a cache of 1 MiB, left>"
+    assert repr(loader) == f"{shown}, 10 samples given out>"
+
+
 def test_integers_of_numpy_are_whole_numbers(start: Start) -> None:
     service = start(cache_bytes=np.int64(1 << 20), workers=np.uint8(1), seed=np.int32(3))
     service.preload(epoch=np.int64(2))

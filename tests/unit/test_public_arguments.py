@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
 import inspect
 import pickle
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from public import GIVEN, public_names
 
 import fastensor
 from fastensor.checkpoint import cooperative
@@ -29,36 +29,8 @@ from fastensor.provision import DataService
 from fastensor_accelerate import CheckpointMapping, ConfigError, FastensorConfig
 from fastensor_lightning import FastensorCheckpointIO, SSDActivationOffload
 
-PACKAGES = (
-    "fastensor", "fastensor.backends", "fastensor.checkpoint.cooperative", "fastensor.checkpoint.dcp", "fastensor.data",
-    "fastensor.data.decoders", "fastensor.offload", "fastensor.provision", "fastensor.testing", "fastensor_accelerate",
-    "fastensor_lightning",
-)  # fmt: skip
-GIVEN = {
-    "fastensor.LazyCheckpoint", "fastensor.TensorInfo", "fastensor.SaveHandle", "fastensor.WriterStatistics",
-    "fastensor.VerifyReport", "fastensor.Damage", "fastensor.Inspection", "fastensor.Difference",
-    "fastensor.TensorDifference", "fastensor.StoreStatistics", "fastensor.Choice", "fastensor.Explanation",
-    "fastensor.SelectorStatistics", "fastensor.SaveReport", "fastensor.LoadReport", "fastensor.Fallback",
-    "fastensor.backends.Extent", "fastensor.backends.Window", "fastensor.offload.EncodedBytes",
-    "fastensor.offload.OffloadEstimate",
-    "fastensor.offload.OffloadStatistics", "fastensor.offload.PlanReport", "fastensor.offload.PlannedTensor",
-    "fastensor.provision.LoaderStatistics", "fastensor.testing.Fault",
-}  # fmt: skip
-"""Classes whose objects Fastensor makes, and users only get: nobody writes the keywords of their constructors."""
 PASSED = {f"fastensor.data.decoders.{name}" for name in ("npy", "tensor", "image_tensor", "msgpack", "unpickle")}
 """Functions that users pass on: a dataset calls them for each sample, with a value and without keywords."""
-
-
-def public_names() -> Iterator[tuple[str, Any]]:
-    """All names that are promised, but the modules among them, which are in ``PACKAGES`` themselves."""
-    for package in PACKAGES:
-        module = importlib.import_module(package)
-        for name in getattr(module, "__all__", None) or [one for one in vars(module) if not one.startswith("_")]:
-            value = getattr(module, name)
-            if inspect.ismodule(value):
-                assert value.__name__ in PACKAGES or not hasattr(module, "__all__"), name
-            elif hasattr(module, "__all__") or getattr(value, "__module__", "") == package:
-                yield f"{package}.{name}", value
 
 
 def is_ours(value: Any) -> bool:

@@ -19,6 +19,9 @@ class Fallback:
     backend: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.backend} is not used: {self.reason}"
+
 
 @cache
 def announce(backend: str, reason: str) -> None:

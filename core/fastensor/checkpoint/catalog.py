@@ -16,6 +16,7 @@ from fastensor.checkpoint.names import nodes, walk
 from fastensor.checkpoint.opened import OpenedFile, container_of
 from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.files.words import human_size
 from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Part
@@ -44,6 +45,10 @@ class TensorInfo:
     for a tensor that is made of several others, and for one that the file has no bytes of."""
     crc32: int | None
     """The CRC32 of that part; None if the file carries none."""
+
+    def __str__(self) -> str:
+        dtype, what = str(self.dtype).removeprefix("torch."), "" if self.kind == "Tensor" else f"{self.kind} of "
+        return f"{self.name}: {what}{dtype} {self.shape}, {human_size(self.nbytes)}"
 
     @property
     def nbytes(self) -> int:

@@ -26,8 +26,12 @@ from fastensor.checkpoint.sharded import check_holds, files_of
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.os_errors import read_errors
+from fastensor.files.shown import record_repr, without_secrets
+from fastensor.files.words import counted, some_of
 from fastensor.select.transfer import BackendChoice
 
+_SHOWN = 10
+"""So many differences are shown in words."""
 _AT_ONCE = 1 << 22
 """How many elements are compared at once."""
 _BLOCK_NBYTES = 1 << 20
@@ -49,6 +53,11 @@ class TensorDifference:
     """The largest absolute difference of two elements; NaN if that is not a number, or torch does not compute with the
     dtype."""
 
+    def __str__(self) -> str:
+        if self.elements:
+            return f"{self.name}: {self.elements} elements of {self.first} differ, by {self.largest:g} at most"
+        return f"{self.name}: {self.first} in the first, {self.second} in the second"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -66,6 +75,21 @@ class Difference:
     """How many tensors, other values and files that are no checkpoints are the same in both, within the tolerances."""
     not_compared: tuple[str, ...] = ()
     """Files of a folder that are no checkpoints, if the other side is a single checkpoint with nothing beside it."""
+
+    __repr__ = record_repr
+
+    def __str__(self) -> str:
+        """What differs for people; of many differences the first ones."""
+        lines = [f"{name}: only in the first" for name in self.only_first]
+        lines += [f"{name}: only in the second" for name in self.only_second]
+        lines += map(str, self.tensors)
+        lines += [f"{name}: {one} in the first, {two} in the second" for name, (one, two) in self.others.items()]
+        head = f"{without_secrets(self.first)} and {without_secrets(self.second)}: "
+        head += f"{counted(len(lines), 'differences')}, {self.same} the same"
+        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        if self.not_compared:
+            more.append(f"not compared: {some_of(self.not_compared, _SHOWN)}")
+        return "\n".join([head, *lines[:_SHOWN], *more])
 
     @property
     def is_empty(self) -> bool:

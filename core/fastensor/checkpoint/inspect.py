@@ -17,7 +17,12 @@ from fastensor.checkpoint.opened import container_of, opened
 from fastensor.checkpoint.sharded import check_holds, files_of, read_json
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import record_repr, without_secrets
+from fastensor.files.words import counted, human_size, some_of
 from fastensor.stitch.containers import Container
+
+_SHOWN = 5
+"""So many names are shown in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,22 @@ class Inspection:
     """What each file in a folder holds, by its path in the folder; empty if there is but one. Files that are no
     checkpoints are among them (``text``, ``pickle``, ``other``). Of those that can only be loaded whole, ``metadata``
     says so."""
+
+    __repr__ = record_repr
+
+    def __str__(self) -> str:
+        """What there is for people, in a few lines; ``fastensor inspect`` shows all of it."""
+        checked = "with checksums" if self.checked else "without checksums"
+        lines = [
+            f"{without_secrets(self.path)}: {self.container}, {human_size(self.nbytes)}, {checked}",
+            f"{counted(len(self.tensors), 'tensors')} of {human_size(self.tensor_bytes)}, "
+            f"{human_size(self.memory_bytes)} in memory; {counted(len(self.others), 'other values')}",
+        ]
+        if self.files:
+            lines.append(f"{counted(len(self.files), 'files')}: {some_of([*self.files], _SHOWN)}")
+        if self.refused:
+            lines.append(f"weights_only=True refuses: {some_of(self.refused, _SHOWN)}")
+        return "\n".join(lines)
 
     @property
     def tensor_bytes(self) -> int:

@@ -22,6 +22,7 @@ from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.os_errors import read_errors
+from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.parts import Part
 
@@ -208,8 +209,10 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
         """Close the file, unless it was given open. Calling it again does nothing."""
         self._close()
 
+    @shown
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._file.where!r}: {len(self)} tensors>"
+        closed = "" if self._close.alive else ", closed"
+        return f" {self._file.where!r}: {len(self)} tensors{closed}"
 
     def _check_open(self) -> None:
         if not self._close.alive:

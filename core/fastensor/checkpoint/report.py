@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.errors import UnverifiedCheckpointWarning
+from fastensor.files.shown import record_repr, without_secrets
 from fastensor.files.warning import warn_caller
+from fastensor.files.words import human_rate, human_seconds, human_size
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The report of one save."""
+    """The report of one save. ``print`` shows it in words."""
 
     path: str
     """The file that was written: symlinks followed."""
@@ -43,9 +45,23 @@ class SaveReport:
     """Ways that were not possible, in the order in which they failed."""
     wait_seconds: float = 0.0
     """The part of ``write_seconds`` in which the save waited for the space of replaced files to be freed."""
-    freeing: Freeing = field(default_factory=Freeing, compare=False)
+    freeing: Freeing = field(default_factory=Freeing, compare=False, repr=False)
     """The work left when the save was done: a thread frees the space of the replaced file. That keeps the disk busy,
     and the next save waits for it."""
+
+    __repr__ = record_repr
+
+    def __str__(self) -> str:
+        kind = f"{'durable' if self.durable else 'not durable'}, {'atomic' if self.atomic else 'written in place'}"
+        waited = f"; the program waited {human_seconds(self.stall_seconds)}" * (self.stall_seconds != self.seconds)
+        return "\n".join(
+            (
+                f"{_moved(self, 'saved')}; {kind}{waited}",
+                f"planned {human_seconds(self.plan_seconds)}, written {human_seconds(self.write_seconds)}, synced "
+                f"{human_seconds(self.sync_seconds)}, published {human_seconds(self.publish_seconds)}",
+                *map(str, self.fallbacks),
+            )
+        )
 
     @property
     def bytes_per_second(self) -> float:
@@ -55,7 +71,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The report of one load."""
+    """The report of one load. ``print`` shows it in words."""
 
     path: str
     nbytes: int
@@ -75,6 +91,20 @@ class LoadReport:
     def bytes_per_second(self) -> float:
         """Size over whole duration."""
         return self.nbytes / self.seconds
+
+    __repr__ = record_repr
+
+    def __str__(self) -> str:
+        checked = "verified" if self.verified else "not verified"
+        cached = f"{100 * self.resident_fraction:.0f} % were in the page cache"
+        return "\n".join((f"{_moved(self, 'loaded')}; {checked}; {cached}", *map(str, self.fallbacks)))
+
+
+def _moved(report: SaveReport | LoadReport, done: str) -> str:
+    rate = human_rate(report.nbytes, report.seconds)
+    took = f"in {human_seconds(report.seconds)}{f' ({rate})' if rate else ''}"
+    where = without_secrets(report.path)
+    return f"{where}: {human_size(report.nbytes)} {done} {took} by {report.backend}: {report.reason}"
 
 
 def warn_unverified(where: str, why: str = "") -> None:

@@ -27,6 +27,8 @@ from fastensor.checkpoint.safetensors_file import read_header
 from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import record_repr, without_secrets
+from fastensor.files.words import counted, human_rate, human_seconds, human_size, some_of
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Damage, Part
@@ -67,6 +69,27 @@ class VerifyReport:
     def is_of_checkpoint(self) -> bool:
         """Whether this is not only the name of a file that is no checkpoint."""
         return self.container not in ("index", "text", "pickle", "other")
+
+    __repr__ = record_repr
+
+    def __str__(self) -> str:
+        """The result for people, in a line or several."""
+        state = "damaged" if self.damage else "intact" if self.complete else "no damage found"
+        rate = human_rate(self.compared_bytes, self.seconds)
+        lines = [
+            f"{without_secrets(self.path)}: {state}; {counted(self.compared, 'parts')} of "
+            f"{human_size(self.compared_bytes)} compared in {human_seconds(self.seconds)}{f' ({rate})' if rate else ''}"
+        ]
+        if not self.complete:
+            lines.append(f"{counted(self.uncompared, 'parts')} without checksum")
+        lines += map(str, self.damage[:_SHOWN])
+        if len(self.damage) > _SHOWN:
+            lines.append(f"and {len(self.damage) - _SHOWN} more")
+        if self.not_compared:
+            lines.append(f"not compared, or not wholly: {some_of(self.not_compared, _SHOWN)}")
+        if self.code:
+            lines.append(f"names code that weights_only=True refuses: {some_of(self.code, _SHOWN)}")
+        return "\n".join(lines)
 
     @property
     def complete(self) -> bool:

@@ -27,6 +27,7 @@ from fastensor.data.worker_errors import sendable_errors
 from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import as_nbytes, check_function, check_word, checks_keywords
+from fastensor.files.shown import shown
 
 T = TypeVar("T", covariant=True)
 
@@ -117,6 +118,11 @@ class LmdbDataset(Dataset[T], Generic[T]):
         self._reader: ValueReader | None = None
         self._process = 0
         """The process that has opened the reader."""
+
+    @shown
+    def __repr__(self) -> str:
+        node = "" if self._node is None else ", reader 'node'"
+        return f" of {len(self)} samples in {self.index.path!r}: engine {self._strategy.engine!r}{node}"
 
     def __len__(self) -> int:
         return len(self.index) if self._positions is None else len(self._positions)

@@ -16,6 +16,7 @@ from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.skipping import OnError, Skipped
 from fastensor.files.arguments import check_whole, check_word, checks_keywords
 from fastensor.files.launchers import rank_and_world_size
+from fastensor.files.shown import shown
 from fastensor.files.warning import warn_caller
 from fastensor.files.words import is_worth_a_line
 
@@ -71,6 +72,14 @@ class EpochLoader(ABC):
         self._skipped = 0
         self._told_batches = 0
         """What ``len`` has said last."""
+
+    @shown
+    def __repr__(self) -> str:
+        plan, at = self._base_plan, self._progress
+        return (
+            f" of {plan.n} samples, {plan.batch_size} a batch, shuffle {plan.shuffle!r}: epoch {at.epoch}, "
+            f"{at.consumed} samples given out"
+        )
 
     @abstractmethod
     def _batches_of(self, plan: EpochPlan) -> Iterator[Any]:

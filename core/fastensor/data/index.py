@@ -20,6 +20,7 @@ from fastensor.data.walk import Progress
 from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
 
 
 @checks_keywords
@@ -136,8 +137,9 @@ class LmdbIndex:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    @shown
     def __repr__(self) -> str:
-        return f"<LmdbIndex of {len(self)} records in {self.path}>"
+        return f" of {len(self)} records in {self.path}{'' if self._closing.alive else ', closed'}"
 
     def fileno(self) -> int:
         """The descriptor of the data file. It belongs to the index.

@@ -11,6 +11,8 @@ from torch.utils.data import Sampler
 
 from fastensor.data.plan import Positions
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
+from fastensor.files.words import counted
 
 
 class AnnouncedBatch(list[int]):
@@ -48,6 +50,11 @@ class ReadAheadSampler(Sampler[list[int]]):
         self._batches = batches
         self._workers = max(num_workers, 1)
         self._batches_ahead = batches_ahead
+
+    @shown
+    def __repr__(self) -> str:
+        kind, workers = type(self._batches).__name__, counted(self._workers, "workers")
+        return f" of a {kind}: {self._batches_ahead} batches ahead for {workers}"
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _ALL_WORTH_A_LINE = 10
@@ -81,6 +82,24 @@ def human_seconds(seconds: float) -> str:
     if seconds >= 1 or not seconds:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_three_digits(seconds * 1e6)} µs"
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first names of many.
+
+    >>> some_of(["a", "b"], 2), some_of(["a", "b", "c"], 2)
+    ('a, b', 'a, b and 1 more')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def human_rate(nbytes: float, seconds: float) -> str:
+    """How fast bytes were moved; empty if that took no time that could be measured.
+
+    >>> human_rate(1 << 20, 0.5), human_rate(5, 0)
+    ('2 MiB/s', '')
+    """
+    return f"{human_size(nbytes / seconds)}/s" if seconds > 0 else ""
 
 
 def _three_digits(amount: float) -> str:

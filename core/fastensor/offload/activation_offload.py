@@ -12,6 +12,7 @@ import torch
 
 from fastensor.errors import OffloadError
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import given, shown
 from fastensor.offload.config import OffloadConfig, checked_config, dry_run_config
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.hooks import StepHooks, untraced
@@ -72,6 +73,11 @@ class ActivationOffload:
         check_folders(self.config)
         self._engine = OffloadEngine(self.config)
         self._running = threading.local()
+
+    @shown
+    def __repr__(self) -> str:
+        attached = "" if self._engine.model is None else ", attached to a model"
+        return f"({', '.join(given(self.config))}){attached}{', closed' if self._engine.closed else ''}"
 
     @property
     def is_in_step(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, ge
 
 from fastensor.backends import registry
 from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords, did_you_mean
+from fastensor.files.shown import record_repr
 from fastensor.offload.codecs import LOSSY, Codec
 
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
@@ -147,6 +148,8 @@ class OffloadConfig:
                 f"backend is auto or one of {', '.join(registry.names_with_slots())}, found {self.backend!r}"
                 f"{did_you_mean(str(self.backend), registry.names_with_slots())}"
             )
+
+    __repr__ = record_repr
 
     if TYPE_CHECKING:  # what is read of a size is a number, whatever is given
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastensor.files.shown import record_repr
 from fastensor.files.words import human_seconds, human_size
 from fastensor.offload.planner import UNKNOWN_BANDWIDTH, PlannedForm
 from fastensor.offload.scheduler import Prediction
@@ -35,6 +36,11 @@ class PlannedTensor:
     leaves: bool
     """Whether the tensor leaves memory."""
 
+    def __str__(self) -> str:
+        dtype, made_by = str(self.dtype).removeprefix("torch."), self.made_by or "input"
+        where = "leaves" if self.leaves else "stays"
+        return f"{self.number}: {dtype} {self.shape} of {made_by}, {human_size(self.nbytes)}, {where}"
+
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
@@ -47,6 +53,8 @@ class PlanReport:
     backward_seconds: float
     """What the step takes without offloading, as it was measured: without the time in hooks."""
     prediction: Prediction
+
+    __repr__ = record_repr
 
     @property
     def kept_bytes(self) -> int:

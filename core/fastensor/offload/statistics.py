@@ -147,6 +147,9 @@ class EncodedBytes:
     encoded_nbytes: int
     """Bytes that were written for them."""
 
+    def __str__(self) -> str:
+        return f"{human_size(self.nbytes)}, {self.ratio:.2f} to 1"
+
     @property
     def ratio(self) -> float:
         """How many times smaller the bytes have become.
@@ -299,7 +302,7 @@ class OffloadStatistics:
         if self.displaced_bytes:
             lines.append(f"memory got short: {human_size(self.displaced_bytes)} of what fits were offloaded later")
         if self.encoded:
-            made = (f"{name} {human_size(one.nbytes)}, {one.ratio:.2f} to 1" for name, one in self.encoded.items())
+            made = (f"{name} {one}" for name, one in self.encoded.items())
             lines.append("made smaller: " + "; ".join(made))
         return "\n".join(lines)
 

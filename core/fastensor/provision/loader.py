@@ -16,6 +16,7 @@ from fastensor.data.plan import EpochPlan
 from fastensor.data.skipping import Skipped
 from fastensor.errors import BatchError, ProvisionError
 from fastensor.files.arguments import check_seconds, checks_keywords
+from fastensor.files.shown import record_repr
 from fastensor.provision.encoding import decode
 from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
 from fastensor.provision.metrics import Served, table
@@ -44,6 +45,8 @@ class LoaderStatistics:
     """Batches that came again, and were dropped."""
     recoveries: int = 0
     """How often the service was lost, and looked for."""
+
+    __repr__ = record_repr
 
     def __str__(self) -> str:
         """A table for people: :func:`fastensor.provision.metrics.table`."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from fastensor.files.shown import record_repr
 from fastensor.files.words import human_seconds, human_size
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,6 +41,8 @@ class Waits:
     """Of all waits together."""
     longest: float = 0.0
     """In seconds."""
+
+    __repr__ = record_repr
 
     @property
     def count(self) -> int:
@@ -113,6 +116,8 @@ class Served:
     seconds: float = 0.0
     """From the first batch to the last one."""
     waits: Waits = Waits()
+
+    __repr__ = record_repr
 
     @property
     def hit_rate(self) -> float:

@@ -17,6 +17,8 @@ from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.data.skipping import OnError
 from fastensor.errors import ProvisionError
 from fastensor.files.arguments import as_nbytes, check_whole, checks_keywords
+from fastensor.files.shown import shown
+from fastensor.files.words import counted, human_size
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
@@ -49,7 +51,14 @@ class DataService:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._is_left = False
         self._loaders: WeakSet[ProvisionedLoader] = WeakSet()
+
+    @shown
+    def __repr__(self) -> str:
+        facts, left = self._engine.facts, ", left" if self._is_left else ""
+        cache = human_size(facts.cache_nbytes)
+        return f" of {counted(facts.samples, 'samples')}: {counted(facts.workers, 'workers')}, a cache of {cache}{left}"
 
     @classmethod
     def start(
@@ -258,6 +267,7 @@ class DataService:
 
     def stop(self) -> None:
         """Leave the service, which ends when all have left. Loaders of this object cannot be used any more."""
+        self._is_left = True
         for loader in self._loaders:
             loader.close()
         self._engine.close()

@@ -19,6 +19,8 @@ from torch.utils.data import ConcatDataset, Subset
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.errors import DatasetChangedError, UnsupportedSampleError
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
+from fastensor.files.words import counted
 from fastensor.provision.encoding import encode
 
 if TYPE_CHECKING:
@@ -141,6 +143,10 @@ class FileSource:
     paths: tuple[str, ...]
     sizes: tuple[int | None, ...]
     """Bytes of each file; None if the filesystem does not say."""
+
+    @shown
+    def __repr__(self) -> str:
+        return f" of {counted(len(self), 'files')} of {type(self.filesystem).__name__}"
 
     @classmethod
     def matching(cls, pattern: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Self:

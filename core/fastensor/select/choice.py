@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fastensor.files.arguments import did_you_mean
+from fastensor.files.shown import record_repr
 from fastensor.files.words import human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Timing
@@ -44,6 +45,9 @@ class Choice(NamedTuple):
     risk_seconds: float = 0.0
     """For a try: how much longer than the best backend it is expected to take."""
 
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True)
 class SelectorStatistics:
@@ -59,6 +63,13 @@ class SelectorStatistics:
     """Time of all measured transfers, those of earlier processes in the dictionary included."""
     extra_seconds: float = 0.0
     """The part of ``seconds`` that exploring has cost: how much longer tries took than the best backend would have."""
+
+    def __str__(self) -> str:
+        cost, total = human_seconds(self.extra_seconds), human_seconds(self.seconds)
+        return (
+            f"{self.exploited} transfers by the backend that is believed to be the fastest, {self.explored} tries, "
+            f"{self.failed} failed; exploring has cost {cost} of {total} in all transfers"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,8 @@ class Explanation:
     """Time of all measured transfers, of every size and in every context."""
     extra_seconds: float
     """The part of ``seconds`` that exploring has cost."""
+
+    __repr__ = record_repr
 
     def __str__(self) -> str:
         lines = [f"{self.context}, up to {human_size(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]

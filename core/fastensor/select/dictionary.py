@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Self
 
 from fastensor.errors import FastensorError
 from fastensor.files.arguments import as_nbytes, checks_keywords
+from fastensor.files.shown import shown
+from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.line import Line
 from fastensor.select.sizes import bucket_of, scaled, size_of
@@ -125,6 +127,12 @@ class Change(NamedTuple):
     failed: bool = False
     """Whether the backend failed: the seconds are lost, and are no measurement."""
 
+    def __str__(self) -> str:
+        what = f"{self.backend}, {self.context}, {human_size(self.nbytes)}"
+        if self.seconds is None:
+            return f"{what}: timings removed"
+        return f"{what}: {'failed after ' * self.failed}{human_seconds(self.seconds)}"
+
 
 @checks_keywords
 class Dictionary:
@@ -145,6 +153,10 @@ class Dictionary:
         """Time of all measured transfers."""
         self.extra_seconds = 0.0
         """The part of ``seconds`` that exploring has cost."""
+
+    @shown
+    def __repr__(self) -> str:
+        return f": {counted(len(self), 'sizes')} known in {counted(len(self._entries), 'contexts')}"
 
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))

@@ -25,6 +25,7 @@ from fastensor.errors import (
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.atomic import NewFile
+from fastensor.files.shown import shown
 from fastensor.select.choice import Mode, check_mode
 from fastensor.select.context import Context
 from fastensor.select.current import current_selector
@@ -134,6 +135,7 @@ class TensorStore:
         self.__init__(**settings)  # type: ignore[misc]  # a copy is made like any other store
         self._closed = closed
 
+    @shown
     def __repr__(self) -> str:
         """
         >>> import tempfile
@@ -142,10 +144,7 @@ class TensorStore:
         """
         durable = "durable" if self._durable else "not durable"
         state = ", closed" if self._closed else ""
-        return (
-            f"<TensorStore {self._directory!r}: backend {self._tools.tool!r}, mode {self._tools.mode!r}, "
-            f"{durable}{state}>"
-        )
+        return f" {self._directory!r}: backend {self._tools.tool!r}, mode {self._tools.mode!r}, {durable}{state}"
 
     @property
     def directory(self) -> str:

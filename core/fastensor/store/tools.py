@@ -14,6 +14,7 @@ from typing import TypeVar
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import announce, available_names
+from fastensor.files.words import counted, human_size
 from fastensor.select.choice import Mode, SelectorStatistics
 from fastensor.select.context import Context, Operation
 from fastensor.select.selector import Selector
@@ -40,6 +41,17 @@ class StoreStatistics:
     """Backends that were chosen or named but could not be used, and the latest reason."""
     selector: SelectorStatistics
     """Counts of the selector, which other stores may share. Zeros if a backend was named."""
+
+    def __str__(self) -> str:
+        written = "".join(f", {count} by {name}" for name, count in self.written_by.items())
+        read = "".join(f", {count} by {name}" for name, count in self.read_by.items())
+        lines = [
+            f"{counted(self.puts, 'tensors')} put ({human_size(self.written_bytes)}{written})",
+            f"{counted(self.gets, 'tensors')} got ({human_size(self.read_bytes)}{read}), {self.deletes} deleted",
+            *(f"{name} is not used: {reason}" for name, reason in self.fallbacks.items()),
+            str(self.selector),
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

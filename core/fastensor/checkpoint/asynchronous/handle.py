@@ -10,6 +10,7 @@ from fastensor.checkpoint.asynchronous.work import Save, SaveStage
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.report import SaveReport
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.shown import shown
 
 
 @checks_keywords
@@ -98,5 +99,6 @@ class SaveHandle:
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} belongs to the process that saves; what its result() returns can be copied and sent")
 
+    @shown
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.path!r}: {self.stage}>"
+        return f" of {self.path!r}: {self.stage}"

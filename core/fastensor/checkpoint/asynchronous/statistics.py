@@ -6,10 +6,13 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
+from fastensor.files.words import counted, human_seconds, human_size
+
 
 @dataclass(frozen=True, slots=True)
 class WriterStatistics:
-    """An :class:`~fastensor.AsyncWriter` at one instant. Saves are counted, unless a field says otherwise."""
+    """An :class:`~fastensor.AsyncWriter` at one instant. Saves are counted, unless a field says otherwise. ``print``
+    shows it in words."""
 
     staging: int
     """Being copied right now; a call of ``save`` waits for it."""
@@ -33,6 +36,16 @@ class WriterStatistics:
     """Memory that is kept for staging, used or not."""
     peak_staging_bytes: int
     """The most of it that was in use at any instant."""
+
+    def __str__(self) -> str:
+        going_on = {"being copied": self.staging, "waiting": self.queued, "being written": self.writing}
+        ended = {"failed": self.failed, "cancelled": self.cancelled, "skipped": self.skipped, "replaced": self.replaced}
+        counts = "".join(f", {count} {what}" for what, count in {**going_on, **ended}.items() if count)
+        return (
+            f"{counted(self.durable, 'saves')} finished ({human_size(self.nbytes)}){counts}\n"
+            f"the program waited {human_seconds(self.stall_seconds)} in all; {human_size(self.peak_staging_bytes)} of "
+            f"{human_size(self.staging_bytes)} staging memory were in use at most"
+        )
 
 
 class SaveCounters:

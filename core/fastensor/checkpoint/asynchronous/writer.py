@@ -36,6 +36,8 @@ from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.errors import SaveDroppedError
 from fastensor.files.afterwards import Worker
 from fastensor.files.arguments import checks_keywords, checks_keywords_with
+from fastensor.files.shown import given, shown
+from fastensor.files.words import counted
 from fastensor.stitch.source import Plan
 
 _logger = logging.getLogger("fastensor")
@@ -113,6 +115,12 @@ class AsyncWriter:
         self._counters = SaveCounters()
         self._begin_empty()
         exits.watch(self, preemption_seconds)
+
+    @shown
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        pending, ended = len(self._pending_saves()), self._counters.ends.total()
+        return f"({', '.join(given(self._settings))}): {counted(pending, 'saves')} pending, {ended} ended{closed}"
 
     def _begin_empty(self) -> None:
         self._worker = Worker("fastensor-drain")

@@ -27,6 +27,7 @@ from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.ties import sharing
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.arguments import check_flags, checks_keywords
+from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.safetensors import has_own_memory
 
@@ -78,6 +79,10 @@ class FastensorStorageReader(FileSystemReader):
         self._storage_options = storage_options
         self._metadata: Metadata | None = None
         self._move_to(path)
+
+    @shown
+    def __repr__(self) -> str:
+        return f" of {self._directory.path!r}: verify {self.verify}, backend {self.backend!r}"
 
     def _move_to(self, path: str | os.PathLike[str]) -> None:
         self._directory = directory_at(path, self._storage_options)

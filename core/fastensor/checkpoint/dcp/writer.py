@@ -59,6 +59,7 @@ from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
+from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch import safetensors, shards
 from fastensor.stitch.source import NO_VALUES, Plan, skips_values
@@ -166,6 +167,10 @@ class FastensorStorageWriter(FileSystemWriter):
         self._in_use: weakref.ref[_Staged] | None = None
         """The state dict that was staged last."""
         self._move_to(path)
+
+    @shown
+    def __repr__(self) -> str:
+        return f" of {self._directory.path!r}: backend {self.backend!r}"
 
     def _move_to(self, path: str | os.PathLike[str]) -> None:
         self._directory = directory_at(path, self._storage_options)
