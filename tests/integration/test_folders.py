@@ -178,6 +178,31 @@ def test_what_should_be_a_checkpoint_by_its_name(
     assert statuses(capsys, tmp_path, "--allow-unchecked") == (FAILED, {"sound.pt": "intact", name: "unreadable"})
 
 
+def test_shards_of_a_model_may_lie_deeper(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "deeper").mkdir()
+    for name in "ab":
+        fastensor.save({name: WEIGHTS[name]}, tmp_path / "deeper" / f"{name}.safetensors")
+    index = {"weight_map": {name: f"deeper/{name}.safetensors" for name in "ab"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    fastensor.save(WEIGHTS, tmp_path / "deeper" / "c.safetensors")
+    _, found = statuses(capsys, tmp_path)
+    assert found == {f"deeper/{name}.safetensors": "intact" for name in "abc"} | {
+        "model.safetensors.index.json": "not compared"
+    }
+    assert {*fastensor.inspect(tmp_path).files} == {"model.safetensors.index.json", "deeper/c.safetensors"}
+
+
+def test_what_a_killed_save_has_left_is_not_the_state(tmp_path: Path, capsys: Any) -> None:
+    """Nor is what is being saved."""
+    fastensor.save(WEIGHTS, tmp_path / "model.safetensors")
+    save({"w": torch.arange(300.0)}, FastensorStorageWriter(tmp_path / ".fastensor-saving" / "optimizer_0"))
+    (tmp_path / ".fastensor-saving" / "optimizer_0" / ".metadata").unlink()
+    assert statuses(capsys, tmp_path) == (
+        UNCHECKED,
+        {"model.safetensors": "intact", ".fastensor-saving": "not compared"},
+    )
+
+
 def test_links(tmp_path: Path, capsys: Any) -> None:
     fastensor.save(WEIGHTS, tmp_path / "elsewhere.ckpt")
     folder = tmp_path / "folder"

@@ -21,7 +21,7 @@ from fastensor.errors import (
     FastensorError,
     NotACheckpointError,
 )
-from fastensor.files import posix
+from fastensor.files import new_directory, posix
 from fastensor.stitch.containers import SNIFFED_NBYTES, is_plain_pickle, is_text
 
 OtherKind: TypeAlias = Literal["text", "pickle", "other"]
@@ -30,8 +30,9 @@ Kind: TypeAlias = Literal["checkpoint", "index", OtherKind]
 _Recognized: TypeAlias = Literal["checkpoint", "foreign", "unknown"]
 _SHARD_SUFFIX = ".distcp"
 _BESIDE_SHARDS = "meta.pt"
-_LEFT_BEHIND = (posix.TEMPORARY_SUFFIX, _SHARD_SUFFIX)
-"""Endings of what a save has left that was killed; or of shards, if no metadata name them, of a replaced checkpoint."""
+_LEFT_BEHIND = (posix.TEMPORARY_SUFFIX, new_directory.SUFFIX, _SHARD_SUFFIX)
+"""Endings of what a save has left that was killed, or that goes on; and of shards, if no metadata name them, of a
+replaced checkpoint."""
 _OF_CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 _OF_PICKLES = (".pkl", ".pickle")
 _NOT_ENTERED = ".git"
@@ -89,7 +90,7 @@ def entries_at(location: Location) -> list[Entry]:
     if is_index(path):
         return [Entry(path, "index")]
     wait_to_read_directory(folder)
-    found = [*_entries_in(folder, frozenset())]
+    found = [*_entries_in(folder, frozenset(), frozenset())]
     return found if any(entry.kind != "text" for entry in found) else [Entry(location, "checkpoint")]
 
 
@@ -131,11 +132,12 @@ def _expected_by(index: Path) -> dict[Path, frozenset[str]]:
         return {}
 
 
-def _entries_in(folder: Path, above: frozenset[str]) -> Iterator[Entry]:
+def _entries_in(folder: Path, above: frozenset[str], claimed: frozenset[Path]) -> Iterator[Entry]:
     """
     Args:
         folder: is searched.
         above: the folders that it was reached through, without symlinks: one of them is not entered again.
+        claimed: what belongs to models above.
     """
     real = os.path.realpath(folder)
     try:
@@ -147,7 +149,7 @@ def _entries_in(folder: Path, above: frozenset[str]) -> Iterator[Entry]:
     if shards:
         yield Entry(folder, "checkpoint")
     indexes = [folder / name for name in names if is_index(folder / name)]
-    claimed = {*(folder / name for name in shards), *(file for index in indexes for file in _expected_by(index))}
+    claimed |= {folder / name for name in shards}.union(*map(_expected_by, indexes))
     for name in names:
         path = folder / name
         if path in claimed:
@@ -157,7 +159,7 @@ def _entries_in(folder: Path, above: frozenset[str]) -> Iterator[Entry]:
         elif not path.is_dir():
             yield Entry(path, _kind_of(path))
         elif os.path.realpath(path) not in above | {real}:
-            yield from _entries_in(path, above | {real})
+            yield from _entries_in(path, above | {real}, claimed)
 
 
 def _shards_among(folder: Path, names: Sequence[str]) -> set[str]:
