@@ -58,8 +58,13 @@ def test_a_state_of_ours_has_checksums_in_every_file(tmp_path: Path, capsys: Any
 
 
 def test_an_asynchronous_state(tmp_path: Path) -> None:
-    state(tmp_path, FastensorConfig(asynchronous=True))
-    assert_answers_for_all(tmp_path, not_compared=set())
+    with by(FastensorConfig(asynchronous=True)):
+        found = training()
+        found.train()
+        found.accelerator.save_state(tmp_path / "state")
+        assert fastensor.verify(tmp_path / "state").complete, "the save is waited for, which makes the folder"
+        assert len(fastensor.inspect(tmp_path / "state").files) == 5
+    assert_answers_for_all(tmp_path / "state", not_compared=set())
 
 
 def test_a_state_of_accelerate_alone(tmp_path: Path, capsys: Any) -> None:

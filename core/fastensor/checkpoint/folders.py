@@ -77,19 +77,19 @@ def folder_at(location: Location) -> Path | None:
 def entries_at(location: Location) -> list[Entry]:
     """What a location names: one file, one model, or all that is in a folder and its folders, ordered by path.
 
-    Saves into the folder that this process has pending are waited for. A folder with nothing but texts in it stands for
+    Saves that this process has pending there are waited for. A folder with nothing but texts in it stands for
     itself: whoever opens it says what is wrong.
 
     Raises:
         Exception: what such a save has failed with.
     """
+    wait_to_read_directory(location)
     folder = folder_at(location)
     if folder is None:
         return [Entry(location, "checkpoint")]
     path = Path(str(locate(location)))
     if is_index(path):
         return [Entry(path, "index")]
-    wait_to_read_directory(folder)
     found = [*_entries_in(folder, frozenset(), frozenset())]
     return found if any(entry.kind != "text" for entry in found) else [Entry(location, "checkpoint")]
 
