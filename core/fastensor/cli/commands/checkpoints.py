@@ -14,8 +14,8 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
         epilog="Exit status: 0 if all files are intact; 1 if a file is damaged or cannot be read; 4 if none is, but "
-        "one names code that torch.load refuses unless it is told to trust the file; 3 if none of that, but one has no "
-        "checksums."
+        "one names code that torch.load refuses unless it is told to trust the file; 3 if none of that, but one that is "
+        "no text has no checksums."
     )(verify)
     app.command(epilog="Exit status: 0 if all files could be looked into; 1 if not.")(inspect)
     app.command(
@@ -39,6 +39,7 @@ def verify(
 
     Files of torch.save carry checksums, safetensors files only if Fastensor wrote them. A checksum says that a file is
     as it was written, not that it is safe: functions and classes that torch.load(weights_only=True) refuses are listed.
+    All that is in a folder is read; what is no checkpoint is named.
     """
     from fastensor.cli import verify as command
 
@@ -61,7 +62,7 @@ def inspect(
     """Show what files hold: tensors, dtypes, parameters.
 
     No tensor is read, and no code of the files is run. Parameters are the elements of all tensors, those that share
-    memory counted once.
+    memory counted once. All that is in a folder is shown.
     """
     from fastensor.cli import inspect as command
 
@@ -81,7 +82,8 @@ def diff(
 ) -> int:
     """Compare two checkpoints: names, dtypes, shapes and values.
 
-    All tensors are compared with their checksums on the way. Without tolerances, they are compared byte by byte.
+    All tensors are compared with their checksums on the way. Without tolerances, they are compared byte by byte. Two
+    folders are compared file by file.
     """
     from fastensor.cli import diff as command
 
