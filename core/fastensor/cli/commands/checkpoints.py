@@ -14,8 +14,8 @@ def add_to(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
         epilog="Exit status: 0 if all files are intact; 1 if a file is damaged or cannot be read; 4 if none is, but "
-        "one names code that torch.load refuses unless it is told to trust the file; 3 if none of that, but one that is "
-        "no text has no checksums."
+        "one names code that torch.load refuses unless it is told to trust the file; 3 if none of that, but one that "
+        "is no text has no checksums."
     )(verify)
     app.command(epilog="Exit status: 0 if all files could be looked into; 1 if not.")(inspect)
     app.command(
